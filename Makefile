@@ -30,7 +30,7 @@ test: $(VENV)/.test
 
 # `make slow RECORD=tests/records/NAME.json` writes a dated record of the run; likewise `make nightly`.
 # With RESUME=1 it resumes the run of that record, if a time limit cut that run off.
-RECORDED = $(if $(RECORD),--record $(RECORD)) $(if $(RESUME),--resume)
+RECORDED = $(if $(RECORD),--record=$(RECORD)) $(if $(RESUME),--resume)
 
 # Tests that take minutes each: every proof, mutant and deleted guard, and the proofs from the wheel.
 slow: $(VENV)/.test

@@ -4,7 +4,7 @@ Device counts: what a device counts while it runs, compared with the committed a
 With every F, dI, dW and refresh, in the same captured graph, the device adds one to a counter of
 the stage and the kind of action, and folds the action's mark into a digest of its state domain. The
 counters show actions that were skipped or ran twice. The digest, which depends on the order, shows
-actions that were exchanged, a dW that added where it should have overwritten, and a dW that wrote
+swapped actions, a dW that added where it should have overwritten, and a dW that wrote
 to another destination. The contract computes the same numbers from the committed actions, and
 refuses a commit if the two differ.
 """

@@ -118,15 +118,15 @@ class Unfrozen:
 @frozen
 class TapeRef(Unfrozen):
     """
-    The physical place of a tape: a slot, the generation it had, and who issued it (paper, III-A).
+    The physical place of a tape: a slot, the generation it had, and its issuer (paper, III-A).
 
     Args:
         slot: Index into the bounded pool.
         generation: The slot's generation when the tape was bound; it rises at every release, so
             a reference to an earlier tenant never matches again.
-        incarnation: Random 64-bit number of the memory that issued the reference. It is logged
-            and never persisted: after a restart generations begin again at zero, and only the
-            incarnation tells an old reference from a new one.
+        incarnation: Random 64-bit number drawn by the contract that issued the reference. It is
+            logged and never persisted: after a restart generations begin again at zero, and only
+            the incarnation tells an old reference from a new one.
 
     Raises:
         TypeError: A part is not a plain ``int``.

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m qeffect.spec", description=__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 if a document is stale"
+        "--check", action="store_true", help="write nothing; exit 1 if a document is out of date"
     )
     parser.add_argument(
         "--folder",
@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.check:
             path.write_text(text, encoding="utf-8")
     for name in stale:
-        print(f"{name} is stale: run python -m qeffect.spec" if args.check else f"wrote {name}")
+        print(
+            f"{name} is out of date; run python -m qeffect.spec" if args.check else f"wrote {name}"
+        )
     return 1 if args.check and stale else 0
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,6 +45,9 @@ COUNTED = ("passed", "failed", "skipped", "xfailed", "xpassed", "errors")
 
 CUT_OFF = int(pytest.ExitCode.INTERRUPTED)
 """The exit status of a run that a signal or a time limit cut off."""
+
+SAME = ("commit", "profile", "markers", "arguments")
+"""What all parts of a run have in common."""
 
 
 def _commit() -> str | None:
@@ -194,34 +197,57 @@ class Recorder:
         self.broken_off = True
         raise KeyboardInterrupt
 
-    def record(self) -> dict[str, Any]:
-        """The record of the run, of all its parts."""
-        first, *later = self.log.parts
-        counts = self.log.counts()
-        status = self.log.parts[-1]["exit_status"]
-        if status == pytest.ExitCode.OK and counts["failed"] + counts["errors"]:
-            status = pytest.ExitCode.TESTS_FAILED
-        return {
-            "date": self.began.strftime("%Y-%m-%d"),
-            "began": first["began"],
-            "seconds": round(sum(part["seconds"] for part in self.log.parts), 1),
-            **self._same(),
-            "hardware": first["hardware"],
-            "versions": first["versions"],
-            **({"later_parts": [_part(part) for part in later]} if later else {}),
-            "counts": {name: counts[name] for name in COUNTED},
-            "exit_status": int(status),
-        }
-
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write the record."""
         status = CUT_OFF if self.broken_off else exitstatus
         self.log.end(time.monotonic() - self.clock, int(status))
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.record(), indent=2) + "\n"
-        self.file.write_text(text, encoding="utf-8")
+        _write(self.file, record(self.log))
+
+
+def record(log: RunLog) -> dict[str, Any]:
+    """The record of a run, of all its parts. A part without an end was killed."""
+    first, *later = log.parts
+    counts = log.counts()
+    status = log.parts[-1].get("exit_status", CUT_OFF)
+    if status == pytest.ExitCode.OK and counts["failed"] + counts["errors"]:
+        status = int(pytest.ExitCode.TESTS_FAILED)
+    return {
+        "date": log.parts[-1]["began"][:10],
+        "began": first["began"],
+        "seconds": round(sum(part["seconds"] for part in log.parts), 1),
+        **{name: first[name] for name in SAME},
+        "hardware": first["hardware"],
+        "versions": first["versions"],
+        **({"later_parts": [_part(part) for part in later]} if later else {}),
+        "counts": {name: counts[name] for name in COUNTED},
+        "exit_status": status,
+    }
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     """What a record says of a later part."""
     return {name: part[name] for name in ("began", "seconds", "hardware", "versions")}
+
+
+def _write(file: Path, found: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the records of logs, beside them."""
+    if not words:
+        print("usage: python -m tests.record LOG...", file=sys.stderr)
+        return 2
+    for word in words:
+        file = Path(word)
+        try:
+            found = record(RunLog.read(file))
+            _write(file.with_suffix("").with_suffix(".json"), found)
+        except (OSError, ValueError) as error:
+            print(f"tests.record: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,8 @@
 The log of a recorded run: one line for each part of the run, and one for each test that ended.
 
 A long run that a time limit cuts off can be resumed: a later part skips the tests that have ended.
-The log is written line by line, so that it also survives a run that was killed.
+The log is written line by line, so that it also survives a run that was killed. ``python -m
+tests.record LOG`` then writes the record that the run could not write.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class RunLog:
 
     Attributes:
         parts: What each part says of itself, the earliest first, with its ``seconds``.
-        ended: Of each test that has ended in any part: its outcomes.
+        ended: Of each test that has ended in any part, and of each module that the last part could
+            not collect: its outcomes.
     """
 
     def __init__(self, file: Path) -> None:
@@ -63,6 +65,8 @@ class RunLog:
             self.ended[line["test"]] = line["outcomes"]
             self.parts[-1]["seconds"] = line["at"]
         elif "commit" in line:
+            # Each part collects every module again, so that only its own collection counts.
+            self.ended = {name: found for name, found in self.ended.items() if "::" in name}
             self.parts.append({"seconds": 0.0, **line})
         else:
             self.parts[-1].update(line)

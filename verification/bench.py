@@ -37,7 +37,7 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
 
     data: dict[str, Any] = {}
     for name, scope in SCOPES.items():
-        progress(f"Measuring. exploration, {name}")
+        progress(f"Measuring: exploration, {name}")
         report = run(large_scopes()[scope], witnesses=False)
         data[f"explore_{name}"] = {
             "scope": report.scope,
@@ -51,12 +51,12 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
             "attempted_per_s": report.attempted_rate,
             "peak_rss_mb": report.peak_rss_mb,
         }
-    progress("Measuring. the price of each clause")
+    progress("Measuring: the price of each clause")
     data["clause_prices"] = prices.clauses()
-    progress("Measuring. random schedules")
+    progress("Measuring: random schedules")
     random = machine.run(300, 0).asdict()
     data["random_actions_per_s"] = random["actions_per_second"]
-    progress("Measuring. proofs")
+    progress("Measuring: proofs")
     gc.collect()
     began, cpu = time.perf_counter(), time.process_time()
     proofs = list(prove.unbounded())

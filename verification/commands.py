@@ -146,7 +146,7 @@ def _explored(
         )
         if report.violation and not violated:
             violated = True
-            progress.note(f"First finding. {scope.name}: {report.violation}")
+            progress.note(f"First finding: {scope.name}: {report.violation}")
         yield report
 
 
@@ -249,11 +249,11 @@ class Prove:
         data: dict[str, Any] = report.asdict()
         taken = len(data["witnesses"]) - data["covered"]
         lines = [
-            f"{data['questions']:,} distinct questions to the solver, {data['unknown']} unknown, "
-            f"in {data['seconds']:.1f} s",
+            f"{data['questions']:,} distinct queries to the solver in {data['seconds']:.1f} s, "
+            f"{data['unknown']} without an answer",
             f"{data['unsat']} of {len(data['obligations'])} obligations are proved: "
-            f"{data['implied']:,} of these follow from another proof, {data['same_term']:,} "
-            "compare a term with itself",
+            f"{data['implied']:,} of these follow from another proof; {data['same_term']:,} need "
+            "no solver, since the transition leaves their values unchanged",
             f"{len(data['witnesses'])} paths through the transitions: {taken} are taken from some "
             f"state, {data['covered']} are proved unreachable",
         ]

@@ -4,8 +4,8 @@ Consent of all ranks to a step: no rank updates its weights before all ranks agr
 Consent is one small all-reduce on the CPU over a group of all ranks; it waits for no device. Each
 rank contributes its epoch and the digest of its end of each channel. A rank that cannot continue
 first publishes the reason in the store, then closes its connections. Its peers wake up at once and
-publish what they saw. The first rank that has heard all the others, or has waited for `grace`
-seconds, writes the one cause that all ranks read.
+publish what they saw. The first rank that has the reports of all others, or has waited for
+`grace` seconds, decides the cause of the stop; all ranks read this cause.
 
 The all-reduce may end on some ranks and fail on others when a rank stops during it. Then some ranks
 have updated and others have not. The epochs in their verdicts differ, so the cause is not

@@ -56,10 +56,10 @@ class Checks(ContractParts):
     @exclusive_call
     def check_evaluation(self, stage: int, link: int = 0, cached: bool = True) -> Ticket:
         """
-        Reserve a stage's domain for an evaluation: a forward that trains nothing.
+        Reserve a stage's domain for an evaluation: a forward without training.
 
-        An evaluation owes no dI and no dW, has no key and no slot, and updates neither scaling
-        state nor the weight cache; it runs in memory of its own. It is accepted between any two
+        No dI or dW follows an evaluation. It has no key and no slot, and updates neither scaling
+        state nor the weight cache; it runs in separate memory. It is accepted between any two
         actions of an epoch, except between a refresh and the stage's first F.
 
         Args:

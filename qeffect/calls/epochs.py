@@ -88,8 +88,8 @@ class EpochCalls(ContractParts):
 
         Call it for an asynchronous device error, or for a digest that is compared after the tape is
         gone. A fault of the current epoch spoils it: the epoch can no longer commit. If the update
-        of the epoch has begun, or was committed, the weights were made with wrong gradients. They
-        then count as half updated: only a `restore` is accepted.
+        of the epoch has begun, or was committed, it used wrong gradients. The weights then count as
+        half updated, and the run continues only after a `restore`.
 
         Args:
             stage: The stage whose action failed.

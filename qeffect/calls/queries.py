@@ -51,7 +51,10 @@ class Queries(ContractParts):
 
     @property
     def half_updated(self) -> bool:
-        """Whether an update of the weights failed half way since the last `restore`."""
+        """
+        Whether the weights may be wrong: since the last `restore`, an update failed half way, or
+        used the gradients of a fault that was found only later.
+        """
         return bool(self.memory.half_updated[0])
 
     def token(self, stage: int) -> int:

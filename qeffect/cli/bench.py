@@ -54,15 +54,15 @@ class Bench:
         """Measure and report."""
         require_place(args.out)
         data: dict[str, Any] = {"environment": environment(out=args.out)}
-        progress.note("Measuring. the guarded actions")
+        progress.note("Measuring: the guarded actions")
         data |= actions()
-        progress("Measuring. the price of each relation")
+        progress("Measuring: the price of each relation")
         data["relation_prices"] = prices.relations(priced_contract, run_epochs)
-        progress("Measuring. the schedule check and the replayer")
+        progress("Measuring: the schedule check and the replayer")
         data |= schedules()
         if not args.kernel:
             for entry in sorted(entry_points(group="qeffect.bench"), key=lambda e: e.name):
-                progress(f"Measuring. {entry.name}")
+                progress(f"Measuring: {entry.name}")
                 try:
                     data |= needs("verify", lambda: entry.load()(progress))  # noqa: B023
                 except UnusableError as error:

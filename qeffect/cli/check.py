@@ -210,7 +210,7 @@ def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
     names = fixture_names()
     count = Countdown("tables", len(names))
     for number, name in enumerate(names):
-        progress(f"Checking. {count(number)}: {name}")
+        progress(f"Checking: {count(number)}: {name}")
         verdict = check(read_fixture(name), pairing=pairing, shared_pool=args.shared_pool)
         if verdict.finding is not None and all(row["verdict"] == "accepted" for row in rows):
             progress.note(f"First refusal. {name}: {verdict.finding}")

@@ -88,7 +88,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "arena.duplicate-bind": lambda st, a: (
         f"{a['key']} bound again",
-        "one bind of a key's destinations in an epoch",
+        "one bind of each key's destinations per walk over the microbatches",
     ),
     "arena.mismatch": lambda st, a: (
         _difference(a["destination"], st.destination_of[a["key"].cell], 0),

@@ -127,7 +127,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "reduction.duplicate": lambda st, a: (
         f"another reduction of {_bucket(st, a)}",
-        "one reduction of a bucket in an epoch",
+        "one reduction of each bucket per epoch",
     ),
     "reduction.out-of-order": lambda st, a: (
         f"{_bucket(st, a)}, at place {st.reduce_at[a['bucket']]} of the declared order",
@@ -155,7 +155,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "epoch.already-final": lambda st, a: (
         f"another finalize of stage {a['stage']}",
-        "one finalize of a stage in an epoch",
+        "one finalize of each stage per walk over the microbatches",
     ),
     "epoch.not-final": lambda st, a: (
         f"stages that are not final: {other_indices(st.final, _epoch(st, a))}",

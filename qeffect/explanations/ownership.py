@@ -260,7 +260,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.repeated-forward": lambda st, a: (
         f"{a['key']} again",
-        f"each key forwarded once in an epoch, even if its tape was released or aborted; the "
-        f"weight epoch is {st.weight_epoch[a['key'].stage]}",
+        "each key forwarded once per walk over the microbatches, even if its tape was released or "
+        f"aborted; the weight epoch is {st.weight_epoch[a['key'].stage]}",
     ),
 }

@@ -202,7 +202,7 @@ class Player:
         self.began = self.contract.epoch
         return self.contract
 
-    # A file that continues another one
+    # A later file of a log in several files
 
     def _go_on(self, continues: Any, contract: Contract, where: str) -> None:
         """Take the state with which a continuing file begins."""
@@ -234,7 +234,7 @@ class Player:
 
     def _require_next(self, before: Player, where: str) -> None:
         """
-        Require that this file continues another one, whose replay has ended.
+        Require that this file continues the file that was replayed before it.
 
         Raises:
             LogError: The other file is of another log, or is not the file before this one.

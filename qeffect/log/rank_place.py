@@ -1,5 +1,5 @@
 """
-The state of a rank after an event of its log, as the header of a file that begins there has it.
+The state of a rank after an event of its log; the header of a later file of the log holds it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RankPlace:
 
     Args:
         epoch: The weight epoch.
-        again: How often the worker has begun again, in place or from a checkpoint.
+        again: Number of the worker's restarts, in place or from a checkpoint.
         launches: Whether steps are one launch here. After a commit the last launch is then under
             way, and its votes are still to be read.
         wrote: The epoch of the rank's newest part of a checkpoint; -1 before the first.

@@ -1,10 +1,10 @@
 """
 Event logs in several files: each file ends in a closing line, and the next one continues it.
 
-The first line of a file that continues another one is a header with one more field, ``continues``:
+The first line of each later file is a header with one more field, ``continues``:
 the number of the file, the events before it, the digest of the line before it, the contract's state
-there, and the recorded steps that a later line may repeat. So a file can be replayed alone; the
-state that it begins with is then taken on trust.
+there, and the recorded steps that a later line may repeat. So a file can be replayed alone; its
+initial state is then taken on trust.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 CONTINUES: Final = "continues"
-"""The field of a header that continues another file."""
+"""The header field that only later files have."""
 _FIELDS: Final = ("part", "events", "after", "state", "steps")
 _KEPT: Final = ("began", "state", "events")
 #: No number of a state is as large: generations and incarnations have 64 bits.

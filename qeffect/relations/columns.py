@@ -45,7 +45,7 @@ CONFIG = {
     "domain_of": Column("stage", "domain", None),
     "domain_at": Column("link", "domain", None),
     "caller_at": Column("link", "caller", None),
-    "owes": Column("stage", "mask", None),  # consumers of a fresh tape
+    "owes": Column("stage", "mask", None),  # what a new tape waits for: its `consumers`
     "receives": Column("stage", "mask", None),  # messages that F and dI of a tape need
     "matrices": Column("stage", "opaque", None),  # the matrices a dW must cover
     "cells": Column("stage", "int", None),  # tapes of one epoch

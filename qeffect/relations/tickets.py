@@ -8,7 +8,7 @@ from __future__ import annotations
 from .columns import Column
 from .constants import State
 
-#: ``serial`` is the last ticket issued; it never falls, not even at a restore.
+#: ``serial`` is the number of the last ticket issued. It never decreases, not even at a restore.
 STATE = {"serial": Column("one")}
 
 

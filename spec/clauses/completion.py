@@ -31,11 +31,11 @@ names, and that stream must have waited for every gradient. No graph stream read
 before it has waited for that stream, and no checkpoint is taken before the host has seen the update
 finish.
 
-An asynchronous save or a broadcast of parameters reads weights on a stream of its own. The read
+An asynchronous save or a broadcast of parameters reads weights on a separate stream. The read
 starts after the latest update, and the stream of the next update waits for the read's end. An
 evaluation reads weights on the graph stream; the stream of the next update waits for it too.
 
-The computation of a gradient norm, or a save, may read gradients on a stream of its own. The read
+The computation of a gradient norm, or a save, may read gradients on a separate stream. The read
 starts once the gradients are final and every bucket is reduced, after the work of the stream that
 waited for them. That stream and the graph stream wait for the read's end before the next update or
 walk, so that no update, no dW and no reduction writes gradients that are being read.

@@ -86,7 +86,7 @@ tape leaves the buffers unchanged, but spoils the epoch.""",
             section="IV-E",
             cause="The reducer ran twice in one step; a second sum over the ranks would scale the "
             "gradient.",
-            remedy="Reduce each bucket once in an epoch.",
+            remedy="Reduce each bucket once per epoch.",
         ),
         Clause(
             id="reduction.out-of-order",

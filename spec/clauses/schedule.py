@@ -30,7 +30,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "A stage lives on one rank",
         "All actions of a stage stand in the row of the one rank that holds it.",
         "A looped placement was read as a V-shaped one or the other way round, or rows were "
-        "exchanged.",
+        "swapped.",
         "Move the action to the rank that holds its stage.",
     ),
     (
@@ -66,7 +66,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "dgrad-before-forward",
         "Input gradients follow their forwards",
         "The input gradient of a stage and microbatch follows its forward.",
-        "Two entries of a row were exchanged.",
+        "Two entries of a row were swapped.",
         "Move the forward before the input gradient.",
     ),
     (
@@ -133,7 +133,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "wait-before-start",
         "Waits follow their start",
         "A send or reduction is awaited after it was started.",
-        "Two entries of a row were exchanged.",
+        "Two entries of a row were swapped.",
         "Move the wait after the send or the REDUCE_GRAD.",
     ),
     (

@@ -62,7 +62,7 @@ refused.""",
         Clause(
             id="version.already-fresh",
             number="2.3",
-            title="A cache is refreshed once in an epoch",
+            title="A cache is refreshed once per epoch",
             invariant="A refresh happens only while the cache is stale.",
             transitions=("check_refresh", "check_forward"),
             argument="refresh",
@@ -148,7 +148,7 @@ refused.""",
             section="design",
             cause="The stage was declared to quantize no weights, but its backend refreshes a "
             "cache; or a refresh ticket was forged.",
-            remedy="Keep the version part if weights are quantized once in an epoch.",
+            remedy="Keep the version part if weights are quantized once per epoch.",
         ),
         Clause(
             id="version.fill-missing",

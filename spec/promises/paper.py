@@ -125,7 +125,7 @@ _ALL = (
         ),
         theorems=(
             "a restore ends every reference",
-            "what ended stays ended",
+            "an ended reference stays ended",
             "an ended reference is refused",
         ),
         needs=("version", "order", "completion", "reduction"),

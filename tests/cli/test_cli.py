@@ -521,7 +521,7 @@ def test_long_work_shows_progress_unless_quiet(
     code, out, err = run(capsys, "check", "--fixtures", *argv)
 
     assert 0 == code
-    assert shown == err.startswith("Checking. ")
+    assert shown == err.startswith("Checking: ")
     assert shown or "" == err
     assert "--json" not in argv or "accepted" == json.loads(out)["verdict"]
 
@@ -661,7 +661,7 @@ def test_the_states_of_a_named_scope_are_known(name: str) -> None:
     ("words", "said"),
     [
         ("--scope stage-epochs", " of 980 states"),
-        ("--scope stage-epochs --symmetry", "Exploring. states="),
+        ("--scope stage-epochs --symmetry", "Exploring: states="),
         ("--scope pool-4-4-3 --symmetry", " of 1,820 states"),
         ("--slots 2 --generations 2", " of 153 states"),
     ],

@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(
 
 #: Commands that take long, and what each says once it has begun.
 LONG = {
-    "check --random 100000": "Checking. ",
-    "explore --scope pool-4-5-4": "Exploring. ",
-    "explore --scope pool-4-5-4 --batch": "Exploring. ",
-    "prove": "Proving. ",
-    "ranks": "Proving. ",
-    "bench": "Measuring. ",
+    "check --random 100000": "Checking: ",
+    "explore --scope pool-4-5-4": "Exploring: ",
+    "explore --scope pool-4-5-4 --batch": "Exploring: ",
+    "prove": "Proving: ",
+    "ranks": "Proving: ",
+    "bench": "Measuring: ",
 }
 #: Commands that the profile dev leaves out: each ends as another one that it interrupts.
 OFTEN_ENOUGH = (
@@ -262,8 +262,8 @@ def test_mutants_behind_proofs_end_at_once(processes: list[subprocess.Popen[str]
     def once() -> float:
         process = started("prove --mutants", "-c", PROVED)
         processes.append(process)
-        wait_for(process, "Mutants. ")
-        return said_nothing_else(process, "Mutants. ", True)
+        wait_for(process, "Mutants: ")
+        return said_nothing_else(process, "Mutants: ", True)
 
     require_promise(once)
 
@@ -301,7 +301,7 @@ def test_mutants_end_at_once(whole_group: bool, processes: list[subprocess.Popen
         processes.append(process)
         time.sleep(5.0)
         assert process.poll() is None
-        return said_nothing_else(process, "Mutants. ", whole_group)
+        return said_nothing_else(process, "Mutants: ", whole_group)
 
     require_promise(once)
 
@@ -333,7 +333,7 @@ def test_an_interrupt_as_json(processes: list[subprocess.Popen[str]]) -> None:
     """One object, as for every other end."""
     process = started("check --random 100000 --json")
     processes.append(process)
-    wait_for(process, "Checking. ")
+    wait_for(process, "Checking: ")
 
     _, out, _ = interrupted(process, False)
 
@@ -353,10 +353,10 @@ def test_a_job_in_the_background_of_a_script_ignores_it(
         process_group=0,
     )
     processes.append(process)
-    wait_for(process, "Checking. ")
+    wait_for(process, "Checking: ")
 
     os.kill(process.pid, signal.SIGINT)
-    wait_for(process, "Checking. ")
+    wait_for(process, "Checking: ")
 
     assert process.poll() is None
 

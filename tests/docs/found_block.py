@@ -19,14 +19,14 @@ _TITLE = re.compile(r"# (?P<what>.*) \((?P<versions>[^()]*)\)")
 @attrs.frozen
 class Found:
     """
-    A defect that raises nothing.
+    A defect that raises no error.
 
     Args:
         text: The file of the text for upstream; its title says what happens, and in which versions.
         clause: The clause that names the defect.
         command: What refuses a run before it starts; None if only a guard sees the defect.
         page: The page of the guard that sees the defect in a run.
-        upstream: Issues and pull requests that know of it.
+        upstream: Issues and pull requests that report it.
     """
 
     text: str
@@ -36,7 +36,7 @@ class Found:
     upstream: Sequence[str] = ()
 
     def title(self) -> tuple[str, str]:
-        """What happens, and the versions."""
+        """What happens, and in which versions."""
         first = (FOUND_TEXTS / self.text).read_text(encoding="utf-8").partition("\n")[0]
         match = _TITLE.fullmatch(first)
         if match is None:
@@ -91,7 +91,7 @@ FOUND = (
 
 
 def found() -> str:
-    """The defects, with what refuses each and what upstream knows."""
+    """The defects, with the command or guard that refuses each, and the upstream issues."""
     rows = []
     for each in FOUND:
         what, versions = each.title()

@@ -1,4 +1,4 @@
-"""What git knows of a report: the sources of its commit, and the commits that came after."""
+"""A report's history in git: the sources of its commit, and the commits since then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDERS = {
 
 
 def git(*arguments: str) -> str | None:
-    """What git says in this tree; None outside a checkout, or if git fails."""
+    """The output of git in this tree; None outside a checkout, or if git fails."""
     if not (ROOT / ".git").exists():
         return None
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -118,8 +118,9 @@ def proof_counts(data: Mapping[str, Any]) -> str:
         text = (
             f"{data['unsat']:,} of {data['obligations']:,} obligations are proved in "
             f"{data['seconds']:.1f} s; {data['unknown']} are unknown. The solver answered "
-            f"{data['questions']:,} distinct questions ({data['implied']:,} obligations follow "
-            f"from another proved obligation, {data['same_term']:,} compare a term with itself)"
+            f"{data['questions']:,} distinct queries ({data['implied']:,} obligations follow "
+            f"from another proved obligation, {data['same_term']:,} need no solver, "
+            "since the transition leaves their values unchanged)"
         )
     return (
         f"{text}. No path of any transition breaks an invariant, for any number of slots, "
@@ -148,7 +149,7 @@ def proofs() -> str:
     )
     text += (
         f"{agreements(data['agreements'])} A bounded proof from the initial state "
-        f"adds: {data['bounded'][-1]['name']}.\n\n" + _mutants(data["mutant_report"])
+        f"also found {data['bounded'][-1]['name']}.\n\n" + _mutants(data["mutant_report"])
     )
     return (
         f"{text}Report: [proofs.json](proofs.json), measured on {where(data['environment'])}. "
@@ -186,7 +187,7 @@ def _vacuity(data: Mapping[str, Any]) -> str:
     unnamed = [row for row in data["open"] if row["kind"] == "witness"]
     taken = data["witnesses"] - data["covered"] - len(unnamed)
     text = (
-        f"{'Of' if unnamed else 'No proof is empty: of'} "
+        f"{'Of' if unnamed else 'The proofs cover calls that can happen: of'} "
         f"{data['witnesses']:,} paths, {taken:,} are taken from some state. {data['covered']} are "
         "proved unreachable, and [verification/coverage.py](../coverage.py) gives the reason to "
         "keep each."

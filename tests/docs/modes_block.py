@@ -20,7 +20,7 @@ EXPLAINED = (
     (
         "torch",
         "schedule.message-order",
-        f"deferred receives [exchange tensors]({_FAILURES}/torch_deferred_receives.md)",
+        f"deferred receives [swap tensors]({_FAILURES}/torch_deferred_receives.md)",
     ),
     (
         "torch",
@@ -64,7 +64,7 @@ EXPLAINED = (
     (
         "megatron",
         "schedule.message-order",
-        "batched messages [exchange tensors]"
+        "batched messages [swap tensors]"
         f"({_FAILURES}/megatron_batched_messages.md) between two ranks",
     ),
     (

@@ -53,7 +53,7 @@ def failures() -> str:
         f"{counted['given_a_report']} only if the runtime supplies an optional report, and "
         f"{counted['refused_by_guess']} under a cause that we guessed. {counted['not_caught']} are "
         f"not caught; {counted['unexplained']} were never explained. "
-        f"[By relation]({KERNEL}#failures-that-people-really-had)."
+        f"[By relation]({KERNEL}#public-failures)."
     )
 
 
@@ -62,11 +62,11 @@ def proofs() -> str:
     data = load(KERNEL_REPORTS / "proofs.json")
     mutants = data["mutant_report"]
     return wrapped(
-        f"{data['unsat']:,} of {data['obligations']:,} *obligations*, formulas to prove, are "
-        f"proved and {data['unknown']} unknown. Each *mutant* is the code without one guard "
+        f"{data['unsat']:,} of {data['obligations']:,} *obligations* (formulas to prove) are "
+        f"proved, {data['unknown']} unknown. Each *mutant* is the code without one guard "
         f"clause, operand or state update; {mutants['killed']} of {mutants['mutants']} are killed: "
-        f"something goes wrong. Commit `{data['environment']['commit'][:7]}`; `make check` proves "
-        f"later guards. [What is proved]({KERNEL}#what-is-proved)."
+        f"something goes wrong. Proved at commit `{data['environment']['commit'][:7]}`; "
+        f"`make check` repeats it. [What is proved]({KERNEL}#what-is-proved)."
     )
 
 
@@ -96,7 +96,7 @@ SCALING = "of scaling state"
 
 
 def same_bits() -> Iterator[str]:
-    """How many values, tensors and losses were compared over all reports, and how many differ."""
+    """How many values, tensors and losses of all reports differ from those of other runs."""
     compared, differ = Counter[str](), Counter[str]()
     rows = [row for row in compared_rows() if not row[1][1].endswith(" flips")]
     for _, (_, much, wrong, state, _) in rows:
@@ -113,7 +113,10 @@ def same_bits() -> Iterator[str]:
             said = ", ".join(f"{differ[u]:,} of {compared[u]:,} {u}" for u in compared)
         else:
             said = f"none of {said}"
-        yield (f"*Bits*: {said} differ. [{len(rows)} reports]({RUNTIME}#in-short).")
+        yield (
+            f"*Bits*, compared with native or an undisturbed run: {said} differ. "
+            f"[{len(rows)} reports]({RUNTIME}#in-short)."
+        )
 
 
 def over_ranks() -> Iterator[str]:

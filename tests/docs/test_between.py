@@ -1,8 +1,8 @@
 """
-The list of what lies between the public calls and the proved functions is whole and true.
+The list of code between the public calls and the proved functions is complete and correct.
 
 Every module that a contract imports is either proved, or has its functions in one row of the list;
-a new function belongs to no row until it is put into one.
+a new function fails the test until it is put into a row.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _path(module: str) -> Path | None:
 
 
 def _imported(module: str) -> list[str]:
-    """What a module of the kernel imports of the kernel."""
+    """The modules of the kernel that a module of the kernel imports."""
     path = _path(module)
     assert path is not None
     package = module.split(".")[: None if path.name == "__init__.py" else -1]
@@ -187,7 +187,7 @@ def _imported(module: str) -> list[str]:
 
 @cache
 def functions() -> frozenset[str]:
-    """Every function of every module that a contract, or the log of one, imports."""
+    """Every function of every module that a contract or its log imports."""
     modules, found = {"contract", "log.recorder", "log.replayer"}, set()
     while waiting := [name for m in modules for name in _imported(m) if name not in modules]:
         modules.update(waiting)
@@ -204,7 +204,7 @@ def functions() -> frozenset[str]:
 
 
 def rows_of(function: str) -> list[str]:
-    """The rows that have a function, the most exact first."""
+    """The rows that list a function, the most specific first."""
     found = [
         (len(pattern), row)
         for row, patterns in ROWS.items()
@@ -222,7 +222,7 @@ def listed() -> list[tuple[str, ...]]:
 
 
 def test_a_contract_imports_what_is_looked_at() -> None:
-    """The walk over imports finds the parts that are known to be there."""
+    """The walk over imports finds the known parts."""
     assert {
         "calls.checks.Checks.check_forward",
         "ledgers.pool.Pool.reclaim",
@@ -233,7 +233,7 @@ def test_a_contract_imports_what_is_looked_at() -> None:
 
 
 def test_every_function_is_proved_or_in_a_row() -> None:
-    """Nothing that a call runs is in neither."""
+    """Every function that a call runs is proved or in a row."""
     proved = {f for f in functions() for pattern in PROVED if fnmatchcase(f, pattern)}
     homeless = sorted(f for f in functions() - proved if not rows_of(f))
 
@@ -243,13 +243,13 @@ def test_every_function_is_proved_or_in_a_row() -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_every_pattern_of_a_row_is_of_something(row: str) -> None:
-    """A function that is gone is taken off the list."""
+    """Every pattern of a row matches a function that exists."""
     for pattern in ROWS[row]:
         assert any(fnmatchcase(f, pattern) for f in functions()), pattern
 
 
 def test_the_page_has_these_rows() -> None:
-    """In this order, each with files that exist: where it is done, and what tests it."""
+    """In this order; the files of the code and of its tests exist."""
     assert len(ROWS) == len(listed())
     for beginning, (what, where, tests) in zip(ROWS, listed(), strict=True):
         assert what.startswith(beginning)
@@ -262,7 +262,7 @@ def test_the_page_has_these_rows() -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_names_the_modules_of_its_functions(row: str) -> None:
-    """Where it is done is where its functions are, so far as files are named one by one."""
+    """The files that a row names are those of its functions, if it names single files."""
     (where,) = (cell for what, cell, _ in listed() if what.startswith(row))
     named = re.findall(r"`([^`]+)`", where)
     own = {f for f in functions() if rows_of(f)[:1] == [row]}

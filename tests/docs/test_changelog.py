@@ -34,7 +34,7 @@ def rows(heading: str) -> Iterator[tuple[str, str]]:
 
 
 def found(name: str) -> object:
-    """Import a module, or the module of an attribute."""
+    """Import a module, or the module that has an attribute."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -45,7 +45,7 @@ def found(name: str) -> object:
 
 
 def test_every_moved_name_of_the_runtime_is_listed() -> None:
-    """Once, with the place that its old name leads to."""
+    """Once, with the new place of the name."""
     listed = {
         old: new
         for before, after in rows("Below `qeffect.gpu_runtime`")
@@ -57,7 +57,7 @@ def test_every_moved_name_of_the_runtime_is_listed() -> None:
 
 
 def test_every_moved_name_outside_of_the_runtime_is_listed() -> None:
-    """Once, with the place that its old name leads to."""
+    """Once, with the new place of the name."""
     leads = {**renamed.MODULES, **renamed.NAMES}
     wanted = [(f"qeffect.{old}", f"qeffect.{new}") for old, new in leads.items()]
     assert wanted == list(rows("Outside of `qeffect.gpu_runtime`"))
@@ -65,13 +65,13 @@ def test_every_moved_name_outside_of_the_runtime_is_listed() -> None:
 
 @pytest.mark.parametrize("new", [new for _, new in rows("Below `qeffect.gpu_runtime`")])
 def test_a_new_name_of_the_runtime_imports(new: str) -> None:
-    """By the name in the table."""
+    """Under the name in the table."""
     for name in expanded(new):
         assert found(whole("qeffect.gpu_runtime", name))
 
 
 @pytest.mark.parametrize("new", [new for _, new in rows("Elsewhere")])
 def test_another_new_name_imports(new: str) -> None:
-    """By the name in the table; a call's parentheses stand for the callable."""
+    """Under the name in the table; parentheses of a call are dropped."""
     for name in expanded(new.partition("(")[0]):
         assert found(name)

@@ -1,5 +1,5 @@
 """
-Every code block of every page runs as it stands, or its lines are named here with the reason.
+Every code block of every page runs as printed; lines that do not run are listed with a reason.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ LONG = {
 
 
 def marks(block: Block) -> list[pytest.MarkDecorator]:
-    """What leaves a block out of short runs."""
+    """The marks that exclude a block from short runs."""
     kinds = ((SLOW, pytest.mark.slow), (NIGHTLY, pytest.mark.nightly), (LONG, pytest.mark.ci))
     return [mark for names, mark in kinds if block.name in names]
 
@@ -117,7 +117,7 @@ def parametrized(language: str) -> list[object]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with links to all of the tree, where commands may write."""
+    """A folder with links to the whole tree, in which commands may write."""
     for path in ROOT.iterdir():
         if not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
@@ -159,7 +159,7 @@ def run(folder: Path, script: str) -> str:
 
 @pytest.mark.parametrize("block", parametrized("sh"))
 def test_a_shell_block_runs(block: Block, folder: Path) -> None:
-    """Every line that is not named above ends with exit code 0, or 1 if it says `refused`."""
+    """Every line not listed above ends with exit code 0, or 1 if it says `refused`."""
     script = "\n".join(checked(line, block) for line in commands(block) if is_run(line))
     assert "exit code 1" not in run(folder, f"set -e\n{script}")
 
@@ -178,7 +178,7 @@ def test_a_console_block_shows_its_output(block: Block, folder: Path) -> None:
 
 @pytest.mark.parametrize("block", parametrized("python"))
 def test_a_python_block_runs(block: Block, tmp_path: Path) -> None:
-    """Here, or in the test that is named for it."""
+    """Here, or in the test listed for it."""
     if (where := ELSEWHERE.get(block.name)) is not None:
         path, _, name = where.partition("::")
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
@@ -188,7 +188,7 @@ def test_a_python_block_runs(block: Block, tmp_path: Path) -> None:
 
 
 def typed(line: str) -> list[list[str]]:
-    """The arguments of each `qeffect` of a shell line."""
+    """The arguments of each `qeffect` command in a shell line."""
     found = []
     for part in re.split(r"; (?:do )?|&& ", line):
         words = shlex.split(re.sub(r"\$\w+", "NAME", part))
@@ -199,13 +199,13 @@ def typed(line: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("line", [n for b in every("sh") for n in commands(b) if not is_run(n)])
 def test_a_line_that_is_not_run_has_options_that_exist(line: str) -> None:
-    """Every `qeffect` in it is accepted by the parser."""
+    """The parser accepts every `qeffect` command in it."""
     for words in typed(line):
         parser().parse_args(words)
 
 
 def test_nothing_is_named_that_no_page_has() -> None:
-    """The lists above are of blocks and lines that exist."""
+    """The lists above name only blocks and lines that exist."""
     names = {block.name for language in LANGUAGES for block in every(language)}
     lines = [line for block in every("sh") for line in commands(block)]
 

@@ -1,4 +1,4 @@
-"""The table of what was found in others' software says what its texts for upstream say."""
+"""The README's table of defects in other software agrees with the texts written for upstream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ by_text = pytest.mark.parametrize("row", FOUND, ids=lambda row: str(row.text))
 
 @by_text
 def test_a_row_says_what_its_text_says(row: Found) -> None:
-    """Clause, issues and reproducer stand in the text; the guard's page names the clause."""
+    """The text has the clause, issues and reproducer; the guard's page names the clause."""
     text = (FOUND_TEXTS / row.text).read_text()
 
     assert row.clause in {**CLAUSES, **SCHEDULE_CLAUSES}
@@ -38,7 +38,7 @@ def test_every_text_for_upstream_has_a_row() -> None:
 
 @by_text
 def test_the_command_refuses(row: Found, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command of the text ends in the clause of the row."""
+    """The command in the text is refused with the clause of the row."""
     if row.command is None:
         return
     (block,) = blocks(f"tests/failures/{row.text}", "console")

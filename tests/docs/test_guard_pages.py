@@ -1,7 +1,7 @@
 """
-The pages of the guards: what is seen, what is on trust and what is never seen, as a table each.
+Each guard's page has three tables: what the guard sees, what it takes on trust, what it never sees.
 
-The table of trust is made of the sentences of `on_trust` (`test_generated_blocks_are_current`).
+The table of trust consists of the sentences of `on_trust` (`test_generated_blocks_are_current`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.nam
 
 
 def part(page: Path, heading: str) -> list[str]:
-    """The lines below a heading, up to the next."""
+    """The lines below a heading, up to the next heading."""
     text = page.read_text(encoding="utf-8")
     assert f"\n{heading}\n" in text
     return text.partition(f"\n{heading}\n")[2].partition("\n## ")[0].splitlines()
@@ -41,7 +41,7 @@ def part(page: Path, heading: str) -> list[str]:
 @each_page
 @pytest.mark.parametrize("heading", TABLES)
 def test_a_page_has_a_table_of_each(page: Path, heading: str) -> None:
-    """With at least three rows; a list would be easier to leave out of date."""
+    """Each table has at least three rows."""
     lines = part(page, heading)
     assert lines.count(TABLES[heading]) == 1
     begin = lines.index(TABLES[heading])
@@ -53,7 +53,7 @@ def test_a_page_has_a_table_of_each(page: Path, heading: str) -> None:
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_on_trust_says_what_the_table_says(name: str) -> None:
-    """Each sentence of the table is said by the guard's code, and no other sentence is."""
+    """The guard's code has exactly the sentences of the table."""
     _, sentences = GUARDS[name]
     table, used, loose = name.upper(), set[str](), list[str]()
     for path in sorted((ROOT / "gpu_runtime" / "guards").glob(f"{name}*.py")):
@@ -77,7 +77,7 @@ def test_on_trust_says_what_the_table_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_sentences_differ(name: str) -> None:
-    """No sentence is said twice, whatever its stage and kind."""
+    """No sentence occurs twice, whatever its stage and kind."""
     _, sentences = GUARDS[name]
     said = [re.sub(r"{\w+}", "X", each.text) for each in sentences.values()]
 
@@ -85,7 +85,7 @@ def test_sentences_differ(name: str) -> None:
 
 
 def test_what_a_guard_says_is_in_the_table() -> None:
-    """A guard's claims, asked of a guard, are sentences of the table."""
+    """Every claim that a guard prints is a sentence of the table."""
     said = deepspeed.guard(PipelineEngine()).on_trust()
     assert said
     assert set(said) <= {each.text for each in trust.DEEPSPEED.values()}

@@ -1,5 +1,5 @@
 """
-What the limits say of Pythons and torches: those that are declared are named, tested or not.
+The page of limits names every declared version of Python and torch, as tested or not tested.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.schedule.test_torch_releases import RELEASES
 
 
 def test_every_declared_version_is_named() -> None:
-    """Each Python of the classifiers, each torch whose tables are kept, and those that CI runs."""
+    """Each Python of the classifiers, each torch with kept tables, and those that CI runs."""
     text = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8").partition("## Versions")[2]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))

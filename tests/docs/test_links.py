@@ -30,7 +30,7 @@ def text_of(page: Path) -> str:
 
 
 def test_links_of_every_page_are_looked_at() -> None:
-    """Those that a reader begins with are among them."""
+    """The checked pages include those with which a reader begins."""
     begun = ("README.md", "CONTRIBUTING.md", "gpu_runtime/README.md", "qeffect/README.md")
     generated = (page.relative_to(ROOT).as_posix() for page in (KERNEL_PAGE, RUNTIME_PAGE))
     assert {*begun, *generated} <= set(PAGES)
@@ -44,7 +44,7 @@ def links_of(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_linked_files_and_headings_exist(name: str) -> None:
-    """Every relative link and picture leads somewhere, to a heading where it names one."""
+    """Every relative link and picture leads to a file, and to a heading if it names one."""
     page = ROOT / name
     for link in links_of(text_of(page)):
         path, _, heading = link.partition("#")
@@ -54,7 +54,7 @@ def test_linked_files_and_headings_exist(name: str) -> None:
 
 
 def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
-    """A comment in a code block is not a heading."""
+    """A comment in a code block does not count as a heading."""
     page = tmp_path / "page.md"
     page.write_text("# One `word`, two\n```sh\n# no heading\n```\n[a](b.md#c) ![d](e.svg)\n")
     assert ["b.md#c", "e.svg"] == links_of(text_of(page))

@@ -1,4 +1,4 @@
-"""Every row of the swept modes that disagrees is explained on the page."""
+"""Every row of the tested modes that disagrees is explained on the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_framework_has_a_report() -> None:
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_each_disagreement_is_explained(name: str) -> None:
-    """A silent difference, a false alarm or a changed bit has no explanation that would do."""
+    """A silent difference, a false alarm or a changed bit cannot be explained away."""
     framework = REPORTS[name]["configuration"]["framework"]
 
     for row in REPORTS[name]["derived"]["rows"]:

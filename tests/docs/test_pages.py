@@ -1,5 +1,5 @@
 """
-The pages are true: numbers are the reports', what is missed is said, and links lead somewhere.
+The pages are correct: numbers equal the reports', misses are listed, and links lead somewhere.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ def text_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_generated_blocks_are_current(page: Path) -> None:
-    """Every generated number is the one in its report; ages are those of when the page was made."""
+    """Every generated number equals the report's; ages date from when the page was made."""
     assert AGE.sub("later", rendered(page)) == AGE.sub("later", text_of(page))
 
 
 def test_the_readme_is_short() -> None:
-    """A reader of the README reads all of it; long parts have pages of their own."""
+    """A reader of the README reads all of it; long parts have their own pages."""
     assert text_of(README).count("\n") < 250
     assert [] == [line for line in set_lines(text_of(README)) if len(line) > 160]
 
 
 def set_lines(text: str) -> list[str]:
-    """The lines of a page that can be broken: not those of tables, nor of code."""
+    """The lines of a page that can be broken: not in tables or code."""
     found = re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines()
     return [line for line in found if not line.startswith("|")]
 
 
 def test_a_long_line_is_seen() -> None:
-    """A row of a table or a line of code is as long as it has to be."""
+    """A row of a table or a line of code may be longer."""
     assert ["short", "", "end"] == set_lines("short\n| a | b |\n```sh\nlong\n```\nend")[:3]
 
 
@@ -75,7 +75,7 @@ MEASURED = re.compile(
 
 
 def prose(text: str) -> str:
-    """A page without its generated blocks, its code and what its links lead to."""
+    """A page without its generated blocks, its code and its link targets."""
     for pattern in (r"<!-- begin: (\w+) -->.*?<!-- end: \1 -->", r"```.*?```", r"\]\([^)]*\)"):
         text = re.sub(pattern, " ", text, flags=re.DOTALL)
     return text
@@ -90,12 +90,12 @@ OTHERS = (ROOT / "qeffect" / "README.md", ROOT / "docs" / "limits.md")
     ids=str,
 )
 def test_no_measurement_stands_outside_a_generated_block(page: Path) -> None:
-    """What was measured is in a block, which is rendered from reports and compared with them."""
+    """Measurements stand only in blocks, which are rendered from reports and compared."""
     assert [] == MEASURED.findall(prose(text_of(page)))
 
 
 def test_a_measurement_in_prose_is_found() -> None:
-    """Times, shares and counts are seen; versions, names and sizes of an example are not."""
+    """Times, shares and counts are found; versions, names and example sizes are not."""
     said = "took 36.6 ms, 1% behind, 16 of 32, 1,079,616 values, 1.4x and 24 µs"
     plain = "Python 3.11, `h2048-s256-m4`, PP=2, 64 tokens, TE 2.18 on Hopper, 16-byte writes"
 
@@ -105,7 +105,7 @@ def test_a_measurement_in_prose_is_found() -> None:
 
 
 def test_every_report_is_named_with_its_own_commit() -> None:
-    """Reports of one section may be of several commits; each is beside its report."""
+    """Reports of one section may have several commits; each stands beside its report."""
     text = section("The reports")
     rows = {line.split("]")[0][3:]: line for line in text.splitlines() if line.startswith("| [")}
 
@@ -116,7 +116,7 @@ def test_every_report_is_named_with_its_own_commit() -> None:
 
 
 def test_a_goal_that_is_missed_by_rounding_is_missed() -> None:
-    """The run of the proofs' report is held against the goal as it is, not as it is spelled."""
+    """The proofs' time is compared with the goal before rounding."""
     bench, proofs = (load(KERNEL_REPORTS / name) for name in ("bench.json", "proofs.json"))
 
     for seconds, misses in ((9.99, False), (10.0, False), (10.004, True), (10.169, True)):
@@ -129,7 +129,7 @@ def test_a_goal_that_is_missed_by_rounding_is_missed() -> None:
 
 
 def test_a_report_that_was_cut_short_says_so() -> None:
-    """Each incomplete report has a caveat, and no other report has one of these."""
+    """Each incomplete report has a caveat that says so, and no complete report has one."""
     short = {
         (path.name, report["environment"]["commit"][:12])
         for path in RUNTIME_REPORTS.glob("*.json")
@@ -141,7 +141,7 @@ def test_a_report_that_was_cut_short_says_so() -> None:
 
 
 def test_the_rows_that_cut_tables_lack_are_those_of_their_remark() -> None:
-    """Of each trial, by what it was asked for."""
+    """The caveat names the requested rows that each trial lacks."""
     report = load(RUNTIME_REPORTS / "tables_four.json")
     said = remark("tables_four.json", report)
     lacks = []
@@ -168,7 +168,7 @@ def test_the_rows_that_cut_tables_lack_are_those_of_their_remark() -> None:
 
 
 def test_a_bound_is_that_of_its_reports_times() -> None:
-    """Of graphs alone, and of those in order where a report has them."""
+    """Computed from graphs alone, and from graphs in order if a report has such times."""
     counted = 0
     for _, report in files("scale"):
         for row in report["raw"]["timed"]:
@@ -201,7 +201,7 @@ def test_a_bound_is_that_of_its_reports_times() -> None:
     ],
 )
 def test_other_conditions_of_the_bench_are_said(cpu: str, commit: str, said: list[str]) -> None:
-    """Another machine than the goals', another commit than the proofs'; and nothing otherwise."""
+    """The page notes a machine other than the goals', or a commit other than the proofs'."""
     text = conditions(
         {"environment": {"cpu": cpu, "commit": commit}}, {"environment": {"commit": "1" * 40}}
     )
@@ -211,20 +211,20 @@ def test_other_conditions_of_the_bench_are_said(cpu: str, commit: str, said: lis
 
 
 def test_open_paths_are_not_called_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a path is open, the page does not claim that no proof is empty."""
+    """While a path is open, the page does not claim that all paths are covered."""
     report = load(KERNEL_REPORTS / "proofs.json")
     row = {"kind": "witness", "verdict": "unsat"}
     for unnamed, vacuous in (([], False), ([row] * 3, True)):
         now = {**report, "open": unnamed}
         monkeypatch.setattr("tests.docs.kernel_block.load", lambda _, now=now: now)
-        assert ("No proof is empty" in proofs()) is not vacuous
+        assert ("The proofs cover calls that can happen" in proofs()) is not vacuous
         assert ("3 are open" in proofs()) is vacuous
         taken = report["witnesses"] - report["covered"] - len(unnamed)
         assert f"{taken:,} are taken from some state" in proofs()
 
 
 def test_one_row_of_bits_for_each_report() -> None:
-    """With the commit and the mismatches of its own, which are counted from three comparisons."""
+    """With its commit, and with mismatches counted from three comparisons."""
     (name, report), *_ = files("compare")
     wrong = {**report["derived"]["native_again"], "mismatched": 7}
     other = {**report, "derived": {**report["derived"], "native_again": wrong}}
@@ -242,7 +242,7 @@ def test_one_row_of_bits_for_each_report() -> None:
 def test_a_difference_is_noise_where_its_range_includes_zero(
     least: float, most: float, noise: bool
 ) -> None:
-    """Every median lies within its range; what matters is on which side of zero the range is."""
+    """A difference counts only if its whole range lies on one side of zero."""
     each = {"median": (least + most) / 2, "min": least, "max": most}
     said = _guards(
         {
@@ -257,7 +257,7 @@ def test_a_difference_is_noise_where_its_range_includes_zero(
 
 
 def test_every_report_that_measured_a_guard_has_a_row() -> None:
-    """A later report of a cell does not hide what an earlier one found."""
+    """A later report of a cell does not hide an earlier report's row."""
     text = text_of(RUNTIME_PAGE)
 
     for name, report in files("bench"):
@@ -267,7 +267,7 @@ def test_every_report_that_measured_a_guard_has_a_row() -> None:
 
 
 def test_parts_and_rest_are_the_whole() -> None:
-    """The rows of the table of parts add up to its last one, which the goal judges."""
+    """The rows of the table of parts add up to its last row, which the goal judges."""
     tables = [
         table
         for name, report in files("bench")
@@ -292,7 +292,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def section(heading: str) -> str:
-    """A section of the runtime's page, with all that is below its heading."""
+    """A section of the runtime's page, with all its subsections."""
     _, _, after = text_of(RUNTIME_PAGE).partition(f"\n## {heading}\n")
     assert after, heading
     return after.partition("\n## ")[0]
@@ -306,7 +306,7 @@ def missed_rows(text: str) -> list[str]:
 
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_a_goal_of_the_runtime_that_is_missed_is_listed(heading: str) -> None:
-    """Every one, of every report, by its name, its cell and its column; and no other."""
+    """Exactly the missed goals of every report, by name, cell and column."""
     kinds, latest = SECTIONS[heading], {}
     alone = "bench" in kinds  # a goal of one device counts once, as the last report found it
     for name, report in dated(*kinds):
@@ -322,7 +322,7 @@ def test_a_goal_of_the_runtime_that_is_missed_is_listed(heading: str) -> None:
 
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_a_goal_that_is_missed_has_its_reason(heading: str) -> None:
-    """In brackets behind the name of the reason, in the section of its table."""
+    """In brackets after the reason's title, in the section of its table."""
     text = prose(section(heading))
     reasons = re.findall(r"^- \*[^*]+\*.{,80}?\(([^)]+)\)", text, re.MULTILINE | re.DOTALL)
     told = {" ".join(name.split()) for names in reasons for name in names.split(";")}
@@ -337,7 +337,7 @@ def test_the_readme_counts_what_the_page_lists() -> None:
 
 
 def test_what_a_second_solver_was_told_is_said() -> None:
-    """Goals are counted by the hypotheses that proved them; one without an answer is named."""
+    """Goals are counted by the lemmas that proved them; unanswered goals are named."""
     z3 = {"solver": "z3", "unsat": 9, "goals": 9, "open": []}
     all_of_them = {
         "solver": "cvc5",
@@ -359,7 +359,7 @@ def test_what_a_second_solver_was_told_is_said() -> None:
 
 
 def test_the_file_of_a_run_is_found_by_what_the_report_was_asked() -> None:
-    """By its fields, whatever its name was; another configuration matches no example."""
+    """By its fields, not its file name; another configuration matches no example."""
     for name, wanted in (
         ("curves.json", "h200_history.toml"),
         ("curves_short.json", "h200_short.toml"),
@@ -373,7 +373,7 @@ def test_the_file_of_a_run_is_found_by_what_the_report_was_asked() -> None:
 
 
 def test_a_goal_stands_beside_every_launch_over_its_bound() -> None:
-    """Of its own cell, and in bold where it is missed; replays have a bound and no such goal."""
+    """The goal of its cell, in bold if missed; replays have a bound but no such goal."""
     text, counted = section("A pipeline over ranks"), 0
     for _, report in files("scale"):
         for row in report["derived"]["timed"]:
@@ -391,7 +391,7 @@ def test_a_goal_stands_beside_every_launch_over_its_bound() -> None:
 
 
 def test_a_remark_is_of_a_report_of_one_commit() -> None:
-    """A new run of a report has no caveat."""
+    """A caveat does not apply to a new run of the report."""
     for (name, commit), said in REMARKS.items():
         for made_at, told in ((commit + "0" * 28, True), ("f" * 40, False)):
             report = {"environment": {"commit": made_at}}
@@ -444,7 +444,7 @@ KINDS = sorted({load(path)["kind"] for path in paths()})
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reports_of_one_kind_are_told_without_the_others(folder: Path, kind: str) -> None:
-    """Missing reports are left out; the page has the others, and the summary most of them."""
+    """Missing reports are left out; the page has the rest, and the summary most of it."""
     names = [name for name, _ in files_of(kind)]
     for name in names:
         (folder / name).write_bytes((RUNTIME_REPORTS / name).read_bytes())
@@ -457,13 +457,13 @@ def test_reports_of_one_kind_are_told_without_the_others(folder: Path, kind: str
 
 
 def test_a_listed_command_line_can_be_typed_again() -> None:
-    """A shell splits it into the original words, also words with blanks."""
+    """A shell splits it into the original words, including words with blanks."""
     argv = ["runtime", "scale", "--compared", "hidden 512", "--commit", "abc", "--out", "a.json"]
     typed = _typed({"kind": "scale", "environment": {"argv": argv}})
     assert shlex.split(typed) == ["qeffect", *argv[:4], *argv[6:]]
 
 
 def files_of(kind: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """The checked-in reports of a kind, whatever folder stands in their place."""
+    """The checked-in reports of a kind, even if a test replaces their folder."""
     found = [(path.name, load(path)) for path in paths()]
     return [(name, report) for name, report in found if report["kind"] == kind]

@@ -1,4 +1,4 @@
-"""The page of simulated steps is what the simulator makes of the report that is checked in."""
+"""The page of simulated steps equals what the simulator makes from the checked-in report."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def _rows() -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("schedule", CLASSES)
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_page_is_of_the_report(cell: str, schedule: str) -> None:
-    """The least ranks again; all of them take minutes: `python -m tests.docs.projection`."""
+    """Checked for the fewest ranks; all take minutes: `python -m tests.docs.projection`."""
     report = load(RUNTIME_REPORTS / REPORT)
     assert row(report, cell, schedule, RANKS[0]) in _rows()
 
 
 def test_the_page_is_written_by_its_program() -> None:
-    """Around its rows, the report's commit among them; every row is there once."""
+    """The text around its rows, with the report's commit; every row occurs once."""
     rows = _rows()
     assert PAGE.read_text(encoding="utf-8") == page(load(RUNTIME_REPORTS / REPORT), rows)
     places = [(name, schedule, ranks) for name, schedule, ranks, *_ in rows]
@@ -32,7 +32,7 @@ def test_the_page_is_written_by_its_program() -> None:
 
 
 def test_a_message_costs_more_between_hosts() -> None:
-    """Sixteen ranks on two hosts: neighbours of one host, and the two that are not."""
+    """Sixteen ranks on two hosts: neighbours on one host, and neighbours on two hosts."""
     links = Links(slower=10.0)
     found = links.of(16, 10**6)
     assert found[0, 1] == pytest.approx(0.02)

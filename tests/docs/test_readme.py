@@ -1,5 +1,5 @@
 """
-The README is true and short: its code runs and says what it says.
+The README is correct and short: its code runs and prints what its comments say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def python_blocks() -> list[str]:
 
 
 def said_by(code: str) -> str:
-    """Run a block; return what it printed as one line."""
+    """Run a block; return its output as one line."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
@@ -25,13 +25,13 @@ def said_by(code: str) -> str:
 
 
 def comments_of(code: str) -> str:
-    """What a block's comments say its last print prints."""
+    """The output of the last print, according to the block's comments."""
     after = code[code.rindex("print(") :].splitlines()[1:]
     return " ".join(line.removeprefix("#").strip() for line in after)
 
 
 def test_first_check_is_six_lines() -> None:
-    """The first block is a check of at most six lines, and refuses what it says it refuses."""
+    """The first block is a check of at most six lines, and gives the printed refusal."""
     block = python_blocks()[0]
 
     code = [line for line in block.splitlines() if line.strip() and not line.startswith("#")]

@@ -1,5 +1,5 @@
 """
-What CI leaves out: each module with slow tests has its reason, and tests that CI runs instead.
+Tests that CI leaves out: each module with slow tests has a reason, and tests that CI runs instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PAGE = TESTS / "README.md"
 
 
 def slow(node: ast.AST) -> bool:
-    """Whether a mark `slow` is in some code."""
+    """Whether code has a mark `slow`."""
     return any(
         isinstance(part, ast.Attribute)
         and part.attr == "slow"
@@ -65,21 +65,21 @@ def ran_by_ci(name: str) -> bool:
 
 
 def test_every_slow_module_has_its_row() -> None:
-    """Exactly once; a module without slow tests has none."""
+    """Exactly one row; modules without slow tests have no row."""
     named = [row[0].strip("`") for row in rows(PAGE.read_text(encoding="utf-8"))]
 
     assert sorted(slow_modules(TESTS)) == sorted(named)
 
 
 def test_every_row_has_a_reason() -> None:
-    """And names what is left out."""
+    """And says what is left out."""
     for row in rows(PAGE.read_text(encoding="utf-8")):
         assert len(row) == 4, row
         assert all(row), row
 
 
 def test_what_a_row_names_is_run_by_ci() -> None:
-    """Tests that exist, and that are not slow themselves."""
+    """The named tests exist and are not slow."""
     for row in rows(PAGE.read_text(encoding="utf-8")):
         names = re.findall(r"`([^`]+\.py::\w+)`", row[3])
         assert names, row
@@ -96,7 +96,7 @@ def test_what_a_row_names_is_run_by_ci() -> None:
     ],
 )
 def test_a_slow_mark_is_seen(tmp_path: Path, code: str, found: set[str]) -> None:
-    """Of a module, a test or a row; a word in a text is not a mark."""
+    """On a module, a test or a row; the word in a text is not a mark."""
     (tmp_path / "test_it.py").write_text(code)
 
     assert found == slow_modules(tmp_path)
@@ -111,7 +111,7 @@ def test_a_slow_mark_is_seen(tmp_path: Path, code: str, found: set[str]) -> None
     ],
 )
 def test_a_test_that_ci_does_not_run_is_seen(name: str) -> None:
-    """One that is slow, and one that does not exist."""
+    """A slow test, and a test that does not exist."""
     assert not ran_by_ci(name)
 
 

@@ -1,4 +1,4 @@
-"""The digest of sources in a report is that of the commit that the report names, told from git."""
+"""A report's digest of sources equals that of the report's commit, computed from git."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def reports() -> list[tuple[str, Any]]:
 
 
 def test_each_report_was_made_by_the_sources_of_its_commit() -> None:
-    """Also a report whose command was told its commit, as on a machine without git."""
+    """Also if the command was given its commit, as on a machine without git."""
     known = [(name, env, of_commit(env["commit"])) for name, env in reports()]
     assert [name for name, env, found in known if found not in (None, env["sources"])] == []
 
 
 def test_a_digest_is_that_of_the_tree() -> None:
-    """One way from the files, another from git."""
+    """The digest from files equals the digest from git."""
     own = sources()
     assert environment([])["sources"] == own
     changed = git("status", "--porcelain", "--", *{name.split("/")[0] for name in FOLDERS})
@@ -48,7 +48,7 @@ def test_a_change_of_a_module_changes_the_digest(
 
 
 def test_the_age_of_a_report_counts_commits() -> None:
-    """None after the last commit; some after its first parent, or it is not known."""
+    """Zero after the last commit; more after its first parent, or unknown."""
     if git("rev-parse", "HEAD~20") is None:
         assert AGE.fullmatch(age("0" * 40))
     else:

@@ -1,5 +1,5 @@
 """
-Which reports the short tables of the runtime's page take, and what they show of a partial one.
+The reports that the runtime page's short tables use, and the rows of a partial report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.runtime import report_samples as samples
 
 
 def timed(pp: int, date: str, *, whole: bool, steps: bool = True) -> Mapping[str, Any]:
-    """A report of a pipeline: chosen numbers, some ranks, some date."""
+    """A report of a pipeline with chosen numbers, ranks and date."""
     report = samples.scale_report()
     report["configuration"] |= {"pp": pp, "vpp": 2}
     report["environment"] = {**report["environment"], "date": date}
@@ -28,7 +28,7 @@ def timed(pp: int, date: str, *, whole: bool, steps: bool = True) -> Mapping[str
 
 
 def test_the_complete_step_is_of_the_last_whole_report() -> None:
-    """Of each number of ranks; an incomplete one only if no other exists."""
+    """For each number of ranks; an incomplete report only if there is no complete one."""
     found = [
         ("old.json", timed(2, "1", whole=True)),
         ("new.json", timed(2, "2", whole=True)),
@@ -41,7 +41,7 @@ def test_the_complete_step_is_of_the_last_whole_report() -> None:
 
 
 def test_a_side_that_was_not_timed_has_no_number() -> None:
-    """The row stays, with what there is of it."""
+    """The row stays, with the numbers that exist."""
     report = timed(2, "1", whole=True)
     kept = [row for row in report["derived"]["timed"] if row["side"] == "guarded"]
     without = {**report, "derived": {**report["derived"], "timed": kept}}
@@ -52,7 +52,7 @@ def test_a_side_that_was_not_timed_has_no_number() -> None:
 
 
 def test_a_part_that_is_added_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the others, for each report that has something of it."""
+    """A new part comes last, for each report that has its data."""
     monkeypatch.setattr(
         scale_block, "PARTS", (*scale_block.PARTS, lambda name, _: iter([f"more of {name}"]))
     )

@@ -1,4 +1,4 @@
-"""What the README says of the paper's tables and of the peers, from reports of no measurement."""
+"""The page's text about the paper's tables and the peers, from made-up reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.runtime.report_samples import models_report, peers_report, tables_rep
 
 
 def test_every_table_shows_ours_beside_the_papers() -> None:
-    """One paragraph, each table that has rows, and the goals that were missed."""
+    """One paragraph, each table that has rows, and the missed goals."""
     text = "\n\n".join(tables([("t.json", tables_report())], lambda _: "a machine"))
     assert "(t.json; 5 fresh starts of all ranks; a machine)" in text
     assert (
@@ -24,12 +24,12 @@ def test_every_table_shows_ours_beside_the_papers() -> None:
 
 
 def test_without_a_report_nothing_is_said() -> None:
-    """The block stays as it is."""
+    """The block stays empty."""
     assert tables([], lambda _: "") == peers([], lambda _: "") == models([], lambda _: "") == []
 
 
 def test_models_have_their_rates_and_what_failed() -> None:
-    """Native's rate, twice that rate in half the time, and the error in place of numbers."""
+    """Native's rate, twice that rate in half the time, and an error in place of numbers."""
     text = "\n\n".join(models([("m.json", models_report())], lambda _: "a machine"))
     assert "**Whole models over 2 ranks** (m.json; a machine)." in text
     assert "| 400.0 (400.0 to 400.0) | 337 | 17.0% | 1.00x | - | 0.0 | - |" in text
@@ -38,7 +38,7 @@ def test_models_have_their_rates_and_what_failed() -> None:
 
 
 def test_a_mode_that_is_wrong_or_failed_is_shown_as_that() -> None:
-    """Beside those that are right, and in the capability table."""
+    """Beside the correct modes, and in the capability table."""
     text = "\n\n".join(peers([("p.json", peers_report())], lambda _: "a machine"))
     assert (
         "| h4096-s256-m8 | one launch | il | 10.00 | 10.00x | 4.00x | 1.67x | - | same bits |"

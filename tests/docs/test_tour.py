@@ -1,5 +1,5 @@
 """
-The contributor's tour leads somewhere: its files and commands exist, and it stays short.
+The contributor's tour names files and commands that exist, and stays short.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CODE = re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", TOUR)
 
 
 def test_every_file_that_is_named_exists() -> None:
-    """Paths are whole, from the top of the tree, so that a reader can open them."""
+    """Paths are complete, from the top of the tree, so that a reader can open them."""
     paths = [code for code in CODE if re.fullmatch(r"\.?[a-z_]+/[\w./-]*", code)]
 
     assert [] == [path for path in paths if not (ROOT / path).exists()]
@@ -23,7 +23,7 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_every_command_that_is_named_exists() -> None:
-    """``qeffect`` and ``make`` have the words that the tour types after them."""
+    """``qeffect`` and ``make`` accept the words that the tour gives them."""
     known = parser().format_help()
     targets = (ROOT / "Makefile").read_text(encoding="utf-8")
     commands = {code.split()[1] for code in CODE if code.startswith("qeffect ")}
@@ -54,7 +54,7 @@ def test_the_way_of_a_step_names_what_its_files_define() -> None:
 
 
 def test_the_independent_oracle_is_named() -> None:
-    """A reader finds what the contract is compared with, and that it does not read the contract."""
+    """The tour names the oracle, and says that it does not read the contract."""
     oracle = (ROOT / "verification" / "walks" / "oracle.py").read_text("utf-8")
     assert "verification/walks/oracle.py" in CODE
     assert "from the paper alone" in " ".join(TOUR.split())
@@ -63,5 +63,5 @@ def test_the_independent_oracle_is_named() -> None:
 
 
 def test_the_tour_is_two_pages() -> None:
-    """Who adds a paragraph takes one out."""
+    """Whoever adds a paragraph must remove one."""
     assert len(TOUR.split()) < 1_500

@@ -84,7 +84,7 @@ class TestMisfit:
     """Each log is accepted alone; together they are not."""
 
     def test_exchanged_sends(self, tmp_path: Path) -> None:
-        """Two sends in the other order are what no single log shows: tensors were exchanged."""
+        """Two sends in the wrong order swap tensors; no single rank's log shows it."""
 
         def swap(rows: Rows) -> None:
             row = rows[0]

@@ -1,5 +1,5 @@
 """
-torch's `defer_pp_recv=True` exchanges tensors in silence, and `qeffect check` refuses the table.
+torch's `defer_pp_recv=True` silently swaps tensors, and `qeffect check` refuses the table.
 
 `torch_deferred_receives.md` says what happens and why. Here two gloo ranks run torch's own pipeline
 over a plain module (`two_ranks.py`), the gradients are compared with one process without a
@@ -404,7 +404,7 @@ class TestCheck:
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        """The table that trained on exchanged tensors is refused; both messages are named."""
+        """The table that trained on swapped tensors is refused; both messages are named."""
         code, record = checked(runs[cls, True], tmp_path, capsys)
         receive, send, wanted = EXCHANGED[cls]
         finding = record["findings"][0]
@@ -526,10 +526,10 @@ class TestIssueText:
 
 def test_the_picture_is_drawn_of_the_table_that_ran() -> None:
     """
-    The README's picture is what `qeffect check --svg` draws of the table that ran on torch 2.13.
+    The page's picture equals what `qeffect check --svg` draws of torch 2.13's table.
 
     `qeffect check --torch ScheduleZBVZeroBubble --pp 2 --vpp 2 --microbatches 4 --comms
-    --defer-receives --svg qeffect/schedule/pictures/zbv_deferred.svg` writes it anew, with torch
+    --defer-receives --svg qeffect/schedule/pictures/zbv_deferred.svg` writes it again, with torch
     2.13.0 installed.
     """
     table = TABLES / "2.13.0" / "ScheduleZBVZeroBubble_pp2_vpp2_m4.defer.comms.csv"

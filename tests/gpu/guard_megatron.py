@@ -5,19 +5,20 @@ The guard of Megatron-core on two GPUs, with Transformer Engine's layers: one co
 
 It needs Megatron-core 0.19.2 (``pip install --no-deps megatron-core==0.19.2``) and takes a few
 minutes. PP=2, VPP=2, delayed FP8 scaling, AdamW with a learning rate above zero. Each run has
-processes of its own:
+its own processes:
 
 * legal modes (none, transformer_engine, full_iteration) under a guard that refuses, and none
-  without a guard: the losses of the two have to be equal;
+  without a guard: their losses must be equal;
 * ``cuda_graph_impl="local"`` without a guard, under one that reports, and under one that refuses:
-  the weights' FP8 caches fall behind, and the guard names `version.stale-cache` at the third step;
-* a thousand steps, eager and as full-iteration graphs, of which a guard that refuses refuses none;
-* faults in a person's own code, each without a guard, which no one notices, and then under a guard
-  that reports (`tests/megatron/faults.py`; what needs replicas or checkpoints runs on CPUs only);
-* the price: steps of eager layers at hidden 4096 and sequence 4096, with the guard and without it
-  in turns.
+  the weights' FP8 caches become stale, and the guard names `version.stale-cache` at the third step;
+* a thousand steps, eager and as full-iteration graphs: a guard that refuses accepts all of them;
+* faults in the user's code (`tests/megatron/faults.py`), first without a guard, where nothing
+  reports them, then under a guard that reports; faults that need replicas or checkpoints run on
+  CPUs only;
+* the price: steps of eager layers at hidden 4096 and sequence 4096, alternately with and without
+  the guard.
 
-The exit code is 0 if all of that was found, else 1.
+The exit code is 0 if every run ended as listed, else 1.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class TestBind:
         ):
             rig.contract.check_dgrad(rig.key(0), ref)
 
-    def test_destinations_are_bound_once_in_an_epoch(self) -> None:
-        """A key's destinations are bound once in an epoch."""
+    def test_destinations_are_bound_once_per_walk(self) -> None:
+        """A key's destinations are bound once per walk."""
         rig = Rig(accumulating())
         rig.contract.bind(rig.key(0))
 

@@ -29,7 +29,7 @@ def _orders() -> list[tuple[tuple[int, str], ...]]:
 class TestOwnPools:
     @pytest.mark.parametrize("order", _orders())
     def test_ownership_is_enough(self, order: tuple[tuple[int, str], ...]) -> None:
-        """With one pool a slot, every order that ownership allows is in capture order."""
+        """With one pool per slot, every order that ownership allows is in capture order."""
         rig = Rig()
         refs = [rig.forward(0), rig.forward(1)]
         for microbatch, kind in order:

@@ -1,5 +1,6 @@
 """
-Inputs that a stream of its own copies into a slot: no F before the graph stream has waited for it.
+Inputs that a separate stream copies into a slot: F must wait until the graph stream has waited
+for the copy.
 """
 
 from __future__ import annotations

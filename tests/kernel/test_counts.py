@@ -1,7 +1,7 @@
 """
-Device counts: what ran on the device is what was committed, each as often and in that order.
+Device counts: the device ran exactly the committed actions, each as often and in that order.
 
-The device here is a list of counters beside the calls, so that a test can run what it likes.
+The device here is a list of counters beside the calls, so that a test can run anything.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Device:
         self.numbers[stage][COUNTED.index(action)] += 1
 
     def counts(self) -> DeviceCounts:
-        """What is read back."""
+        """The counts that the host reads."""
         return DeviceCounts(self.digest, {s: tuple(n) for s, n in self.numbers.items()})
 
 
@@ -67,7 +67,7 @@ class Step:
         self.otherwise: dict[int, int] = {}  # how the device's dW writes instead
 
     def act(self, *action: Any) -> None:
-        """Note what is committed; the device runs it later."""
+        """Record a committed action; the device runs it later."""
         self.ran.append(action)
 
     def run(self) -> None:
@@ -102,7 +102,7 @@ class Step:
                     self.device.run(*ran[:3], self.otherwise.get(n, (*ran[3:], OVERWRITES)[0]))
 
     def commit(self) -> int:
-        """Commit with what the device counted."""
+        """Commit with the device's counts."""
         return self.contract.commit_epoch(counted={0: self.device.counts()})
 
 
@@ -123,7 +123,7 @@ class TestCommit:
 
     @pytest.mark.parametrize("action", range(14))
     def test_a_skipped_replay(self, action: int) -> None:
-        """Whatever was committed and did not run is named by stage and kind."""
+        """A committed action that did not run is named by stage and kind."""
         step = Step(skip=(action,))
         step.run()
         own = step.ran[action][1]
@@ -145,7 +145,7 @@ class TestCommit:
 
     @pytest.mark.parametrize(("at", "writes"), [(4, ADDS), (6, OVERWRITES)])
     def test_a_graph_that_writes_in_another_way(self, at: int, writes: int) -> None:
-        """The same slot's graph that adds, for the one that overwrites, or the reverse."""
+        """The same slot's graph that adds instead of overwriting, or the reverse."""
         step = Step()
         step.otherwise = {at: writes}
         step.run()
@@ -156,7 +156,7 @@ class TestCommit:
             step.commit()
 
     def test_a_replay_behind_the_guards(self) -> None:
-        """A graph that nobody was asked for counts, whenever in the step it ran."""
+        """A replay without a check is counted, wherever in the step it ran."""
         step = Step()
         step.device.run("dW", 1, 2)
         step.run()
@@ -175,7 +175,7 @@ class TestCommit:
         ],
     )
     def test_two_exchanged(self, exchanged: tuple[int, int]) -> None:
-        """Two graphs in each other's place run as often as they should; the order tells."""
+        """Two swapped graphs run the right number of times; only the order shows the fault."""
         a, b = exchanged
         step = Step(instead={a: b, b: a})
         step.run()
@@ -184,7 +184,7 @@ class TestCommit:
             step.commit()
 
     def test_no_counts(self) -> None:
-        """A commit without counts is refused where the device counts; check_commit as well."""
+        """If the device counts, a commit or check_commit without counts is refused."""
         step = Step()
         step.run()
         for call in (step.contract.commit_epoch, step.contract.check_commit):
@@ -194,14 +194,14 @@ class TestCommit:
         assert 1 == step.commit()
 
     def test_a_guard_is_named_first(self) -> None:
-        """What a guard of the commit refuses is named before what the device counted."""
+        """If a guard of the commit also refuses, it is named instead of the device's counts."""
         step = Step(skip=(F0,))
 
         with refused(step.contract, "epoch.not-final"):
             step.commit()
 
     def test_only_the_comparison_refuses(self) -> None:
-        """Without it the same skipped replay commits: nothing else in the contract sees it."""
+        """Without counts the same skipped replay commits: no other guard notices it."""
         step = Step(skip=(F0,), counted=False)
         step.run()
 
@@ -222,7 +222,7 @@ class TestCommit:
         assert 1 == step.commit()
 
     def test_an_aborted_action_is_not_counted(self) -> None:
-        """Of what a failed action ran nothing is known; its epoch cannot commit anyway."""
+        """It is unknown what a failed action ran; its epoch cannot commit anyway."""
         contract = Contract([stage(0)], omit=("version",), counted=True)
         contract.abort(contract.check_forward(TapeKey(0, 0, 0)))
         assert contract._counted is not None
@@ -230,7 +230,7 @@ class TestCommit:
         assert {0: DeviceCounts(0, {0: (0, 0, 0, 0)})} == contract._counted.own()
 
     def test_domains_are_counted_apart(self) -> None:
-        """Each state domain has a digest of its own, since nothing orders the two."""
+        """Each state domain has its own digest, since no order relates two domains."""
         contract = Contract(
             [stage(0, domain="a"), stage(1, domain="b")], omit=("version",), counted=True
         )
@@ -245,7 +245,7 @@ class TestCommit:
 
 
 class TestLate:
-    """Counts that come after the commit: the device has skipped the update where they differ."""
+    """Counts that arrive after the commit: the device has skipped the update if they differ."""
 
     def test_what_was_committed_is_what_ran(self) -> None:
         """An honest device's counts are accepted a step later, epoch after epoch."""
@@ -262,7 +262,7 @@ class TestLate:
 
     @pytest.mark.parametrize("compared_in", ["the next epoch", "at once"])
     def test_those_of_the_commit_are_compared(self, compared_in: str) -> None:
-        """Not those of what was committed since."""
+        """Late counts are compared with the actions up to that commit, not with later actions."""
         step = Step(late=True)
         step.run()
         counted = {0: step.device.counts()}
@@ -283,7 +283,7 @@ class TestLate:
         ],
     )
     def test_a_difference_ends_in_a_restore(self, wrong: dict[str, Any], clause: str) -> None:
-        """The commit has happened, and nothing but a restore leads on: its weights are the old."""
+        """The commit has happened with the old weights; only a restore can follow."""
         saved = Step().contract.checkpoint()
         step = Step(late=True, **wrong)
         step.run()
@@ -323,7 +323,7 @@ class TestLate:
         assert 2 == contract.commit_epoch()
 
     def test_a_commit_may_be_asked_about_with_counts_or_without_any(self) -> None:
-        """Before a consent the counts are compared at once; the guards alone ask for none."""
+        """Before a consent the counts are compared at once; the guards alone need no counts."""
         step = Step(late=True)
         step.run()
         contract = step.contract
@@ -352,7 +352,7 @@ class TestLate:
         assert saved.epoch == step.contract.checkpoint().epoch
 
     def test_an_observer_that_raises_at_the_commit(self) -> None:
-        """The commit has happened, so that its counts are awaited whoever was told of it."""
+        """The commit has happened, so its counts are awaited although the observer raised."""
         step = Step(late=True)
         step.run()
 
@@ -367,7 +367,7 @@ class TestLate:
         assert step.contract.counts_awaited
 
     def test_wrong_calls(self) -> None:
-        """What belongs to the other kind of contract says so."""
+        """A call that belongs to the other kind of contract raises an error that says so."""
         with pytest.raises(ValueError, match="late=True requires counted=True"):
             Contract([stage(0)], late=True)
         step = Step(late=True)
@@ -385,7 +385,7 @@ class TestLate:
 
 class TestBadCounts:
     def test_a_contract_that_does_not_count(self) -> None:
-        """Counts that nobody compares would be a false comfort."""
+        """Counts are refused if the contract would not compare them."""
         step = Step(counted=False)
         step.run()
 
@@ -404,7 +404,7 @@ class TestBadCounts:
     def test_counts_of_something_else(
         self, counted: Any, error: type[Exception], message: str
     ) -> None:
-        """Domains and stages are those of the contract."""
+        """Counts for domains or stages that the contract lacks are refused."""
         step = Step()
         step.run()
         before = step.contract.snapshot()
@@ -422,7 +422,7 @@ class TestBadCounts:
             DeviceCounts(0, {0: (0, digest, 0, 0)})
 
     def test_too_few_counters(self) -> None:
-        """Every kind of action has one."""
+        """Every kind of action has a counter."""
         with pytest.raises(ValueError, match="refresh, F, dI, dW"):
             DeviceCounts(0, {0: (1, 2)})
 
@@ -499,14 +499,14 @@ class TestDestinations:
 
     @pytest.mark.parametrize("into", [(1, 0), (0, 0), (1, 1)])
     def test_other_destinations_are_refused(self, into: tuple[int, int]) -> None:
-        """Both graphs overwrite, in one slot: only where they write tells them apart."""
+        """Both graphs overwrite in one slot; only their destinations distinguish them."""
         contract, counted = self.run(into, self.APART)
 
         with refused(contract, "epoch.device-order", "digest"):
             contract.commit_epoch(counted=counted)
 
     def test_without_addresses_all_have_one_number(self) -> None:
-        """The contract does not know where they lie."""
+        """Without addresses the contract cannot distinguish destinations."""
         symbolic = tuple(Destination(matrix, m) for m in (0, 1) for matrix in MATRICES)
         contract, counted = self.run((0, 0), symbolic)
 
@@ -515,7 +515,7 @@ class TestDestinations:
 
 class TestDigest:
     def test_marks_differ(self) -> None:
-        """No two actions at two places have one mark, and none is zero."""
+        """Any two actions or places have different marks, and no mark is zero."""
         marks = [
             mark(action, place, writes)
             for place in range(9)
@@ -540,7 +540,7 @@ class TestDigest:
 
 
 def test_a_restore_begins_at_zero_whoever_was_told() -> None:
-    """An observer that raises at the restore leaves no count of the incarnation before."""
+    """Even if an observer raises at the restore, counts of the old incarnation are dropped."""
     step = Step()
     saved = step.contract.checkpoint()
     step.run()
@@ -560,7 +560,7 @@ def test_a_restore_begins_at_zero_whoever_was_told() -> None:
 
 
 def test_a_stage_config_is_unchanged() -> None:
-    """A checkpoint need not agree about counting."""
+    """A contract that does not count can restore a checkpoint of a contract that counts."""
     configs = [StageConfig(0, microbatches=1, slots=1)]
     checkpoint = Contract(configs, counted=True).checkpoint()
 

@@ -1,10 +1,10 @@
 """
-Device counts over every short history: no call here is proved, so that all of them are tried.
+Device counts over every short history: these calls are not proved, so all of them are tried.
 
-The ledger of counts stands beside the composed transitions. What it says is compared with what an
-oracle adds up from the list of committed actions, and with the columns that the proved transitions
-write; what it refuses, with whether two lists are the same; and each of its refusals and updates is
-then deleted in turn, to see that these comparisons can fail.
+The ledger of counts is separate from the composed transitions. Its counts are compared with the
+sums of an oracle over the list of committed actions, and with the columns that the proved
+transitions write. It must refuse exactly if two lists differ. Each of its refusals and updates is
+then deleted in turn; the comparisons must notice each deletion.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def counts(stages: Sequence[int], ran: Sequence[Ran]) -> DeviceCounts:
     """
     Count a list of actions as a device does, each place of a digest on its own.
 
-    A mark with n actions behind it is multiplied n times, all are added, and 64 bits are kept.
+    A mark followed by n actions is multiplied n times; all are added, modulo 2**64.
     """
     marks = [mark(action, place, writes) for action, _, place, writes in ran]
     total = sum(n * pow(MULTIPLIER, at, WORD) for at, n in enumerate(reversed(marks))) % WORD
@@ -166,7 +166,7 @@ def orders(*chains: Sequence[Move]) -> Iterator[list[Move]]:
 
 
 def epoch_of(stages: Sequence[StageConfig]) -> Iterator[list[Move]]:
-    """Yield every order of an epoch: of each microbatch F, dI, dW, after its stage's refresh."""
+    """Yield every order of an epoch: F, dI, dW per microbatch; microbatch 0 also refreshes."""
     found = []
     for config in stages:
         for m in range(config.microbatches):
@@ -199,7 +199,7 @@ CASES: Final = [
 def test_the_ledger_says_what_was_committed(
     stages: list[StageConfig], omit: tuple[str, ...], legal: int
 ) -> None:
-    """In every order of two epochs' actions, after each of them: what list and columns say."""
+    """In every order of two epochs, the ledger agrees with list and columns after each action."""
     whole = 0
     for order in epoch_of(stages):
         process = Process(stages, omit)
@@ -218,7 +218,7 @@ def test_the_ledger_says_what_was_committed(
 def test_what_failed_is_not_counted(
     stages: list[StageConfig], omit: tuple[str, ...], legal: int
 ) -> None:
-    """Whichever action fails, the ledger has those before it; after a restore it has none."""
+    """After a failed action the ledger has the actions before it; after a restore it is empty."""
     seen: set[tuple[Move, ...]] = set()
     for order in epoch_of(stages):
         for number, (kind, s, m) in enumerate(order):
@@ -258,7 +258,7 @@ def difference(
 
 
 def answer(ledger: Any, call: str, counted: Any, *, now: bool = False) -> str:
-    """How a ledger answers: the clause and the beginning of what was found; empty for accepted."""
+    """A ledger's answer: the clause and the beginning of the finding; empty if accepted."""
     try:
         getattr(ledger, call)(counted, **({"now": True} if now else {}))
     except Refused as refused:
@@ -268,7 +268,7 @@ def answer(ledger: Any, call: str, counted: Any, *, now: bool = False) -> str:
 
 
 def short(length: int, alphabet: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
-    """Every list of up to so many actions."""
+    """Every list of at most this many actions."""
     for n in range(length + 1):
         yield from product(alphabet, repeat=n)
 
@@ -285,7 +285,7 @@ ALPHABET: Final[tuple[Ran, ...]] = (
 
 
 def tell(ledger: ExpectedCounts, *each: Ran) -> None:
-    """Tell a ledger of committed actions."""
+    """Report committed actions to a ledger."""
     for action, _, place, writes in each:
         if action == "dW":
             ledger.writes[place] = writes, 0
@@ -293,7 +293,7 @@ def tell(ledger: ExpectedCounts, *each: Ran) -> None:
 
 
 def misjudged(ledger: type[ExpectedCounts], length: int) -> str:
-    """Say which pair of short lists a ledger judges otherwise than the oracle; else nothing."""
+    """Return a pair of short lists on which the ledger and the oracle disagree; empty if none."""
     for stages in ({"a": (0, 1)}, {"a": (0,), "b": (1,)}):
         domains = {s: d for d, own in stages.items() for s in own}
         device = [
@@ -314,7 +314,7 @@ def misjudged(ledger: type[ExpectedCounts], length: int) -> str:
 
 
 def misadded(ledger: type[ExpectedCounts], length: int) -> str:
-    """Say which list, told at once behind another one, counts otherwise than one by one."""
+    """Return a list that counts differently as a whole than action by action; empty if none."""
     lists = [*short(length, ALPHABET)]
     for domains in ({0: "a", 1: "a"}, {0: "a", 1: "b"}):
         for before, ran in product(lists, lists):
@@ -348,7 +348,7 @@ LIFE: Final = (
 
 
 def mislived(ledger: type[ExpectedCounts], length: int) -> str:
-    """Say in which short life a late ledger answers otherwise than the oracle; else nothing."""
+    """Return a short history on which a late ledger and the oracle disagree; empty if none."""
     for life in product(LIFE, repeat=length):
         made, ran, awaited = ledger({0: "a"}, (0,), late=True), 0, None
         for event in life:
@@ -398,17 +398,17 @@ def mislived(ledger: type[ExpectedCounts], length: int) -> str:
 
 
 def test_a_commit_is_refused_exactly_where_the_lists_differ() -> None:
-    """Of every two lists of up to three actions, in one domain and in two, the clause is right."""
+    """For any two lists of up to three actions, in one domain and in two, the clause is right."""
     assert "" == misjudged(ExpectedCounts, 3)
 
 
 def test_a_list_that_is_told_at_once_counts_as_one_by_one() -> None:
-    """Behind every other one, in one domain and in two."""
+    """After any other list, in one domain and in two."""
     assert "" == misadded(ExpectedCounts, 2)
 
 
 def test_late_counts_are_awaited_exactly_between_commit_and_comparison() -> None:
-    """In every life of four events: neither commit nor checkpoint before the counts agree."""
+    """In every history of four events: no commit or checkpoint before the counts agree."""
     assert "" == mislived(ExpectedCounts, 4)
 
 
@@ -416,7 +416,7 @@ def test_late_counts_are_awaited_exactly_between_commit_and_comparison() -> None
 
 
 def _broken() -> Iterator[tuple[str, type[ExpectedCounts]]]:
-    """Yield ledgers from which a refusal, or an update of what it keeps, is deleted."""
+    """Yield ledgers without one refusal, or without one update of their state."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(ExpectedCounts)))
     lines = [
         node
@@ -444,7 +444,7 @@ def _broken() -> Iterator[tuple[str, type[ExpectedCounts]]]:
 
 
 def test_a_ledger_that_lacks_a_line_is_found_out() -> None:
-    """Each refusal and each update of the ledger, deleted, is noticed."""
+    """Each refusal and each update, deleted from the ledger, is noticed."""
     broken = list(_broken())
 
     assert 15 == len(broken)
@@ -465,7 +465,7 @@ def twos(number: int) -> int:
 
 
 def test_no_two_short_lists_have_one_digest() -> None:
-    """All lists of up to five of nine marks, of one length, differ in their digests."""
+    """All lists of up to five of nine marks with the same length have different digests."""
     digests = {0}
     for length in range(1, 6):
         digests = {fold(digest, number) for digest in digests for number in range(1, 10)}
@@ -475,7 +475,7 @@ def test_no_two_short_lists_have_one_digest() -> None:
 
 def test_two_exchanged_are_always_seen() -> None:
     """
-    Two different actions in each other's place change the digest, whatever ran between them.
+    Two swapped actions change the digest, whatever ran between them.
 
     Marks a and b that stand k actions apart change it by (a - b)(M^k - 1) times a power of the odd
     M. M is 1 modulo 4, so that M^k - 1 has two factors 2 and those of k (lifting the exponent), and

@@ -43,7 +43,7 @@ class TestTheWrongProgram:
             assert rig.epoch() == 1
 
     def test_is_refused_with_one_registry(self) -> None:
-        """The second contract is not made, and the first goes on."""
+        """The second contract is refused, and the first continues."""
         registry = DestinationRegistry()
         first = Rig(*writing(buffer()), registry=registry)
         found = overlap(writing(buffer("v", 4096 + 63)), registry)
@@ -97,7 +97,7 @@ class TestAClaim:
         assert len(own.stages) == 2
 
     def test_of_a_refused_contract_is_none(self) -> None:
-        """What a refused contract would have written stays free."""
+        """Destinations of a refused contract stay free."""
         registry = DestinationRegistry()
         first = Contract(writing(buffer()), registry=registry)
         overlap(writing(buffer(), buffer("v", 8192)), registry)
@@ -108,7 +108,7 @@ class TestAClaim:
 
 class TestTheEndOfAClaim:
     def test_is_a_release(self) -> None:
-        """A contract that will run no more gives its destinations up, once or twice."""
+        """A contract that runs no more releases its destinations; a second release is harmless."""
         registry = DestinationRegistry()
         first = Contract(writing(buffer()), registry=registry)
         registry.release(first)
@@ -121,7 +121,7 @@ class TestTheEndOfAClaim:
         assert second.epoch == 0
 
     def test_is_the_end_of_the_contract(self) -> None:
-        """A contract that nobody references holds nothing."""
+        """A contract without references holds no destinations."""
         registry = DestinationRegistry()
         first = Contract(writing(buffer()), registry=registry)
         assert first.epoch == 0
@@ -143,6 +143,6 @@ class TestTheEndOfAClaim:
 
 @pytest.mark.parametrize("registry", [True, DestinationRegistry, "registry"])
 def test_a_registry_of_another_type_is_refused(registry: object) -> None:
-    """By a line that says what was expected and found."""
+    """With a line that says what was expected and found."""
     with pytest.raises(TypeError, match="registry must be a DestinationRegistry or None, got"):
         Contract([StageConfig(0, 1, 1)], registry=registry)  # type: ignore[arg-type]

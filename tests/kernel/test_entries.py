@@ -1,4 +1,4 @@
-"""Entries that are compared and written in few calls are those that are named, and no others."""
+"""Entries compared and written in bulk are exactly the named entries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def every(column: Any) -> list[Any]:
 
 @st.composite
 def memories(draw: st.DrawFn) -> tuple[Any, dict[str, list[Any]], dict[Any, int]]:
-    """Columns, which of their entries are meant, and what each is counted from."""
+    """Columns, the chosen entries of each, and the counter that each is relative to."""
     memory = SimpleNamespace(**{f"c{n}": draw(columns) for n in range(draw(st.integers(1, 4)))})
     indices, counted = {}, {}
     for name, column in vars(memory).items():
@@ -46,7 +46,7 @@ def memories(draw: st.DrawFn) -> tuple[Any, dict[str, list[Any]], dict[Any, int]
 
 
 def made(memory: Any, indices: Any, counted: Any) -> Entries:
-    """The entries as they are now."""
+    """The entries at this moment."""
     return Entries(memory, indices, lambda name, index, _: counted[name, index], COUNTERS)
 
 
@@ -57,7 +57,7 @@ amounts_of = st.tuples(*[st.integers(0, 3)] * COUNTERS, st.just(0))
 def test_each_entry_is_compared_and_no_other(
     case: Any, amounts: tuple[int, ...], others: tuple[int, ...], data: st.DataObject
 ) -> None:
-    """Moved by its own counter; any one entry may then be another."""
+    """Entries are compared relative to their counter; entries that are not named may differ."""
     memory, indices, counted = case
     entries = made(memory, indices, counted)
     now = copy.deepcopy(memory)
@@ -76,7 +76,7 @@ def test_each_entry_is_compared_and_no_other(
 
 @given(memories(), amounts_of)
 def test_each_entry_is_written_and_no_other(case: Any, amounts: tuple[int, ...]) -> None:
-    """In the columns that are there; what was made for it is not handed out."""
+    """In the existing columns; the prepared lists are not shared with the memory."""
     memory, indices, counted = case
     entries = made(memory, indices, counted)
     into = copy.deepcopy(memory)
@@ -99,7 +99,7 @@ def test_each_entry_is_written_and_no_other(case: Any, amounts: tuple[int, ...])
 
 @pytest.mark.parametrize("column", ["short", "long"])
 def test_a_column_of_another_length_is_another(column: str) -> None:
-    """Where every entry of it is meant."""
+    """If all its entries are named, a column of another length differs."""
     entries = Entries(SimpleNamespace(c=[1, 1]), {"c": (0, 1)}, lambda *_: 0, 1)  # type: ignore[arg-type]
     other: Any = SimpleNamespace(c=[1] if column == "short" else [1, 1, 1])
     assert not entries.stand_in(other, (0, 0))

@@ -13,7 +13,7 @@ from .helpers import Rig, refused, stage
 
 class TestFinalize:
     def test_a_stage_is_finalized_once_in_an_epoch(self) -> None:
-        """A stage is finalized once in an epoch."""
+        """A stage is finalized once per walk."""
         rig = Rig(stage(microbatches=1))
         rig.microbatch(0)
         rig.finish()

@@ -98,15 +98,15 @@ class TestSlots:
         ):
             rig.check_forward(0)
 
-    def test_a_key_is_forwarded_once_in_an_epoch(self) -> None:
-        """A key is forwarded once in an epoch, also after its release or abort."""
+    def test_a_key_is_forwarded_once_per_walk(self) -> None:
+        """A key is forwarded once per walk, even if its tape was released or aborted."""
         rig = Rig()
         rig.microbatch(0)
         with refused(
             rig,
             "ownership.repeated-forward",
             "microbatch 0 of stage 0 in epoch 0",
-            "once in an epoch",
+            "once per walk",
         ):
             rig.check_forward(0)
         with refused(rig, "ownership.repeated-forward"):

@@ -80,7 +80,7 @@ class TestOneBucket:
             rig.contract.commit_epoch()
 
     def test_once_in_an_epoch(self) -> None:
-        """A bucket is reduced once in an epoch, and again in the next."""
+        """A bucket is reduced once per epoch, and again in the next."""
         rig = _final()
         rig.contract.start_reduction(0)
         rig.contract.finish_reduction(0)

@@ -203,7 +203,7 @@ class TestRanks:
 @NEEDS_DEFERRED
 @pytest.mark.ci
 def test_rows_of_torch() -> None:
-    """Two real ranks: a mode of the same bits, one that exchanges tensors, and a refused one."""
+    """Two real ranks: a mode with the same bits, a mode that swaps tensors, and a refused mode."""
     modes = framework("torch", {"torch": "2.13.0"}, "cpu")
     plain = {name: values[0] for name, values in modes.factors.items()}
     given: list[dict[str, Any]] = [

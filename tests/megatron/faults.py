@@ -163,7 +163,7 @@ def another_message(run: Any, undo: Undo) -> None:
 
 
 def exchanged_messages(run: Any, undo: Undo) -> None:
-    """The exchanges are batched: with two ranks each takes the other's message for its own."""
+    """Messages are batched: with two ranks, each rank receives a wrong message."""
     if run.number == 0:
         run.config.overlap_p2p_comm, run.config.batch_p2p_comm = False, True
 

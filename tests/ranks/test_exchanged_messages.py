@@ -1,5 +1,5 @@
 """
-Two public orders that exchange messages between two ranks are refused by the model of ranks too.
+The model of ranks also refuses two public orders that swap messages between two ranks.
 
 `qeffect check` refuses both tables. Here the ranks have walked them to the end of a step, as gloo
 and NCCL let them: the n-th receive takes the n-th send, whatever both are meant to be. Their rank

@@ -1,7 +1,7 @@
 """
-What the device counted, as tests of a live runtime whatever its device is: a replay behind the
-guards' back, a skipped one, one that ran twice and two exchanged are refused at the commit of their
-step. Then the step is run again, and training ends with the bits of an undisturbed native run.
+Device counts, as tests of a live runtime on any device. The commit of a step refuses a replay
+behind the guards' back, a skipped replay, a replay that ran twice and two swapped replays. Then the
+step is run again, and training ends with the bits of an undisturbed native run.
 """
 
 from __future__ import annotations

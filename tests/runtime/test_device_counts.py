@@ -30,7 +30,7 @@ class TestStandIns(DeviceCountsCases):
     A stand-in that does not run leaves no tape behind, where a graph that is not replayed leaves
     its memory as it was; one that runs twice finds its tape gone, and autograd notices a buffer
     that is filled after its F. So a skipped one runs uncounted here, a repeated one runs once and
-    is counted twice, and of two exchanged ones each is counted as the other.
+    is counted twice, and of two swapped ones each is counted as the other.
     """
 
     @pytest.fixture

@@ -124,7 +124,7 @@ def test_guards_change_nothing() -> None:
 
 
 def test_layers_of_a_stage_are_one_interval_of_scaling_state() -> None:
-    """Two layers a stage are one interval of scaling state, not two."""
+    """A stage of two layers has one interval of scaling state, not two."""
     order = table_order("ScheduleZBVZeroBubble", 0)
 
     reference = native(order, 4, "accumulate", FP32, 4, TINY, num_layers=2)

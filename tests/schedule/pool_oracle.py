@@ -10,8 +10,8 @@ Replayed in another order, one graph overwrites what another still needs. So whi
 in a pool, the graphs of that pool must be replayed in the order of their capture; once none does,
 the order begins anew.
 
-With one pool a slot, F, dI and dW of one tape is the only order there is, and ownership forces it.
-With one pool for all slots it is the schedule that decides: a slot that is used again while
+With one pool per slot, F, dI and dW of one tape is the only possible order; ownership forces it.
+With one pool for all slots the schedule decides: a slot that is used again while
 another is live replays its forward a second time, and then no capture order is right
 (`some_order`).
 """

@@ -62,7 +62,7 @@ class TestZbv:
 @pytest.mark.parametrize("order", ["kind", "tape", "first-use"])
 @pytest.mark.parametrize("name", [n for n in fixture_names() if "_m64" not in n])
 def test_a_pool_for_every_slot_is_always_right(name: str, order: str) -> None:
-    """With one pool a slot no table of torch breaks the order."""
+    """With one pool per slot no table of torch breaks the order."""
     assert () == out_of_order(read_fixture(name), pool="slot", order=order)
 
 

@@ -60,7 +60,7 @@ def test_every_release_has_its_tables() -> None:
 
 @pytest.mark.parametrize("path", TABLES, ids=name_of)
 def test_verdict(path: Path) -> None:
-    """Every table keeps the contract, save where deferred receives exchange two messages."""
+    """Every table keeps the contract, except if deferred receives swap two messages."""
     schedule = read_table(path)
     verdict = check(schedule)
 
@@ -77,7 +77,7 @@ def test_verdict(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in TABLES if path.name in EXCHANGED], ids=name_of)
 def test_direction_groups_accept_deferred_receives(path: Path) -> None:
-    """With a queue for each direction, as torch 2.14 can have, no message is exchanged."""
+    """With a queue per direction, as torch 2.14 offers, no messages are swapped."""
     schedule = read_table(path)
 
     assert "accepted" == check(schedule, transport=Transport("direction")).verdict

@@ -111,7 +111,7 @@ def test_the_text_states_the_order() -> None:
 
 
 def test_the_instrument_sees_the_order() -> None:
-    """Two clauses exchanged are told apart."""
+    """Two swapped clauses are noticed."""
     found = raised(transitions(), "check_dgrad")
     for first, second in combinations(range(len(found)), 2):
         if found[first] != found[second]:

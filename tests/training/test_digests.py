@@ -43,7 +43,7 @@ def test_a_flip_of_any_bit_of_any_element_changes_the_digest() -> None:
 
 
 def test_a_digest_is_of_bits_in_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of strides, nor of how the words are divided; two exchanged elements differ."""
+    """A digest ignores strides and the division into words; two swapped elements change it."""
     tensor = torch.randn(8, 12).to(torch.bfloat16)
     whole = int(digest(tensor))
     assert int(digest(tensor.t().contiguous().t())) == whole

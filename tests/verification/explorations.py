@@ -1,5 +1,5 @@
 """
-Explorations that several tests look at, each run once.
+Explorations that several tests use, each run once.
 """
 
 from __future__ import annotations
@@ -102,21 +102,21 @@ class Reports:
     Reports of explorations, shared by the workers of one run of the suite.
 
     Args:
-        folder: Where the first worker that has a report leaves it for the others.
+        folder: Folder in which the first worker stores each report for the others.
     """
 
     folder: Path
 
     @classmethod
     def of_run(cls, factory: pytest.TempPathFactory) -> Reports:
-        """The reports in the folder that all workers of this run have in common."""
+        """The reports in the folder that all workers of this run share."""
         own = factory.getbasetemp()
         folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "explorations"
         folder.mkdir(exist_ok=True)
         return cls(folder)
 
     def of(self, name: str) -> ExploreReport:
-        """Return the report of a standard scope; explore it if no worker has."""
+        """Return the report of a standard scope; explore the scope if no worker has."""
         kept = self.folder / name
         if kept.exists():
             report: ExploreReport = pickle.loads(kept.read_bytes())
@@ -144,7 +144,7 @@ def packed(packing: Packing, space: Space, state: State) -> tuple[int, ...]:
 
 
 def real_memory(space: Space) -> Memory:
-    """Return the kernel's own memory for a scope, which forgets nothing and is never rewritten."""
+    """Return the kernel's own memory for a scope, without the explorer's reductions."""
     scope = space.scope
     return Memory(space.transitions.columns, dict(sizes(scope)), dict(configuration(scope)))
 

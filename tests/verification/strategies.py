@@ -1,8 +1,8 @@
 """
 Hypothesis strategies: random legal schedules of one process's life, and illegal ones.
 
-A schedule is drawn as a process and a list of numbers, each of which says what to do next; it
-shrinks by losing numbers and by their falling, towards the fewest and plainest calls.
+A schedule is drawn as a process and a list of numbers; each number chooses the next step.
+Hypothesis shrinks it by deleting and lowering numbers, towards the fewest and simplest calls.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["Illegal", "illegal_schedules", "legal_schedules"]
 @frozen
 class Illegal:
     """
-    A legal schedule and one call more, which breaks exactly one clause.
+    A legal schedule and one more call, which breaks exactly one clause.
 
     Args:
-        schedule: What happens before.
+        schedule: The legal calls before.
         call: The illegal call.
         clause: The clause that must refuse it.
     """
@@ -45,7 +45,7 @@ class Illegal:
 
 
 def walked(process: Process, steps: Sequence[int]) -> ScheduleWalk:
-    """Return the walk that some numbers name, after its last step."""
+    """Return the walk that some numbers choose, after its last step."""
     walk = ScheduleWalk(process)
     for number in steps:
         walk.step(number)
@@ -60,8 +60,8 @@ def legal_schedules(
     Random legal schedules.
 
     Args:
-        process: Where to draw the process from; by default one of every shape.
-        longest: The most steps; a step is a call or a few that belong together.
+        process: Strategy for the process; by default processes of every shape.
+        longest: Maximum number of steps; a step is one call or a few calls that belong together.
     """
     chosen = draw(processes() if process is None else process)
     return walked(chosen, draw(numbers(longest))).schedule
@@ -75,8 +75,8 @@ def illegal_schedules(
     Random legal schedules that end in a call which breaks exactly one clause.
 
     Args:
-        process: Where to draw the process from; by default one of every shape.
-        longest: The most steps before the illegal call.
+        process: Strategy for the process; by default processes of every shape.
+        longest: Maximum number of steps before the illegal call.
     """
     chosen = draw(processes() if process is None else process)
     walk = walked(chosen, draw(numbers(longest)))

@@ -1,5 +1,5 @@
 """
-Compositions with one guard more than the contract has, as a mistake would add it.
+Compositions with one guard more than the contract has, as a coding mistake would add it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["with_guard"]
 
 @cache
 def _encoding() -> Encoding:
-    """One encoding for all: it remembers the paths of transitions, and most have no more guards."""
+    """One encoding for all compositions: it caches paths, and most transitions are the same."""
     return Encoding.sorted()
 
 

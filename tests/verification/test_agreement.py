@@ -1,6 +1,6 @@
 """
-The sweep over seeds and solvers: others agree with the proofs, and would not agree with a kernel
-that lacks a guard.
+Other seeds and solvers also prove the obligations, and do not prove them for a kernel that lacks a
+guard.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SOLVERS: dict[str, Callable[[Composition, int], Z3 | Cvc5]] = {
 
 @pytest.fixture(scope="module")
 def encoding() -> Encoding:
-    """The unbounded encoding, in which the sweep asks."""
+    """The unbounded encoding, which the sweep over solvers uses."""
     return Encoding.sorted()
 
 
@@ -53,13 +53,13 @@ def full(encoding: Encoding) -> Composition:
 
 @pytest.fixture(scope="module")
 def goals(full: Composition) -> list[Goal]:
-    """What the sweep asks."""
+    """The goals that the sweep proves."""
     return [*prove._goals(full), *prove._asked(changes(full))]
 
 
 @pytest.fixture(scope="module")
 def broken(encoding: Encoding) -> Composition:
-    """A kernel whose dI does not ask whether its reference is stale."""
+    """A kernel whose dI does not check whether its reference is stale."""
     guards = [
         site
         for site in sites()
@@ -89,7 +89,7 @@ def test_other_seeds_agree(seed: int) -> None:
 @pytest.mark.slow(minutes=2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_second_solver_proves_every_kind_of_obligation(part: int, encoding: Encoding) -> None:
-    """A second solver proves what it is asked of every kind, from scripts of its own."""
+    """A second solver proves obligations of every kind, from its own scripts."""
     composition = Composition.of((), encoding)
     goals = list(prove._goals(composition))
     kinds = {goal.kind for goal in goals}
@@ -106,7 +106,7 @@ def test_a_second_solver_proves_every_kind_of_obligation(part: int, encoding: En
 
 @pytest.mark.slow
 def test_again_asks_cvc5_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sweep itself hands cvc5 the goals, after the seeds, and nobody when nobody is named."""
+    """The sweep gives cvc5 the goals after the seeds, and runs no solver that is not named."""
     whole = prove._goals
     monkeypatch.setattr(prove, "_goals", lambda composition: list(whole(composition))[:5])
 
@@ -122,7 +122,7 @@ def test_again_asks_cvc5_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_sweep_leaves_the_goals_of_a_broken_kernel_open(
     name: str, encoding: Encoding, broken: Composition
 ) -> None:
-    """Without one guard a promise of ``check_dgrad`` is open; with it, none is."""
+    """Without one guard a promise of ``check_dgrad`` is not proved; with it, all are."""
     whole = Composition.of((), encoding)
 
     sound = agree(SOLVERS[name](whole, PATIENT), of_dgrad(whole), 0)
@@ -144,7 +144,7 @@ ONCE_OPEN = [
 
 
 def named(goals: Iterable[Goal], name: str, transition: str, path: str) -> Goal:
-    """The one goal of a name at a path of a transition."""
+    """The only goal with a name at a path of a transition."""
     wanted = name, transition, path
     [goal] = [goal for goal in goals if (goal.name, goal.transition, goal.path) == wanted]
     return goal
@@ -160,7 +160,7 @@ def test_every_lemma_answers_what_few_leave_open(
     goals: list[Goal],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """cvc5 proves both from every lemma, and the record says by which attempt."""
+    """cvc5 proves both goals from every lemma, and the record names the attempt that succeeded."""
     goal = named(goals, name, transition, path)
     few, *others = ATTEMPTS
     monkeypatch.setattr(second_solver, "ATTEMPTS", (evolve(few, most=200), *others))
@@ -172,7 +172,7 @@ def test_every_lemma_answers_what_few_leave_open(
 
 
 def test_the_lemmas_of_its_relations_do_not_prove_a_goal_that_every_lemma_proves() -> None:
-    """Why no option helped cvc5: in a finite scope a state keeps them and denies the goal."""
+    """In a finite scope some state satisfies the few lemmas and violates the goal."""
     name, transition, _ = ONCE_OPEN[0]
     kernel = transitions(())
     alone = Transitions(kernel.relations, {transition: kernel.functions[transition]})
@@ -213,7 +213,7 @@ def test_both_solvers_are_asked_the_same_goals(monkeypatch: pytest.MonkeyPatch) 
 
 
 def read_back(script: str) -> Iterator[Any]:
-    """What a script asserts, with arrays of one value written as such again."""
+    """The assertions of a script; an array with one value everywhere is written as that value."""
     filled, rest = [], []
     for term in z3.parse_smt2_string(script):
         if z3.is_quantifier(term) and term.var_name(0) == "index!":
@@ -230,7 +230,7 @@ UNORDERED = (z3.Z3_OP_AND, z3.Z3_OP_OR, z3.Z3_OP_EQ, z3.Z3_OP_ADD)
 
 
 def plain(term: Any) -> str:
-    """A term as text that no order of equal members changes."""
+    """A term as text that does not depend on the order of equal members."""
     if z3.is_quantifier(term):
         return f"(forall {term.num_vars()} {term.var_sort(0)} {plain(term.body())})"
     parts = [plain(part) for part in term.children()]
@@ -241,7 +241,7 @@ def plain(term: Any) -> str:
 
 
 def counted(terms: Iterable[Any], known: dict[int, tuple[Any, list[str]]]) -> Counter[str]:
-    """Terms in a normal form; a conjunction counts as its members."""
+    """Terms in a normal form, with the members of each conjunction counted."""
     found: Counter[str] = Counter()
     for term in terms:
         if term.get_id() not in known:
@@ -257,7 +257,7 @@ def counted(terms: Iterable[Any], known: dict[int, tuple[Any, list[str]]]) -> Co
 def test_a_script_says_lemmas_facts_and_the_denial_and_nothing_else(
     whole: bool, full: Composition, goals: list[Goal]
 ) -> None:
-    """Read back, a script has the goal's own facts and denial, and lemmas of the composition."""
+    """A script, read back, has only the goal's facts and denial, and the composition's lemmas."""
     words = full.vocabulary
     trusted = [term for claim in words.configuration() for term in words.close(claim)]
     solver = Cvc5(full)
@@ -281,7 +281,7 @@ def test_a_script_says_lemmas_facts_and_the_denial_and_nothing_else(
 def test_a_script_of_the_goals_own_members_has_no_lemma_for_all(
     full: Composition, goals: list[Goal]
 ) -> None:
-    """Beside what is configured, it has the lemmas for the goal's members alone."""
+    """Besides the configuration, it has the lemmas for the goal's members only."""
     goal = named(goals, *ONCE_OPEN[1])
     trusted = [term for claim in full.configuration for term in claim.close(full.encoding)]
     known: dict[int, tuple[Any, list[str]]] = {}
@@ -297,7 +297,7 @@ def test_a_script_of_the_goals_own_members_has_no_lemma_for_all(
 def test_no_attempt_refutes_what_is_not_denied(
     name: str, transition: str, path: str, full: Composition, goals: list[Goal]
 ) -> None:
-    """Facts and every lemma are possible, and so is the claim itself: cvc5 refutes neither."""
+    """cvc5 refutes neither the facts with every lemma, nor these with the claim itself."""
     goal = named(goals, name, transition, path)
     wrong = [evolve(goal, denied=z3.BoolVal(True)), evolve(goal, denied=z3.Not(goal.denied))]
 
@@ -309,7 +309,7 @@ def test_no_attempt_refutes_what_is_not_denied(
 
 
 class Scripted(Cvc5):
-    """cvc5 that says what it is told to say, attempt by attempt."""
+    """cvc5 with a given answer for each attempt."""
 
     def __init__(self, composition: Composition, said: list[str]) -> None:
         super().__init__(composition)
@@ -339,7 +339,7 @@ FEW, EVERY, *_ = (attempt.name for attempt in ATTEMPTS)
 def test_an_attempt_with_every_lemma_decides(
     said: list[str], verdict: str, attempt: str, full: Composition, goals: list[Goal]
 ) -> None:
-    """A model of some hypotheses denies nothing; a model of all is a disagreement and ends it."""
+    """A model of some lemmas decides nothing; a model of all lemmas is a disagreement."""
     solver = Scripted(full, said)
 
     [answer] = solver.prove([named(goals, *ONCE_OPEN[0])])
@@ -351,7 +351,7 @@ def test_an_attempt_with_every_lemma_decides(
 def test_a_model_of_a_goal_without_hypotheses_is_a_disagreement(
     full: Composition, goals: list[Goal]
 ) -> None:
-    """A claim about the beginning has no lemmas, so the first attempt has told all there is."""
+    """A goal about the initial state has no lemmas, so the first attempt decides it."""
     initial = next(goal for goal in goals if goal.relations is None)
     solver = Scripted(full, ["sat", "unsat"])
 

@@ -28,7 +28,7 @@ def data() -> dict[str, Any]:
 
 
 def test_report_has_every_figure(data: dict[str, Any]) -> None:
-    """Every row of the README's table can be made, and nothing measured came to nothing."""
+    """The report has every row of the README's table, and no measured figure is zero."""
     rows = figures(data, json.loads(PROOFS.read_text(encoding="utf-8")))
 
     assert [] == [row.name for row in rows if not row.value > 0]
@@ -38,7 +38,7 @@ def test_report_has_every_figure(data: dict[str, Any]) -> None:
 
 
 def test_report_is_of_the_scopes_that_are_measured(data: dict[str, Any]) -> None:
-    """The report names the scopes that the bench walks, and found states and moves in each."""
+    """The report names the scopes that the bench explores, with states and moves for each."""
     for name, scope in SCOPES.items():
         report = data[f"explore_{name}"]
         assert scope == report["scope"]
@@ -49,7 +49,7 @@ def test_report_is_of_the_scopes_that_are_measured(data: dict[str, Any]) -> None
 
 
 def test_report_agrees_with_itself(data: dict[str, Any]) -> None:
-    """The worst is the largest, a median lies between its parts, every guard is counted."""
+    """The worst guard is the largest, medians lie between their parts, every guard is counted."""
     by_action = data["guarded_action_us_by_action"]
     assert ACTIONS.keys() == by_action.keys() == data["guards_and_updates_by_action"].keys()
     assert min(by_action.values()) <= data["guarded_action_us"] <= max(by_action.values())
@@ -90,12 +90,12 @@ def test_a_miss_is_seen(figure: Figure, cells: tuple[str, str, str]) -> None:
 
 
 class Entry:
-    """A part of the bench whose package lacks what it imports."""
+    """A part of the bench whose package lacks an import."""
 
     name = "upper"
 
     def load(self) -> Callable[[Callable[[str], None]], dict[str, Any]]:
-        """Return the measurement, which fails as an import does."""
+        """Return the measurement, which fails like a missing import."""
 
         def measure(progress: Callable[[str], None]) -> dict[str, Any]:
             raise ModuleNotFoundError("No module named 'hypothesis'", name="hypothesis")
@@ -106,7 +106,7 @@ class Entry:
 def test_bench_names_the_extra_that_it_lacks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without the extras the kernel is measured, and what to install for the rest is said."""
+    """Without the extras the kernel is measured; the output says what to install for the rest."""
     monkeypatch.setattr(bench, "entry_points", lambda group: [Entry()])
     monkeypatch.setattr(bench, "actions", lambda: {"refusal_us": 1.0})
     monkeypatch.setattr(bench, "schedules", dict)

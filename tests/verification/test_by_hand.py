@@ -1,5 +1,5 @@
 """
-Legal schedules written by hand: the oracle and the contract take each, and guards are needed there.
+Legal schedules written by hand: the oracle and the contract accept each, and mutants refuse some.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _site(transition: str, operand: str, clause: str) -> Site:
 
 
 def _refusals(functions: object) -> set[tuple[str, str]]:
-    """Return what is refused of the schedules, by transition and clause."""
+    """Return the refusals of the schedules as pairs of transition and clause."""
     found = set()
     for process, actions in legal_schedules():
         memory = process.lay_out().memory
@@ -62,7 +62,7 @@ def _refusals(functions: object) -> set[tuple[str, str]]:
 def test_without_the_operand_a_legal_schedule_is_refused(
     transition: str, operand: str, clause: str
 ) -> None:
-    """The contract takes every legal schedule; without the operand its guard refuses too much."""
+    """The contract accepts every legal schedule; without the operand its guard refuses one."""
     own = transitions().functions
     broken = mutant(_site(transition, operand, clause)).function
 
@@ -71,7 +71,7 @@ def test_without_the_operand_a_legal_schedule_is_refused(
 
 
 def test_what_is_told_where_nothing_is_reported_changes_nothing() -> None:
-    """A stage that is not configured to report may tell what it likes: no state differs."""
+    """If a stage is not configured to report, its reports do not change the state."""
     process, actions = legal_schedules()[0]
     told = telling(Process(process.name, process.stages), actions)
     memories = []
@@ -86,7 +86,7 @@ def test_what_is_told_where_nothing_is_reported_changes_nothing() -> None:
 
 
 def test_what_does_not_fit_a_process_is_not_written_for_it() -> None:
-    """Without version nothing is refreshed; one caller reads where it runs dI."""
+    """Schedules skip calls that a process lacks: refreshes without version, others' reads."""
     names = [[call.transition for call in one.calls] for one in by_hand(TWO_CALLERS)]
     alone = Process("alone", TWO_CALLERS.stages)
     without = Process("without", TWO_CALLERS.stages, {"version"}, callers=TWO_CALLERS.callers)

@@ -1,5 +1,5 @@
 """
-No guard is too strong: a legal check is accepted, and what legal means says no more than it must.
+No guard is too strong: a legal check is accepted, and every predicate of `legal` is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def full() -> Composition:
 
 
 def test_a_legal_check_is_accepted(full: Composition) -> None:
-    """Every refusing path of every check has a goal, and all are proved."""
+    """Every refusing path of every check has a goal, and all goals are proved."""
     goals = list(completeness(full))
     refusing = [p for name in CHECKS for p in full.paths[name] if p.clause is not None]
 
@@ -56,7 +56,7 @@ STRONGER = [
 @pytest.mark.ci
 @pytest.mark.parametrize(("half", "test"), few(STRONGER, (3,), ()))
 def test_a_guard_that_is_too_strong_is_found(half: str, test: str) -> None:
-    """An over-strong guard leaves its own check open, whether or not a test would notice it."""
+    """With an over-strong guard only the obligation of its own check is not proved."""
     opened = {obligation.transition for obligation in _open(with_guard(half, test), 500)}
 
     assert opened == {half.partition(".")[2].removesuffix("_guards")}
@@ -67,7 +67,7 @@ def test_a_guard_that_is_too_strong_is_found(half: str, test: str) -> None:
 def test_legal_says_no_more_than_it_must(
     predicate: Predicate, full: Composition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without any one of the predicates a guard refuses: none asks for what no guard looks at."""
+    """Without any one of the predicates some guard refuses a check that counts as legal."""
     left = [p for p in LEGAL if p.name != predicate.name]
     monkeypatch.setattr("qeffect.verification.proofs.vocabulary.LEGAL", left)
 
@@ -76,7 +76,7 @@ def test_legal_says_no_more_than_it_must(
 
 @pytest.mark.parametrize("transition", CHECKS)
 def test_something_is_legal(transition: str) -> None:
-    """In a small scope some state with every invariant makes each check legal."""
+    """In a small scope each check is legal in some state that keeps every invariant."""
     composition = Composition.of((), Encoding.finite(SCOPE))
     words = composition.vocabulary
     solver = solver_of(composition)

@@ -1,8 +1,8 @@
 """
-The concrete reading against the path table: what runs beside the GPU is what is proved.
+The concrete reading compared with the path table: the functions of a run are the proved functions.
 
-States are reachable ones with a few entries changed at random, so that guards which no reachable
-state fails are met too; arguments are a move's, with a few of them changed.
+States are reachable states with a few entries changed at random, so that guards are tested that no
+reachable state fails. Arguments are those of a move, with a few changed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Numbers = dict[str, list[int]]
 
 @cache
 def _explored(name: str) -> tuple[Exploration, list[State], dict[str, list[tuple[State, int]]]]:
-    """A scope explored, its states, and by transition some states and moves it is accepted by."""
+    """A scope's exploration, its states, and for each transition some states and accepted moves."""
     found = explore(Space(SCOPES[name]))
     accepted: dict[str, list[tuple[State, int]]] = {}
     for level in found.levels:
@@ -162,7 +162,7 @@ def _flat(transition: str, arguments: tuple[Any, ...]) -> dict[str, int]:
 def _run(
     name: str, transition: str, columns: Numbers, arguments: dict[str, int]
 ) -> tuple[str | None, int | None, Memory]:
-    """Run a transition for real; return its clause, what it returned, and the memory after."""
+    """Run a transition concretely; return its clause, its result, and the memory afterwards."""
     space = _explored(name)[0].engine.space
     memory = real_memory(space)
     for column in COLUMNS:
@@ -198,7 +198,7 @@ class _Numbers:
 
 @pytest.mark.parametrize("name", few(SCOPES, [2], [0, 1]))
 def test_one_path_predicts_each_run(name: str) -> None:
-    """Exactly one path's condition holds; it tells the clause, the ticket and every column."""
+    """Exactly one path's condition holds; it predicts the clause, the ticket and every column."""
     table = _table(name, False)
     program = Program(frozenset((*COLUMNS, STAGE_OF)))
     seen: Counter[tuple[str, str | None]] = Counter()
@@ -253,7 +253,7 @@ def _term(encoding: Encoding, sort: str, value: int) -> Any:
 
 
 def _array(encoding: Encoding, column: Column, values: list[int]) -> Any:
-    """A column as a term; outside of it, where lists have their last entry, it has that too."""
+    """A column as a term; indices outside the list give its last entry, as in Python."""
     terms = [_term(encoding, column.values, value) for value in values]
     if column.index == "one":
         return terms[0]
@@ -265,7 +265,7 @@ def _array(encoding: Encoding, column: Column, values: list[int]) -> Any:
 
 @pytest.mark.parametrize("name", few(SCOPES, [2], [0, 1]))
 def test_the_finite_encoding_predicts_each_run(name: str) -> None:
-    """In the bounded proofs' encoding Z3 itself says which path is taken and what it does."""
+    """In the bounded proofs' encoding, Z3 determines which path is taken and what it does."""
     encoding, table = _finite(name), _table(name, True)
 
     @settings(

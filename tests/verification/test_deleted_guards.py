@@ -1,8 +1,8 @@
 """
 Guards deleted from the contract: the random machine or the explorer finds each within its budget.
 
-Their targets are the specification's, so a deleted guard is asked for and missed. What they once
-read off the source, a deletion would have taken out of the question together with the guard.
+Both take their expected refusals from the specification, so they notice that a deleted guard does
+not refuse. If they read the source instead, the deletion would also remove the expectation.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SAMPLE = [
 
 
 def without(site: Site, omit: tuple[str, ...] = ()) -> Transitions:
-    """The transitions without one guard in one of them."""
+    """The transitions, with one guard deleted in one of them."""
     own = transitions(omit)
     if site.relation in omit:
         return own
@@ -66,7 +66,7 @@ def without(site: Site, omit: tuple[str, ...] = ()) -> Transitions:
 
 
 def found_at_random(site: Site, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the random machine says of a contract without a guard; empty if it finds nothing."""
+    """The random machine's report on a contract without a guard; empty if it finds nothing."""
 
     @cache
     def faulty(omit: frozenset[str]) -> Transitions:
@@ -78,7 +78,7 @@ def found_at_random(site: Site, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def found_by_exploring(site: Site) -> str:
-    """What the explorer says of transitions without a guard; empty if it finds nothing."""
+    """The explorer's report on transitions without a guard; empty if it finds nothing."""
     reports = []
     for scope in standard_scopes().values():
         try:
@@ -92,29 +92,30 @@ def found_by_exploring(site: Site) -> str:
 
 
 def test_the_sample_is_of_guards() -> None:
-    """Every guard of the sample exists, exactly once."""
+    """Every guard of the sample exists exactly once."""
     for wanted in SAMPLE:
         assert 1 == [(site.transition, site.clause) for site in GUARDS].count(wanted)
 
 
 def test_some_state_comes_to_every_guard() -> None:
-    """Of the guards that an earlier one always precedes, each is needed where a relation is out."""
+    """A guard that an earlier guard always precedes is needed if some relation is left out."""
     assert {("check_refresh", "epoch.in-flight")} == ALWAYS
-    assert all("needed without" in entry.why for entry in COVERED if not entry.condition)
+    reasons = [entry.why for entry in COVERED if not entry.condition]
+    assert all("needed without the relation" in why for why in reasons)
 
 
 @pytest.mark.parametrize(("transition", "clause"), few(SAMPLE, range(0, len(SAMPLE), 3)))
 def test_the_random_machine_misses_a_deleted_guard(
     transition: str, clause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a guard the machine expects a refusal that does not come, and names its clause."""
+    """Without a guard the machine misses an expected refusal, and names its clause."""
     (site,) = (s for s in GUARDS if (s.transition, s.clause) == (transition, clause))
 
     assert clause in found_at_random(site, monkeypatch)
 
 
 def test_the_explorer_misses_a_deleted_guard() -> None:
-    """A refusal that one transition no longer gives is named, though others still give it."""
+    """A refusal that one transition no longer gives is named, even if other transitions give it."""
     site = next(s for s in GUARDS if (s.transition, s.clause) == ("bind", "version.wrong-epoch"))
     scope = standard_scopes()["stage-epochs"]
     whole, broken = explore(scope), explore(scope, composed=without(site))
@@ -130,7 +131,7 @@ def test_the_explorer_misses_a_deleted_guard() -> None:
     ids=lambda s: f"{s.transition}-{s.clause}",
 )
 def test_every_deleted_guard_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each guard in turn: the machine finds it, else the explorer."""
+    """For each deleted guard, the random machine finds the fault, or else the explorer."""
     assert found_at_random(site, monkeypatch) or found_by_exploring(site)
 
 
@@ -161,7 +162,7 @@ def _refuses(statement: ast.stmt, clause: str) -> bool:
 
 @pytest.mark.parametrize("clause", few(["ownership.stale-reference", "order.token"], (0,)))
 def test_a_guard_deleted_in_the_source_fails_the_command(clause: str, tmp_path: Path) -> None:
-    """``qeffect check --random`` on such a tree ends in 1 and names the clause."""
+    """``qeffect check --random`` on such a tree ends with exit code 1 and names the clause."""
     copied = tmp_path / "qeffect"
     ignored = shutil.ignore_patterns("__pycache__", "reports")
     shutil.copytree(Path(qeffect.__file__).parent, copied, ignore=ignored)

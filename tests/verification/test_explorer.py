@@ -1,5 +1,5 @@
 """
-The explorer: exact counts, what must sometimes happen, and that a broken kernel is noticed.
+The explorer: exact counts, events that must sometimes happen, and detection of a broken kernel.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_every_scope_has_exactly_these_states_and_moves(name: str, reports: Repo
     ("slots", "keys", "generations"), [(2, 2, 2), (3, 3, 2), (2, 3, 3), (1, 4, 2)]
 )
 def test_pool_states_by_counting(slots: int, keys: int, generations: int) -> None:
-    """The pool has as many states as there are ways to place keys: no more, and none is lost."""
+    """The pool has exactly as many states as there are ways to place keys."""
     live = [
         comb(slots, k)
         * perm(keys, k)
@@ -117,7 +117,7 @@ def test_pool_states_by_counting(slots: int, keys: int, generations: int) -> Non
 
 @pytest.mark.ci  # explores again what another worker has not yet reported
 def test_everything_sometimes_happens(reports: Reports) -> None:
-    """Over the standard scopes each transition is accepted and each clause met, with a witness."""
+    """Over the standard scopes witnesses show each transition accepted, each clause refusing."""
     everything = [reports.of(name) for name in NAMES]
 
     assert [] == unwitnessed(everything)
@@ -125,7 +125,7 @@ def test_everything_sometimes_happens(reports: Reports) -> None:
 
 
 def test_what_never_happens_is_named() -> None:
-    """A scope that leaves something out does not pass for one that has it."""
+    """If a scope lacks something, the report names it as never witnessed."""
     missing = unwitnessed([run(standard_scopes()["pool-2-2-2"])])
 
     assert "commit_update" in missing
@@ -134,7 +134,7 @@ def test_what_never_happens_is_named() -> None:
 
 
 def test_report_is_plain_data() -> None:
-    """A report says what the command prints, by clause and by transition."""
+    """A report holds the figures that the command prints, by clause and by transition."""
     row = run(standard_scopes()["pool-2-2-2"]).asdict()
 
     assert ("pool-2-2-2", False, 153) == (
@@ -158,12 +158,12 @@ def test_report_is_plain_data() -> None:
 
 
 def test_progress_is_a_line() -> None:
-    """Long explorations say where they are."""
+    """Long explorations print progress lines."""
     lines: list[str] = []
     run(pool_scope(3, 3, 2), progress=lines.append, witnesses=False)
 
     assert lines
-    assert all(line.startswith("Exploring. states=") for line in lines)
+    assert all(line.startswith("Exploring: states=") for line in lines)
     assert "transitions=" in lines[0]
     assert "depth=" in lines[0]
 
@@ -186,7 +186,7 @@ def test_progress_is_a_line() -> None:
     ],
 )
 def test_a_scope_that_means_nothing_is_refused(options: dict[str, object], told: str) -> None:
-    """A scope that means nothing is refused with a line that says why."""
+    """An impossible scope is refused with one line that says why."""
     with pytest.raises((TypeError, ValueError), match=told.replace("|", r"\|")):
         Scope("x", **options)  # type: ignore[arg-type]
 
@@ -215,7 +215,7 @@ def test_any_three_relations_meet_in_the_design() -> None:
     ids=lambda names: "+".join(names) or "nothing",
 )
 def test_no_invariant_breaks_in_any_composition(omit: tuple[str, ...]) -> None:
-    """Whatever a backend leaves out, no invariant breaks and no ticket in flight is refused."""
+    """Whichever relations are left out, no invariant breaks, and no ticket in flight is refused."""
     space = Space(Scope("x", slots=(1,), cells=(1,), generation_max=1, tickets=True, omit=omit))
     found, checked = walk(space), walk_plainly(space)
 
@@ -295,7 +295,7 @@ def _without(function: str, marker: str) -> dict[str, ast.FunctionDef]:
     ],
 )
 def test_a_removed_guard_is_found(function: str, marker: str, scope: Scope, broken: str) -> None:
-    """Without a guard or an update some state breaks an invariant, and the schedule is shown."""
+    """Without a guard or an update some state breaks an invariant, and the schedule is printed."""
     composed = transitions(scope.omit, replaced=_without(function, marker))
     report = run(scope, composed=composed)
     checked = walk_plainly(Space(scope, composed)).violation
@@ -309,7 +309,7 @@ def test_a_removed_guard_is_found(function: str, marker: str, scope: Scope, brok
 
 
 def test_a_shortest_violation() -> None:
-    """The violation shown is a shortest one: two forwards into one slot need two moves."""
+    """The printed violation is a shortest one: two forwards into one slot need two moves."""
     scope = pool_scope(1, 2, 2)
     composed = transitions(
         scope.omit, replaced=_without("ownership.check_forward_guards", "slot-busy")
@@ -324,7 +324,7 @@ def test_a_shortest_violation() -> None:
 
 
 def test_a_refusal_that_writes_is_found() -> None:
-    """A transition that changes the state and is refused all the same does not go unnoticed."""
+    """A transition that changes the state and then refuses is reported."""
     scope = pool_scope(1, 1, 1)
     composed = transitions(scope.omit)
     broken = type(composed)(
@@ -348,7 +348,7 @@ def _drop_that_writes_first(st, key, ref):  # type: ignore[no-untyped-def]
 
 
 def test_moves_follow_from_parameters() -> None:
-    """Every transition is presented with right arguments and, where it has any, wrong ones."""
+    """Every transition is called with right arguments and, if it has any, with wrong arguments."""
     space = Space(
         evolve(
             standard_scopes()["stage-tickets"],

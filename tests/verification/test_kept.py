@@ -1,5 +1,5 @@
 """
-What keeps each clause: named for all of them, and read off the code, the reports and the solver.
+What depends on each clause: functions, promises, logs and tests, from code, reports and solver.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CONTRACT = Path(document.__file__).with_name("contract.md").read_text(encoding="
 
 
 def test_the_file_is_current() -> None:
-    """Guards, functions, logs, faults, failures and tests; the slow tests ask the solver again."""
+    """Guards, functions, logs, faults, failures and tests; slow tests also run the solver again."""
     assert 0 == kept.main(["--check"])
 
 
 def test_the_runtime_and_patterns_of_messages_are_read() -> None:
-    """A guard that raises a clause itself, and a test that asks for it with escaped dots."""
+    """The search finds a runtime guard that raises a clause, and a test that escapes its dots."""
     row = kept.places()["ownership.work-not-queued"]
 
     runtime = "guards/pipelining_evidence.py: StageEvidence.check_split"
@@ -37,7 +37,7 @@ def test_the_runtime_and_patterns_of_messages_are_read() -> None:
 
 
 def test_it_has_every_guard_of_every_transition() -> None:
-    """As often as it is checked there."""
+    """The file lists each clause as often as its transition checks it."""
     found: dict[str, list[str]] = {name: [] for name in GUARDS}
     for row in DATA["guards"]:
         found[row["transition"]].append(row["clause"])
@@ -48,7 +48,7 @@ def test_it_has_every_guard_of_every_transition() -> None:
 
 @pytest.mark.parametrize("clause", [*CLAUSES, *SCHEDULE_CLAUSES])
 def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
-    """The functions raise it, the files are there, and without its guards something fails."""
+    """Functions raise it, its tests exist, and a promise or lemma fails without its guard."""
     row = DATA["clauses"][clause]
     assert row["raised_by"]
     assert row["tests"]
@@ -78,7 +78,7 @@ def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({n for g in DATA["guards"] for n in g.get("promises", ())}))
 def test_every_promise_names_the_clauses_that_it_needs(name: str) -> None:
-    """The way back from a promise to its clauses, which have other names."""
+    """The contract lists, for each promise, exactly the clauses whose guards it needs."""
     wanted = {guard["clause"] for guard in DATA["guards"] if name in guard.get("promises", ())}
     (line,) = re.findall(rf"^- `{re.escape(name)}`.* Needs (.*)\.$", CONTRACT, re.MULTILINE)
 
@@ -87,7 +87,7 @@ def test_every_promise_names_the_clauses_that_it_needs(name: str) -> None:
 
 @pytest.mark.parametrize("clause", few(["arena.duplicate-bind", "arena.spoiled"], (), (0,)))
 def test_the_promises_of_a_guard_are_those_that_the_solver_refutes(clause: str) -> None:
-    """Of bind, whose guards are quickly asked; the slow tests ask of all."""
+    """Checked for bind, whose proofs are fast; the slow tests check all transitions."""
     guards = [s for s in kept.guard_sites() if (s.transition, s.clause) == ("bind", clause)]
     wanted = [r for r in DATA["guards"] if (r["transition"], r["clause"]) == ("bind", clause)]
 
@@ -98,7 +98,7 @@ def test_the_promises_of_a_guard_are_those_that_the_solver_refutes(clause: str) 
 def test_a_guard_that_nothing_is_known_of_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its promises are not made up: the solver has to be asked, and nothing is written."""
+    """A guard without recorded promises is named, and the file is not written."""
     path = tmp_path / "kept.json"
     text = json.dumps({**DATA, "guards": DATA["guards"][1:]})
     path.write_text(text)
@@ -112,7 +112,7 @@ def test_a_guard_that_nothing_is_known_of_is_named(
 def test_a_stale_file_is_told_and_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A test that is gone is gone from it; what the solver said stays."""
+    """An outdated list of tests is reported and rewritten; the solver's results are kept."""
     path, whole = tmp_path / "kept.json", kept.FILE.read_text(encoding="utf-8")
     clauses = {**DATA["clauses"], "log.chain": {**DATA["clauses"]["log.chain"], "tests": []}}
     path.write_text(json.dumps({**DATA, "clauses": clauses}))
@@ -127,7 +127,7 @@ def test_a_stale_file_is_told_and_written_anew(
 def test_an_installed_package_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has no tests, and would forget them."""
+    """Without the tests beside it, an installed package must not rewrite the file."""
     monkeypatch.setattr(kept, "FILE", tmp_path / "kept.json")
     monkeypatch.setattr(kept, "_TESTS", tmp_path / "tests")
 

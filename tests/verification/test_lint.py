@@ -22,11 +22,11 @@ def _rules(body: str, header: str = _HEADER) -> set[str]:
 
 class TestTree:
     def test_every_relation_stays_inside_what_all_readings_understand(self) -> None:
-        """Every relation module stays inside what the readings understand."""
+        """Every relation module uses only constructs that all readings understand."""
         assert lint() == []
 
     def test_every_half_is_looked_at(self) -> None:
-        """The lint sees as many halves as the composition joins."""
+        """The lint checks as many halves as the composition joins."""
         halves = sum(
             name.endswith(("_guards", "_writes")) for m in RELATIONS.values() for name in vars(m)
         )
@@ -34,7 +34,7 @@ class TestTree:
         assert halves > 60
 
     def test_the_command_says_how_much_it_saw(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """``python -m qeffect.verification.lint`` exits with 0 and says how much it saw."""
+        """``python -m qeffect.verification.lint`` exits with 0 and prints how much it checked."""
         assert main() == 0
         assert capsys.readouterr().out == f"{len(RELATIONS)} relation modules, 0 findings\n"
 
@@ -140,16 +140,16 @@ def drain_guards(st, domain):
 
 class TestRules:
     def test_all_are_seeded(self) -> None:
-        """Every rule has a module here that breaks it."""
+        """For every rule, a module in this file breaks it."""
         assert set(RULES) == set(_BAD)
 
     @pytest.mark.parametrize("rule", sorted(_BAD))
     def test_a_half_that_breaks_a_rule_is_found_by_that_rule(self, rule: str) -> None:
-        """A half that breaks a rule is found, by that rule."""
+        """A half that breaks a rule is found by that rule."""
         assert rule in _rules(_BAD[rule])
 
     def test_a_good_half(self) -> None:
-        """Guards that refuse, writes of own columns, and a helper pass."""
+        """Guards that refuse, writes to the relation's own columns, and a helper pass."""
         assert (
             _rules(
                 '''
@@ -210,11 +210,11 @@ def restore_writes(st, epoch, incarnation):
     def test_a_rule_holds_in_expressions_and_helpers_too(
         self, lines: tuple[str, ...], rule: str
     ) -> None:
-        """A rule holds in statements, in expressions and in helpers."""
+        """A rule applies to statements, expressions and helpers."""
         assert rule in _rules("\n".join(lines))
 
     def test_findings_name_the_place(self) -> None:
-        """A finding says module, function, line, rule, source and reason in one line."""
+        """A finding names module, function, line, rule, source and reason in one line."""
         (finding,) = lint_source(_HEADER + _BAD["clause"], "order")
 
         assert finding == LintFinding(
@@ -224,7 +224,7 @@ def restore_writes(st, epoch, incarnation):
         assert "\n" not in str(finding)
 
     def test_only_the_ends_of_an_epoch_quantify_over_a_column(self) -> None:
-        """Only the ends of an epoch may quantify over a column."""
+        """Only transitions that end an epoch may quantify over a column."""
         updates = {"check_update", "commit_update", "abort_update"}
         ends = {"finalize", "start_gradients_read", "next_walk", "skip", "checkpoint", "restore"}
         assert ends | updates == BOUNDARY

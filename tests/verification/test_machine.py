@@ -53,13 +53,13 @@ def report() -> machine.RandomReport:
 
 class TestRun:
     def test_agrees_with_the_kernel(self, report: machine.RandomReport) -> None:
-        """No legal call was refused, no illegal one accepted, and no refusal changed anything."""
+        """No legal call was refused, no illegal call accepted, and no refusal changed the state."""
         assert report.failure == ""
         assert report.schedules == SCHEDULES
 
     @pytest.mark.ci  # `make check` asks it of 2,000 schedules
     def test_reaches_every_clause(self, report: machine.RandomReport) -> None:
-        """Every transition was accepted and every clause refused, in each of its transitions."""
+        """Every transition was accepted, and every clause refused in each of its transitions."""
         assert set(TRANSITIONS) == set(report.accepted)
         assert set(CLAUSE_IDS) == set(report.refused)
         missed = set(report.uncovered) - RARE
@@ -102,7 +102,7 @@ class TestRun:
         )
 
     def test_counts_add_up(self, report: machine.RandomReport) -> None:
-        """Every call was accepted or refused; a check is never accepted less than its end."""
+        """Every call was accepted or refused; no check was accepted less often than its end."""
         assert report.actions > 100 * SCHEDULES
         for kind in ("refresh", "forward", "dgrad", "wgrad"):
             ends = report.accepted[f"commit_{kind}"] + report.accepted[f"abort_{kind}"]
@@ -125,7 +125,7 @@ class TestRun:
         assert data["actions_per_second"] == pytest.approx(report.actions / report.seconds)
 
     def test_a_seed_names_a_run(self) -> None:
-        """The same seed makes the same calls; another makes others."""
+        """The same seed makes the same calls; another seed makes other calls."""
         schedules = by_profile(dev=6, ci=20)
         first, again, other = (machine.run(schedules, seed=seed) for seed in (3, 3, 4))
 
@@ -133,7 +133,7 @@ class TestRun:
         assert (first.actions, first.refused) != (other.actions, other.refused)
 
     def test_too_few_schedules(self) -> None:
-        """A run that leaves something unexercised says what, instead of passing for a check."""
+        """A run that leaves something unexercised names it, and does not count as a check."""
         report = machine.run(1)
 
         assert report.failure == ""
@@ -141,24 +141,24 @@ class TestRun:
         assert "clause order.reordered in check_forward" in report.uncovered
 
     def test_progress_is_told_schedule_by_schedule(self) -> None:
-        """Progress is told schedule by schedule."""
+        """Progress is reported after each schedule."""
         told: list[str] = []
         machine.run(5, progress=told.append)
 
         assert len(told) == 5
-        assert told[-1].startswith("Checking. 5 of 5 random schedules: ")
+        assert told[-1].startswith("Checking: 5 of 5 random schedules: ")
 
 
 class TestTargets:
     def test_name_clauses_and_transitions_of_the_specification(self) -> None:
-        """Every target is a clause and a transition that the specification has."""
+        """Every target is a clause and a transition of the specification."""
         assert {clause for _, clause in TARGETS} == set(CLAUSE_IDS) <= set(CLAUSES)
         never_refused = {"submit", "join", "wait", "drain"}
         assert {name for name, _ in TARGETS} == set(TRANSITION_NAMES) - never_refused
         assert len(TARGETS) == len(set(TARGETS)) > 140
 
     def test_leave_out_what_no_state_can_meet_and_nothing_else(self) -> None:
-        """What a clause names for a transition is a target, unless it is covered everywhere."""
+        """Every refusal in the specification is a target, unless no composition reaches it."""
         promised = {
             (name, clause.id)
             for clause in CLAUSES.values()
@@ -172,7 +172,7 @@ class TestTargets:
 
     @pytest.mark.parametrize("package", [walks, explorer], ids=lambda p: p.__name__)
     def test_no_search_reads_the_source_for_its_targets(self, package: Any) -> None:
-        """Neither the machine nor the explorer's witnesses parse the functions under test."""
+        """Neither the machine nor the explorer takes its targets from the functions under test."""
         folder = Path(package.__file__).parent
         files = [*folder.glob("*.py")] if package is walks else [folder / "witnesses.py"]
         for file in files:
@@ -188,7 +188,7 @@ class TestTargets:
 
 class TestStateMachine:
     def test_rules_are_the_transitions(self) -> None:
-        """The state machine has a rule for every transition, made from the table of them."""
+        """The state machine has a rule for every transition, made from the table of transitions."""
         rules = {rule.function.__name__ for rule in machine.ContractMachine().rules}
 
         assert {*TRANSITIONS, "agree"} == rules
@@ -200,7 +200,7 @@ TestContractMachine = machine.ContractMachine.TestCase
 class TestOracle:
     @pytest.mark.parametrize("module", [calls, entities, oracle, shadow])
     def test_asks_nothing_of_the_contract(self, module: Any) -> None:
-        """The oracle and the shadow that it reads import no relation and read no memory."""
+        """The oracle and its shadow import no relation and read no memory of the contract."""
         tree = ast.parse(inspect.getsource(module))
         imported = {
             alias.name
@@ -214,7 +214,7 @@ class TestOracle:
         assert not attributes & {"memory", "transitions", "snapshot"}
 
     def test_every_transition_has_a_rule(self) -> None:
-        """The oracle judges every transition, purge included."""
+        """The oracle judges every transition, including purge."""
         assert {*TRANSITIONS, "purge"} == set(oracle._RULES)
 
 
@@ -238,7 +238,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch, relation: str, half: str, text: str
 
 
 class TestFaults:
-    """Kernels with something removed: the machine must find them, and say so in few calls."""
+    """Kernels without some guard or write: the machine must find the fault in a few calls."""
 
     @pytest.mark.parametrize(
         ("relation", "half", "text", "message", "longest"),
@@ -284,7 +284,7 @@ class TestFaults:
         message: str,
         longest: int,
     ) -> None:
-        """A removed guard or write is found, and the failure is a short schedule in words."""
+        """A removed guard or write is found, and the failure is printed as a short schedule."""
         _broken(monkeypatch, relation, half, text)
         failure = machine.run(250, seed=1).failure
         calls = [line for line in failure.splitlines() if " -> " in line]
@@ -296,7 +296,7 @@ class TestFaults:
         assert re.search(r"^slot \d of stage \d \|", failure, re.MULTILINE)
 
     def test_a_refusal_that_changes_something(self) -> None:
-        """A contract whose refusals leave a trace is found."""
+        """A contract whose refusals change the state is found."""
 
         class Leaky(Contract):
             def finalize(self, stage: int, link: int = 0) -> None:
@@ -323,7 +323,7 @@ class TestFaults:
         assert re.search(r"finalize\(stage=\d, link=\d\)  -> refused: ", failure)
 
     def test_an_invariant_that_breaks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The specification's invariants are held against the memory as schedules run."""
+        """The specification's invariants are checked against the memory while schedules run."""
         impossible = Register()
 
         @impossible("ownership.nothing-lives", s="slot")
@@ -344,7 +344,7 @@ class TestFaults:
 
 class TestProcesses:
     def test_every_mode_is_configured(self) -> None:
-        """Together the processes leave out every relation and use every option."""
+        """Together the processes leave out every optional relation and use every option."""
         stages = [config for process in PROCESSES for config in process.stages]
 
         assert {"version", "order", "arena", "capture", "completion", "reduction"} == {

@@ -1,5 +1,5 @@
 """
-The search for calls that tell mutants from the contract: each mutant is searched on its own.
+The search for calls that distinguish mutants from the contract: each mutant is searched alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def searched(transitions: tuple[str, ...]) -> Corpus:
-    """The search for the mutants of some transitions, afresh."""
+    """A fresh search for the mutants of some transitions."""
     found: Corpus = search.corpus.__wrapped__((), transitions)
     return found
 
@@ -32,7 +32,7 @@ def searched(transitions: tuple[str, ...]) -> Corpus:
 @pytest.mark.ci
 @pytest.mark.usefixtures("short")
 def test_calls_found_for_a_mutant_do_not_depend_on_the_other_mutants() -> None:
-    """The same calls, in the same order, whether or not other transitions are searched too."""
+    """The same calls in the same order, whether or not other transitions are searched too."""
     alone, beside = searched(ALONE), searched(BESIDE)
     others = {site for site in beside.harmful if site.transition not in ALONE}
 
@@ -48,7 +48,7 @@ def test_calls_found_for_a_mutant_do_not_depend_on_the_other_mutants() -> None:
 def test_a_part_of_the_sweep_runs_the_mutants_of_its_transitions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`among` chooses the mutants, and the search is for these alone."""
+    """`among` chooses the mutants, and the search covers only these."""
     asked = []
 
     def remember(omit: tuple[str, ...], transitions: tuple[str, ...]) -> Corpus:

@@ -1,5 +1,5 @@
 """
-Every guard, every operand of one and every state update is needed, and the sweep can tell.
+Every guard, every operand of a guard and every state update is needed; the sweep shows it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def shares(number: int) -> list[tuple[str, ...]]:
-    """All transitions in so many groups with about as many mutants, the largest first."""
+    """All transitions in a number of groups with about as many mutants each, the largest first."""
     sizes = Counter(site.transition for site in sites())
     groups: list[list[str]] = [[] for _ in range(number)]
     for transition, _ in sizes.most_common():
@@ -73,12 +73,12 @@ def share(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def report(share: tuple[str, ...]) -> MutantReport:
-    """One part of the sweep, once."""
+    """The report of one part of the sweep, made once."""
     return mutants.run(among=share)
 
 
 def run(program: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh process, from anywhere."""
+    """Run a program in a fresh process, in another folder."""
     path = tmp_path / "counterexample.py"
     path.write_text(program)
     command = [sys.executable, str(path)]
@@ -89,13 +89,13 @@ def run(program: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_as_many_as_pinned() -> None:
-    """The number of mutants of each kind is known."""
+    """The number of mutants of each kind is as pinned here."""
     assert MUTANTS == Counter(site.kind for site in sites())
 
 
 @pytest.mark.parametrize("transition", TRANSITIONS)
 def test_nothing_is_left_out(transition: str) -> None:
-    """Every refusal and every write of the composed function is among the sites."""
+    """Every refusal and every write of the composed function can be deleted."""
     source = inspect.getsource(transitions().functions[transition])
     tree = list(ast.walk(ast.parse(source)))
     raises = [node for node in tree if isinstance(node, ast.Raise)]
@@ -131,7 +131,7 @@ def test_every_mutant_is_another_function() -> None:
 
 
 def test_every_transition_is_in_one_part() -> None:
-    """The parts of the sweep are the whole sweep."""
+    """Together the parts cover the whole sweep."""
     assert sorted(TRANSITIONS) == sorted(name for group in shares(SWEEPS) for name in group)
 
 
@@ -144,25 +144,25 @@ def test_every_mutant_is_killed(report: MutantReport, share: tuple[str, ...]) ->
 
 
 def test_every_kill_is_concrete(report: MutantReport) -> None:
-    """None is killed only in a state that was not reached."""
+    """Every mutant is killed by a call in a reachable state."""
     assert not [verdict for verdict in report.verdicts if verdict.kind == "induction"]
     assert all(verdict.probe is not None for verdict in report.verdicts)
 
 
 def test_none_is_equivalent(report: MutantReport) -> None:
     """
-    Nothing does no work: what was proved to do nothing in any composition is gone.
+    No mutant is equivalent to the contract: guards that were proved superfluous are deleted.
 
-    dI and dW did not need to ask for the weight epoch, since a live tape's key is of it; commit,
-    checkpoint and restore for a busy domain, which has a live tape or a refresh in flight;
-    finalize for F, since every dI had one; and dW for its stage's own buffer, since the shared one
-    is written with it.
+    Deleted were: the weight epoch in dI and dW, since a live tape has the current epoch; a busy
+    domain in commit, checkpoint and restore, since it has a live tape or a refresh in flight; F in
+    finalize, since every dI had an F; the stage's own buffer in dW, since the shared buffer is
+    written with it.
     """
     assert [] == [str(verdict.mutant.site) for verdict in report.equivalent]
 
 
 def test_report_is_plain(report: MutantReport) -> None:
-    """The report as a dictionary says the same."""
+    """The report as a dictionary has the same figures."""
     data = report.asdict()
 
     assert (report.mutants, report.killed) == (data["mutants"], data["killed"])
@@ -171,7 +171,7 @@ def test_report_is_plain(report: MutantReport) -> None:
 
 
 def test_every_class_of_kills_is_met(report: MutantReport, share: tuple[str, ...]) -> None:
-    """Each class has mutants of the transition that is named for it."""
+    """Each class has mutants of the transition named for it."""
     met = {(verdict.kind, verdict.mutant.site.transition) for verdict in report.verdicts}
 
     assert {(kind, name) for kind, name in CLASSES.items() if name in share} <= met
@@ -188,7 +188,7 @@ def by_class(report: MutantReport) -> dict[str, list[MutantVerdict]]:
 def test_counterexamples_of_each_class_run_as_programs(
     report: MutantReport, tmp_path: Path
 ) -> None:
-    """The counterexamples of each class are programs that show what they say."""
+    """The counterexamples of each class are programs that show the stated fault."""
     for found in by_class(report).values():
         done = run(mutants.program(found[len(found) // 2]), tmp_path)
 
@@ -221,7 +221,7 @@ def test_counterexamples_fail_without_the_fault(report: MutantReport, tmp_path: 
 
 
 class Harmless(Mutant):
-    """A mutant that is the contract."""
+    """A mutant that equals the contract."""
 
     @property
     def function(self) -> Callable[..., Any]:  # type: ignore[override]
@@ -235,7 +235,7 @@ class Harmless(Mutant):
 
 
 def test_a_guard_that_nobody_needs_survives() -> None:
-    """A deletion that changes nothing is proved equivalent, and is not justified."""
+    """A deletion that changes nothing is proved equivalent, so the guard is not justified."""
     site = Site("submit", "completion.submit_guards", "guard", "no")
     verdict = mutants.judge(Harmless((site,)), ("submit",))
 
@@ -244,7 +244,7 @@ def test_a_guard_that_nobody_needs_survives() -> None:
 
 
 def test_a_survivor_is_reported() -> None:
-    """What nothing tells apart is a survivor, with its reason."""
+    """A mutant that nothing distinguishes is reported as a survivor, with the reason."""
     verdict = MutantVerdict(
         Mutant((sites()[0],)), "survived", "no difference from the contract was found"
     )
@@ -258,7 +258,7 @@ def test_a_survivor_is_reported() -> None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_legal_schedules_keep_every_promise(part: int) -> None:
-    """The contract accepts every legal schedule, and nothing that is promised fails on the way."""
+    """The contract accepts every legal schedule, and no promise fails on the way."""
     chosen = legal_schedules()[part::PARTS]
     assert chosen
     for process, actions in chosen:
@@ -272,7 +272,7 @@ def test_legal_schedules_keep_every_promise(part: int) -> None:
 
 
 def test_legal_schedules_make_every_call() -> None:
-    """They use every transition, so that none is legal only on paper."""
+    """The legal schedules use every transition."""
     made = {name for _, actions in legal_schedules() for name, _ in actions}
 
     assert set(TRANSITIONS) == made
@@ -284,7 +284,7 @@ def test_legal_schedules_make_every_call() -> None:
 def test_the_command_counts_and_writes_a_program_for_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``qeffect prove --only`` counts, writes a program for each, and proves nothing beside."""
+    """``qeffect prove --only`` counts its mutants and writes a program for each, without proofs."""
     programs = tmp_path / "programs"
     argv = ["prove", "--only", "submit_writes", "--programs", str(programs), "--json"]
     code = main(argv)

@@ -1,5 +1,5 @@
 """
-The explorer against the plain one, and nothing lost in packing.
+The explorer compared with the plain explorer, and packing without loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def test_both_explorers_have_one_graph(name: str) -> None:
-    """States, accepted moves by move, refusals by move and clause, and depth are the same."""
+    """States, accepted moves, refusals by move and clause, and depth are equal."""
     one, other = plain(name), explored(name)
     states = {packed(other.engine.packing, one.space, state) for state in one.parents}
 
@@ -49,7 +49,7 @@ def test_both_explorers_have_one_graph(name: str) -> None:
 
 
 def test_both_explorers_find_the_same_things_equally_soon(name: str) -> None:
-    """Each transition accepted and each refusal is first seen at the same level by both."""
+    """Both first see each accepted transition and each refusal at the same depth."""
     one, other = plain(name), explored(name)
     moves = other.engine.moves
     level = {}
@@ -72,7 +72,7 @@ def test_both_explorers_find_the_same_things_equally_soon(name: str) -> None:
     "name", ["pool-2-2-2", "stage-epochs", pytest.param("stage-readers", marks=pytest.mark.nightly)]
 )
 def test_both_explorers_have_the_same_edges(name: str) -> None:
-    """Every move from every state leads both to the same state."""
+    """In both, every move from every state leads to the same state."""
     one, engine = plain(name), explored(name).engine
     states = list(one.parents)
     expected = {
@@ -94,12 +94,12 @@ def test_both_explorers_have_the_same_edges(name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.xfail(
-    reason="each combination of configured flags has its own paths, and no scope has some of the "
-    "combinations: reported fills without reported updates, live scales with messages or with a "
-    "declared order. No reachable state takes some paths, such as a message in a free slot"
+    reason="the scopes lack some combinations of configured flags, each of which has its own "
+    "paths: reported fills without reported updates; live scales with messages or with a declared "
+    "order. Other paths are unreachable, such as a message in a free slot"
 )
 def test_every_accepting_path_is_taken() -> None:
-    """Over the standard scopes each accepting path that can be taken is, with a witness."""
+    """Over the standard scopes every reachable accepting path is taken, with a witness."""
     explorations = [explored(name) for name in NAMES]
 
     assert any(n.startswith("check_forward#") for n in untaken(explorations[:2]))
@@ -116,7 +116,7 @@ def _replaced(half: object, marker: str) -> dict[str, ast.FunctionDef]:
 
 
 def test_both_explorers_find_the_same_violation() -> None:
-    """Without the guard of a busy slot both show a schedule of the same length."""
+    """Without the guard of a busy slot both print a schedule of the same length."""
     scope = pool_scope(2, 2, 2)
     composed = transitions(scope.omit, replaced=_replaced(check_forward_guards, "slot-busy"))
     told = run(scope, composed=composed).violation
@@ -128,7 +128,7 @@ def test_both_explorers_find_the_same_violation() -> None:
 
 
 def test_a_commit_that_refuses_is_found() -> None:
-    """A check that does not hold its slot is found out at its commit."""
+    """If a check does not reserve its slot, its commit reports the fault."""
     scope = pool_scope(1, 1, 1)
     composed = transitions(scope.omit, replaced=_replaced(check_forward_writes, "held"))
     violation = run(scope, composed=composed).violation
@@ -149,7 +149,7 @@ _WIDE = Scope("wide", slots=(4,), cells=(6,), epochs=2, tickets=True)
 
 @given(st.data())
 def test_packing_loses_nothing(data: st.DataObject) -> None:
-    """Every state within its ranges is unpacked as it was packed, in one to three words."""
+    """Every state within its ranges, packed into one to three words, unpacks to the same state."""
     scope = data.draw(st.sampled_from([*(standard_scopes()[n] for n in _NARROW), _WIDE]))
     packed = Packing(scope, Space(scope).kept)
     columns: dict[str, list[int]] = {}
@@ -168,7 +168,7 @@ def test_packing_loses_nothing(data: st.DataObject) -> None:
 
 
 def test_a_value_out_of_range_stops_the_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range that is too tight is found out; states are never merged by it."""
+    """A range that is too small stops the exploration instead of merging states."""
     scope = pool_scope(2, 2, 2)
     monkeypatch.setattr(
         packing, "ranges", lambda s, ranges=packing.ranges: ranges(s) | {"generation": (0, 1)}
@@ -179,7 +179,7 @@ def test_a_value_out_of_range_stops_the_exploration(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_state_takes_the_words_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scope wider than 126 bits is packed in three words; in narrow words counts are the same."""
+    """A scope above 126 bits is packed in three words; narrow words give the same counts."""
     assert 3 == Packing(_WIDE, Space(_WIDE).kept).num_words
 
     monkeypatch.setattr(packing, "_LIMIT", 1 << 8)
@@ -224,7 +224,7 @@ _WORDS = st.lists(st.tuples(_NUMBER, _NUMBER, _NUMBER), max_size=30)
 def test_state_sets_are_sets(
     first: list[tuple[int, int, int]], second: list[tuple[int, int, int]], num_words: int
 ) -> None:
-    """Telling states apart, asking for missing ones and adding them agree with Python's sets."""
+    """Removing duplicates, finding missing states and adding them agree with Python's sets."""
     one, other = ({t[:num_words] for t in states} for states in (first, second))
 
     def words(states: list[tuple[int, int, int]]) -> packing.Words:
@@ -249,7 +249,7 @@ def _first_word(words: packing.Words, salt: int) -> stateset.Keys:
 
 
 def test_states_with_one_key_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two states that the sort key cannot tell apart raise rather than count as one."""
+    """Two different states with the same sort key raise an error instead of counting as one."""
     monkeypatch.setattr(stateset, "_keys", _first_word)
     words = np.array([[1, 1, 2], [5, 6, 7]], np.int64)
 
@@ -263,7 +263,7 @@ def test_states_with_one_key_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_collision_explores_again_with_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a collision the counts are still exact."""
+    """After a collision of keys the counts are still exact."""
     salts = []
     keys = stateset._keys
 

@@ -1,5 +1,5 @@
 """
-Prices: what the comparison computes, what it takes out, and what a report says of it.
+Prices: how the comparison computes them, which guards it deletes, and how a report shows them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ONCE = {"rounds": 1, "turns": 1, "epochs": 1, "before": 0}
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Any]:
-    """Everything priced once, by the shortest run."""
+    """Every price measured once, by the shortest run."""
     return {
         "relation_prices": prices.relations(priced_contract, run_epochs, **ONCE),
         "clause_prices": of_clauses.clauses(**ONCE),
@@ -41,7 +41,7 @@ def measured() -> dict[str, Any]:
 
 
 def test_a_price_is_the_median_of_the_rounds_differences() -> None:
-    """It is not the difference of the medians, and its range is that of the rounds."""
+    """A price is not the difference of the medians; its range is the range of the rounds."""
     rounds = [(4.0, 1.0), (2.0, 1.5), (8.0, 4.0)]
 
     assert {
@@ -58,7 +58,7 @@ def test_a_price_is_the_median_of_the_rounds_differences() -> None:
     ("count", "low"), [(1, 0), (2, 0), (5, 0), (8, 0), (9, 1), (11, 1), (12, 2), (20, 5)]
 )
 def test_bounds_of_a_median_are_of_the_binomial_distribution(count: int, low: int) -> None:
-    """Of all signs that so many rounds can have, at most 5 in 100 put the median outside."""
+    """At most 5 in 100 sign patterns of that many rounds put the median outside the bounds."""
     assert (low, count - 1 - low) == prices.bounds(list(range(count))[::-1])
     outside = sum(comb(count, k) for k in range(low + 1)) * 2 / 2**count
     narrower = sum(comb(count, k) for k in range(low + 2)) * 2 / 2**count
@@ -67,7 +67,7 @@ def test_bounds_of_a_median_are_of_the_binomial_distribution(count: int, low: in
 
 
 class Clock:
-    """Stands for a run: gives the times of a script, by contract, and remembers its turns."""
+    """Replaces a run: returns scripted times by contract, and records the turns."""
 
     def __init__(self, times: dict[str, Iterable[float]]) -> None:
         self.times = {name: iter(values) for name, values in times.items()}
@@ -85,7 +85,7 @@ BEFORE, EPOCHS = 2, 3
 
 
 def test_both_sides_take_turns_and_each_begins_half_of_the_rounds() -> None:
-    """From turn to turn who begins changes; epochs before the clock are dropped."""
+    """The sides alternate who begins; epochs before timing starts are dropped."""
     clock = Clock({"a": [10, 20, 30, 40], "b": [1, 2, 3, 4]})
     made: list[str] = []
 
@@ -113,7 +113,7 @@ def test_both_sides_take_turns_and_each_begins_half_of_the_rounds() -> None:
 
 @pytest.mark.nightly
 def test_every_relation_that_may_be_left_out_is_priced(measured: dict[str, Any]) -> None:
-    """Each alone, all together, and nothing: whole epochs run without any of them."""
+    """Each relation alone, all together, and none: whole epochs run without any of them."""
     own = measured["relation_prices"]
 
     assert {*OPTIONAL, prices.ALL, prices.NOTHING} == own.keys()
@@ -121,7 +121,7 @@ def test_every_relation_that_may_be_left_out_is_priced(measured: dict[str, Any])
 
 
 def test_every_guard_of_the_three_actions_is_priced(measured: dict[str, Any]) -> None:
-    """A row for each guard that the mutants know of F, dI and dW, under its own action."""
+    """One row under its action for each guard of F, dI and dW that has a mutant."""
     rows = measured["clause_prices"]["guards"]
 
     assert {action: count["guards"] for action, count in _sites().items()} == Counter(
@@ -133,7 +133,7 @@ def test_every_guard_of_the_three_actions_is_priced(measured: dict[str, Any]) ->
 
 
 def test_without_a_guard_the_functions_are_the_contracts_less_its_test() -> None:
-    """Two lines less in one function, and in no other a line more or less."""
+    """One function has two lines fewer; every other function is unchanged."""
     guard = next(g for g in of_clauses.guards_of("F") if g.clause == "version.stale-cache")
 
     changed = of_clauses.without([guard])
@@ -148,7 +148,7 @@ def test_without_a_guard_the_functions_are_the_contracts_less_its_test() -> None
 
 
 def test_functions_without_any_guard_taken_out_are_those_of_the_contract() -> None:
-    """What a clause is compared with is the composition itself, made anew."""
+    """A clause is compared with the unchanged composition, generated again."""
     own, anew = transitions(), of_clauses.without([])
 
     for name in (name for pair in prices.ACTIONS.values() for name in pair):
@@ -158,7 +158,7 @@ def test_functions_without_any_guard_taken_out_are_those_of_the_contract() -> No
 
 @pytest.mark.parametrize("action", prices.ACTIONS)
 def test_no_guard_is_left_where_every_guard_is_taken_out(action: str) -> None:
-    """Not one refusal is left in the check and the commit of an action."""
+    """No refusal is left in the check and the commit of an action."""
     bare = of_clauses.without(of_clauses.guards_of(action))
 
     for name in prices.ACTIONS[action]:
@@ -167,7 +167,7 @@ def test_no_guard_is_left_where_every_guard_is_taken_out(action: str) -> None:
 
 
 def test_a_contract_runs_the_functions_that_it_is_given() -> None:
-    """A forward over a stale cache is refused, and accepted where that guard is taken out."""
+    """A forward over a stale cache is refused, and accepted if that guard is deleted."""
     guard = next(g for g in of_clauses.guards_of("F") if g.clause == "version.stale-cache")
     key = TapeKey(0, 0, 0)
 
@@ -179,7 +179,7 @@ def test_a_contract_runs_the_functions_that_it_is_given() -> None:
 
 
 def test_a_contract_that_calls_its_functions_otherwise_is_not_priced() -> None:
-    """Nothing would be taken out of it, and every price would be of nothing."""
+    """Otherwise no guard would be deleted, and every price would be meaningless."""
     contract = priced_contract()
     contract._check_wgrad = lambda *arguments: 1
 
@@ -188,7 +188,7 @@ def test_a_contract_that_calls_its_functions_otherwise_is_not_priced() -> None:
 
 
 def test_epochs_go_on_where_the_contract_stands() -> None:
-    """A second run of a contract begins at the epoch that the first ended in."""
+    """A second run of a contract begins at the epoch after the first run."""
     contract: Contract = priced_contract()
 
     first, second = run_epochs(contract, 2), run_epochs(contract, 3)
@@ -214,14 +214,14 @@ def report() -> dict[str, Any]:
 
 
 def test_reports_keep_the_schema(measured: dict[str, Any]) -> None:
-    """The one that is checked in, and one with what is measured now."""
+    """The checked-in report, and a report measured now."""
     jsonschema.validate(report(), schema())
     jsonschema.validate({**report(), **measured}, schema())
 
 
 @pytest.mark.parametrize("lost", ["relation_prices", "clause_prices"])
 def test_a_report_without_prices_breaks_the_schema(lost: str) -> None:
-    """Those of relations always, those of clauses wherever the verification layer was measured."""
+    """Prices of relations are always needed, prices of clauses if the verification was measured."""
     short = {name: value for name, value in report().items() if name != lost}
 
     with pytest.raises(jsonschema.ValidationError, match=lost):
@@ -233,7 +233,7 @@ def test_a_report_without_prices_breaks_the_schema(lost: str) -> None:
 
 @pytest.mark.parametrize("lost", ["us", "ratio", "clause"])
 def test_a_guard_without_a_field_breaks_the_schema(measured: dict[str, Any], lost: str) -> None:
-    """Every row has its price and says of what."""
+    """Every row has its price and names its guard."""
     clauses = measured["clause_prices"]
     rows = [{k: v for k, v in row.items() if k != lost} for row in clauses["guards"]]
     broken = {**report(), **measured, "clause_prices": {**clauses, "guards": rows}}
@@ -243,7 +243,7 @@ def test_a_guard_without_a_field_breaks_the_schema(measured: dict[str, Any], los
 
 
 def sample() -> dict[str, Any]:
-    """Prices of round numbers: arena is dear, capture is not, and one of two guards is noise."""
+    """Round prices: arena is expensive, capture is cheap, and one of two guards is noise."""
 
     def all_actions(us: float) -> dict[str, Any]:
         return dict.fromkeys(prices.ACTIONS, prices.price([(2 + us, 2.0)]))
@@ -264,7 +264,7 @@ def sample() -> dict[str, Any]:
 
 
 def test_the_readme_shows_relations_by_price_and_the_dearest_clauses() -> None:
-    """The dearest first; guards whose rounds do not agree in sign are counted."""
+    """The most expensive come first; guards whose rounds differ in sign are counted."""
     said = cost(sample())
 
     assert said.index("| arena | 0.500 µs (0.500 to 0.500), 1.25x") < said.index("| capture |")
@@ -276,7 +276,7 @@ def test_the_readme_shows_relations_by_price_and_the_dearest_clauses() -> None:
 
 
 def test_the_command_prints_prices_in_lines() -> None:
-    """A line a relation and a line a guard, none of it as a bare structure."""
+    """One line per relation and one per guard, not a raw data structure."""
     data = {"environment": {"cpu": "a cpu", "cores": 2}, "refusal_us": 1.0, **sample()}
 
     lines = bench._lines(data)

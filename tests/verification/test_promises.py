@@ -1,5 +1,5 @@
 """
-What is promised of an accepted action is told in terms of the world, not of the guards.
+Promises about accepted actions use the terms of the world, not those of the guards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def words() -> Vocabulary:
 
 @pytest.mark.parametrize("predicate", list(STEPS), ids=lambda predicate: predicate.name)
 def test_no_guard_is_restated(predicate: Predicate, words: Vocabulary) -> None:
-    """A promise reads the history, the arguments and the configuration, and no state of ours."""
+    """A promise reads history, arguments and configuration, and no state of the contract."""
     enc = words.encoding
     variables = {n: enc.sym(enc.const(n, sort)) for n, sort in predicate.variables.items()}
     for transition in predicate.transitions:

@@ -1,5 +1,5 @@
 """
-How the proofs are come by: parts at the same time, and bounded questions about suspects alone.
+How the proofs run: in parallel parts, with bounded queries only for suspect obligations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tell = Callable[[str], None]
 
 
 def test_parts_give_what_they_find() -> None:
-    """Each result comes under its name, in the order asked; what the parts tell is passed on."""
+    """Results come under their names in the order asked; progress of the parts is passed on."""
     told: list[str] = []
 
     def much(tell: Tell) -> list[int]:
@@ -46,7 +46,7 @@ def test_parts_give_what_they_find() -> None:
 
 
 def test_an_error_in_a_part_is_raised() -> None:
-    """A part that fails fails the whole, whether it runs here or apart."""
+    """An error in a part is raised, whether the part runs in this process or another."""
 
     def fails(tell: Tell) -> NoReturn:
         raise ValueError("no such scope")
@@ -61,7 +61,7 @@ def test_an_error_in_a_part_is_raised() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux forks parts")
 def test_a_part_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that ends without a result is an error that names the part, not a wait for ever."""
+    """A process that ends without a result raises an error that names the part; nothing hangs."""
     monkeypatch.setattr("qeffect.verification.proofs.parallel._cores", lambda: 2)
 
     def dies(tell: Tell) -> NoReturn:
@@ -85,7 +85,7 @@ BROKEN = [
 def test_a_bounded_search_finds_what_a_line_kept_out(
     transition: str, kind: str, what: str, steps: int
 ) -> None:
-    """Asking only what one step can break finds a deleted line in as many steps as it takes."""
+    """A search that asks only about suspects finds a deleted line at the expected depth."""
     lines = [
         site
         for site in sites()
@@ -104,7 +104,7 @@ def test_a_bounded_search_finds_what_a_line_kept_out(
 
 @pytest.mark.nightly
 def test_what_one_step_cannot_break_is_no_suspect() -> None:
-    """Of the contract's own violations a few need the search from the beginning, most do not."""
+    """Fewer than a quarter of the possible violations need a search from the initial state."""
     unrolling = Unrolling(Composition.of((), Encoding.finite(SCOPE)))
     unrolling.extend()
 
@@ -113,7 +113,7 @@ def test_what_one_step_cannot_break_is_no_suspect() -> None:
 
 @pytest.mark.parametrize("seed", [0, 2])
 def test_a_search_that_got_lost_begins_afresh(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all other attempts are in vain, three fresh solvers are asked, each with its seed."""
+    """If all other attempts fail, three fresh solvers are tried, each with its own seed."""
     bare = Composition.of(tuple(sorted(OPTIONAL)), Encoding.sorted())
     goal = next(iter(obligations(bare)))
     lost = "unknown", 0.0
@@ -137,7 +137,7 @@ def test_a_search_that_got_lost_begins_afresh(seed: int, monkeypatch: pytest.Mon
 
 
 def test_a_fresh_solver_remembers_what_its_proof_used() -> None:
-    """The proof serves the same goal again, and not the goal without its facts."""
+    """The proof can be reused for the same goal, but not for the goal without its facts."""
     bare = Composition.of(tuple(sorted(OPTIONAL)), Encoding.sorted())
     proved = Proved()
     solver = Z3(bare, proved=proved)

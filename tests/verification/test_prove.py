@@ -1,5 +1,5 @@
 """
-The proofs: everything is proved, and nothing is vacuous.
+Every obligation is proved, and every path is either reachable or proved unreachable.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def report() -> ProofReport:
-    """Every proof, once."""
+    """The report of all proofs, made once."""
     return prove.run()
 
 
@@ -45,7 +45,7 @@ def test_everything_is_proved(report: ProofReport) -> None:
 
 
 def test_distinct_questions_are_counted(report: ProofReport) -> None:
-    """Obligations are told apart: questions put to a solver, what follows, the same term twice."""
+    """Three kinds are counted: solver queries, obligations that follow, equal terms."""
     data = report.asdict()
 
     assert data["questions"] + data["implied"] + data["same_term"] == len(report.obligations)
@@ -54,14 +54,14 @@ def test_distinct_questions_are_counted(report: ProofReport) -> None:
 
 
 def test_every_composition_is_proved(report: ProofReport) -> None:
-    """The full composition, each with one relation left out, and the bare one."""
+    """The full composition, each with one relation left out, and the smallest one."""
     proved = {obligation.composition for obligation in report.obligations}
 
     assert {composition_name(omit) for omit in COMPOSITIONS} <= proved
 
 
 def test_every_kind_is_there(report: ProofReport) -> None:
-    """Beginnings, induction, steps, refusals, tickets and the way back all have obligations."""
+    """Initial states, induction, steps, refusals, tickets and recovery all have obligations."""
     kinds = report.by_kind()
 
     for kind in (
@@ -81,12 +81,12 @@ def test_every_kind_is_there(report: ProofReport) -> None:
 
 
 def test_the_papers_invariants_are_proved(report: ProofReport) -> None:
-    """Every promise and theorem that makes one up has obligations, and all are proved."""
+    """Each promise and theorem of a paper's invariant has obligations, and all are proved."""
     assert dict.fromkeys(PAPER, True) == report.paper()
 
 
 def test_a_papers_invariant_with_an_open_obligation_is_not_proved() -> None:
-    """One open or missing obligation takes away the invariants that it is part of, and no other."""
+    """One open or missing obligation makes exactly the invariants that use it unproved."""
     names = {n for invariant in PAPER.values() for n in (*invariant.promises, *invariant.theorems)}
     made = [Obligation(name, "step", "full", "", "", "z3", "unsat", 0.0) for name in sorted(names)]
     broken = [
@@ -101,7 +101,7 @@ def test_a_papers_invariant_with_an_open_obligation_is_not_proved() -> None:
 
 
 def test_nothing_is_vacuous(report: ProofReport) -> None:
-    """Every way that a state can take is taken from one that keeps every invariant."""
+    """Every reachable path is taken from a state that keeps every invariant."""
     taken = [witness for witness in report.witnesses if witness.expected == "sat"]
 
     assert all(witness.proved for witness in report.witnesses)
@@ -118,7 +118,7 @@ def test_nothing_is_vacuous(report: ProofReport) -> None:
 
 
 def test_what_is_covered_is_needed_elsewhere() -> None:
-    """Where order is left out no F is counted, and dW alone say that an epoch has begun."""
+    """Without order no F is counted, so only dW shows that an epoch has begun."""
     rig = Rig(omit={"order"})
     rig.microbatch(0)
     rig.contract.drain()
@@ -136,7 +136,7 @@ CHOSEN = [
 
 
 def test_the_choices_are_all_choices() -> None:
-    """The parts of the next test have each composition once."""
+    """The parts of the next test contain each composition once."""
     found = [omit for fixed in CHOSEN for omit in prove.choices(fixed)]
 
     assert 2 ** len(OPTIONAL) == len(found) == len(set(found))
@@ -147,7 +147,7 @@ def test_the_choices_are_all_choices() -> None:
     "fixed", CHOSEN, ids=lambda fixed: composition_name(tuple(n for n in fixed if fixed[n]))
 )
 def test_every_composition_is_proved_that_a_contract_may_have(fixed: dict[str, bool]) -> None:
-    """Any choice of relations is as good as the eight that ``qeffect prove`` reports."""
+    """Every choice of relations is proved, not only those that ``qeffect prove`` reports."""
     obligations = list(prove.everywhere(fixed))
     expected = {composition_name(omit) for omit in prove.choices(fixed)}
 
@@ -157,14 +157,14 @@ def test_every_composition_is_proved_that_a_contract_may_have(fixed: dict[str, b
 
 
 def test_bounded_proofs_name_their_scope(report: ProofReport) -> None:
-    """Bounded proofs begin in the initial state; depth and scope stand in their names."""
+    """Bounded proofs begin in the initial state; their names contain depth and scope."""
     assert report.bounded
     assert all(proof.verdict == "unsat" and proof.path for proof in report.bounded)
 
 
 @pytest.fixture(scope="module")
 def finite() -> Composition:
-    """The full composition in a finite scope, where every question is decided."""
+    """The full composition in a finite scope, where the solver decides every query."""
     return Composition.of((), Encoding.finite(SCOPE))
 
 
@@ -175,7 +175,7 @@ PARTS = 8
 @pytest.mark.slow(minutes=2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_promise_that_a_guard_keeps_fails_without_it(part: int, finite: Composition) -> None:
-    """Each guard's row of the file that the contract is rendered from, asked of the solver."""
+    """The solver confirms each guard's row of the file from which the contract is made."""
     chosen = [*TRANSITIONS][part::PARTS]
     guards = [site for site in kept.guard_sites() if site.transition in chosen]
     written = [row for row in document.kept()["guards"] if row["transition"] in chosen]
@@ -205,7 +205,7 @@ MOVED = [
 def test_without_an_update_what_it_changes_is_not_proved(
     transition: str, update: str, promise: str, finite: Composition
 ) -> None:
-    """A promise of what a transition changes fails for a kernel that lacks the update."""
+    """A promise about a transition's effect fails for a kernel that lacks the update."""
     updates = [
         site
         for site in sites()

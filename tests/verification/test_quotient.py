@@ -1,5 +1,5 @@
 """
-What the explorer leaves out of its states: nothing that a guard could ever notice.
+The explorer leaves out of its states only columns that no guard could notice.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _refusal(walker: PlainExplorer, step: Step, memory: Memory) -> str | None:
 @pytest.mark.parametrize("name", few(NAMES, range(1, len(NAMES), 3), range(0, len(NAMES), 3)))
 def test_a_state_and_its_normal_form_have_the_same_futures(name: str) -> None:
     """
-    Along random schedules every move ends alike, and in the same normal form, for both; and
-    the explorer counts the same refusals and leads to the same states.
+    Along random schedules every move has the same result and normal form from both states;
+    the explorer counts the same refusals and reaches the same states.
     """
     engine, walker = Engine(space(name)), PlainExplorer(space(name))
     memory = real_memory(space(name))
@@ -88,7 +88,7 @@ def test_a_state_and_its_normal_form_have_the_same_futures(name: str) -> None:
 
 
 def test_a_drop_vacates_as_of_the_last_replay_whatever_that_did() -> None:
-    """A refresh writes no tape, and yet who refills a slot dropped after it waits for it."""
+    """A slot dropped after a refresh is refilled only after a wait for the refresh."""
     walker = PlainExplorer(space("stage-reuse"))
     moves = walker.space.moves
 
@@ -116,7 +116,7 @@ def test_a_drop_vacates_as_of_the_last_replay_whatever_that_did() -> None:
 
 @pytest.mark.parametrize("name", few(NAMES, range(0, len(NAMES), 3), range(1, len(NAMES), 3)))
 def test_witnesses_replay_on_real_memory(name: str) -> None:
-    """A schedule found among normal forms runs on the kernel's own memory, to the same end."""
+    """A schedule found among normal forms runs on the kernel's own memory, with the same end."""
     found = explored(name)
     walker = PlainExplorer(space(name))
     named = occurrences(found)
@@ -141,7 +141,7 @@ def test_witnesses_replay_on_real_memory(name: str) -> None:
 
 
 def test_columns_left_out_decide_nothing() -> None:
-    """The pool explored with the columns that it leaves out is the same pool, with them."""
+    """The pool has the same graph with and without the columns that its exploration leaves out."""
     scope = pool_scope(2, 2, 2)
     left_out = STATE.keys() - Space(scope).kept
     wide, narrow = Space(scope, also=("wgrads", "spoiled", "final")), Space(scope)
@@ -155,14 +155,14 @@ def test_columns_left_out_decide_nothing() -> None:
 
 
 def test_a_stage_leaves_out_nothing() -> None:
-    """With every relation and transition there, guards can see every column."""
+    """With every relation and transition, guards can see every column."""
     functions = transitions().functions.values()
 
     assert STATE.keys() <= visible_columns(dependence(f) for f in functions)
 
 
 def test_reads_and_writes_are_read_off_the_composed_function() -> None:
-    """What a transition reads and writes is read off its composed function."""
+    """A transition's reads and writes are derived from its composed function."""
     found = dependence(transitions(omit=OPTIONAL).check_wgrad)
 
     assert {"held": frozenset({"serial"}), "serial": frozenset({"serial"})} == found.writes
@@ -209,7 +209,7 @@ def test_reads_and_writes_are_read_off_the_composed_function() -> None:
 def test_configuration_is_the_kernels(
     scope: Scope, stages: list[StageConfig], options: dict[str, tuple[str, ...]]
 ) -> None:
-    """A scope's columns are those of the stages that a user would write down for it."""
+    """A scope's columns equal those of the stages that a user would configure for it."""
     memory = lay_out(stages, transitions(), generation_max=2, **options).memory
     expected = configuration(scope)
     opaque = {"matrices", "destination_of"}  # compared for equality only
@@ -235,7 +235,7 @@ def test_configuration_is_the_kernels(
 
 
 def test_standard_scopes_differ() -> None:
-    """Every standard scope is there for something: no two are configured alike."""
+    """No two standard scopes have the same configuration."""
     scopes = list(standard_scopes().values())
 
     assert len({(str(configuration(s)), s.omit, s.only, s.tickets, s.epochs) for s in scopes}) == (

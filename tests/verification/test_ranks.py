@@ -1,5 +1,5 @@
 """
-Ranks: the protocol is proved for any number of ranks, explored for a few, and needs all it asks.
+Ranks: the protocol is proved for any number, explored for a few, and needs each of its guards.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FOR_PROGRESS = {
     "post_receive without planned-receives",
     "close without open =",
 }
-#: Obligations of one transition: proved, kept because nothing that it reads is written, open.
+#: Obligations of one transition: proved, kept since nothing that it reads is written, unproved.
 PROVED = Obligation("ranks.lives", "inductive", "hosts", "start", "", "z3", "unsat", 0.1)
 KEPT = evolve(PROVED, solver="syntax", seconds=0.0)
 OPEN = evolve(PROVED, name="ranks.one-name", verdict="unknown")
@@ -67,20 +67,20 @@ BY_NAME = {mutant.name: mutant for mutant in mutants()}
 class TestProofs:
     @pytest.mark.ci  # `make check` proves them too
     def test_everything_is_proved(self) -> None:
-        """Every promise and lemma holds at first and is kept by every transition; none unknown."""
+        """Promises and lemmas hold initially and are kept by every transition; none is unknown."""
         answers = list(prove())
         solvers = Counter(answer.solver for answer in answers)
 
         assert [] == [answer for answer in answers if not answer.proved]
         wanted = [len(p.invariants) * (1 + len(p.transitions)) + len(p.steps) for p in PROTOCOLS]
         assert sum(wanted) == len(answers)
-        # Of what a transition does not write, nothing is asked.
+        # An obligation needs no solver if the transition writes nothing that it reads.
         assert {"z3": 415, "syntax": 1_575} == solvers
         promised = (*RANK_PROMISES, *RANK_STEPS, *LAUNCH_PROMISES, *LAUNCH_STEPS)
         assert {p.name for p in promised} <= {a.name for a in answers}
 
     def test_a_false_promise_is_not_proved(self) -> None:
-        """The instrument is not blind: a commit that asks nobody leaves promises open."""
+        """A commit without the consent of all ranks leaves promises unproved."""
         left = {
             answer.name
             for answer in prove(
@@ -104,12 +104,12 @@ class TestProofs:
         assert ATTEMPTS[-1].name in second.attempts
 
     def test_the_first_finding_is_told_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of two open obligations the first is noted, and both are reported."""
+        """Of two open obligations the first is printed at once, and both are reported."""
         told: list[str] = []
         monkeypatch.setattr(ranks_prove, "prove", lambda **_: iter([PROVED, OPEN, OPEN]))
         report = run_proofs(note=told.append)
 
-        assert ["First finding. start: ranks.one-name: unknown"] == told
+        assert ["First finding: start: ranks.one-name: unknown"] == told
         assert [OPEN, OPEN] == report.open
 
 
@@ -129,7 +129,7 @@ class TestExplorer:
         ],
     )
     def test_scope(self, name: str) -> None:
-        """No promise breaks, and from every state the protocol leads on to the end."""
+        """No promise breaks, and the end of the protocol is reachable from every state."""
         found = explore(SCOPES[name], lemmas=name in QUICK)
 
         assert ("", ()) == (found.violation, found.trace)
@@ -137,7 +137,7 @@ class TestExplorer:
 
     @pytest.mark.slow
     def test_everything_happens(self) -> None:
-        """Every transition is taken and everything asked is refused somewhere: none is vacuous."""
+        """Every transition is taken, and every guard refuses somewhere."""
         found = [explore(scope, lemmas=False) for scope in SCOPES.values()]
         taken = {name for one in found for name in one.taken}
         refused = {name.removeprefix("ranks.") for one in found for name in one.refused}
@@ -147,7 +147,7 @@ class TestExplorer:
         assert asked == refused
 
     def test_configurations_are_what_is_assumed(self) -> None:
-        """The explored configurations are ones that the proofs speak of."""
+        """The explored configurations satisfy the assumptions of the proofs."""
         for scope in SCOPES.values():
             if scope.size.launches:
                 continue  # nothing is configured
@@ -159,7 +159,7 @@ class TestExplorer:
 
 class TestMutants:
     def test_everything_asked_is_left_out_in_turn(self) -> None:
-        """Each thing that a transition asks is a mutant, and so is each listed write."""
+        """Each guard of a transition has a mutant, and so has each listed write."""
         assert 34 + len(WRITES) + 1 == len(BY_NAME)
         for name, column in WRITES:
             assert name in TRANSITIONS
@@ -252,7 +252,7 @@ class TestMutants:
         ],
     )
     def test_caught_with_a_trace(self, name: str, violation: str, ends: tuple[str, ...]) -> None:
-        """The worst ones: a proof no longer closes, and a shortest trace shows what goes wrong."""
+        """For the worst mutants a proof fails, and a shortest trace shows the fault."""
         found = caught(BY_NAME[name])
 
         assert found.open
@@ -262,7 +262,7 @@ class TestMutants:
     @pytest.mark.slow
     @pytest.mark.parametrize("mutant", BY_NAME.values(), ids=BY_NAME)
     def test_every_one_is_caught(self, mutant: ProtocolMutant) -> None:
-        """Whatever is left out, ranks break a promise or do not come to the end."""
+        """With any mutant, ranks break a promise or cannot reach the end."""
         found = caught(mutant)
 
         assert found.killed
@@ -270,24 +270,24 @@ class TestMutants:
 
 
 class TestApart:
-    """Not all ranks move or none: what stops between a consent and its update leaves them apart."""
+    """A stop between a consent and its update leaves some ranks one step ahead of others."""
 
     @pytest.mark.ci
     def test_a_launch(self) -> None:
-        """A device has updated; another has stopped before it, one step behind."""
+        """One device has updated; another stopped before its update, one step behind."""
         found = explore(SCOPES["two-launches"], lemmas=False)
 
         assert 4_776 == found.apart
 
     def test_a_launch_without_faults(self) -> None:
-        """Where nothing fails, no rank stops a step behind another."""
+        """Without faults no rank stops a step behind another."""
         found = explore(evolve(SCOPES["two-launches"], faults=0), lemmas=False)
 
         assert ("", 0) == (found.violation, found.apart)
 
     @pytest.mark.slow
     def test_two_hosts(self) -> None:
-        """Likewise where hosts exchange their consent."""
+        """Ranks can also stop a step apart if hosts exchange their consent."""
         assert explore(SCOPES["two-ranks"], lemmas=False).apart == 176
 
 
@@ -296,20 +296,20 @@ class TestKernel:
         "name", [*KERNEL_SCOPES, pytest.param("stages-two", marks=pytest.mark.slow)]
     )
     def test_a_contract_is_what_the_protocol_takes_it_for(self, name: str) -> None:
-        """Every move of the composed kernel does to the four numbers what the protocol says."""
+        """Every move of the composed kernel changes the four numbers as the protocol says."""
         found = match(name=name)
 
         assert "" == found.difference
         assert found.commits > 10
 
     def test_without_reductions_it_would_not_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The instrument is not blind: a bucket that is not reduced is not whole."""
+        """If unreduced buckets counted as whole, the comparison would find a difference."""
         monkeypatch.setattr(kernel, "_WHOLE", ("final",))
 
         assert "a commit must be accepted exactly if" in match(name="stage-readers").difference
 
     def test_nor_if_all_were_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nor would it be if what is not final were taken for whole."""
+        """If every epoch counted as whole, the comparison would find a difference."""
         right = kernel.seen
         monkeypatch.setattr(kernel, "seen", lambda st: evolve(right(st), whole=True))
 
@@ -319,13 +319,13 @@ class TestKernel:
     def test_nor_if_an_update_in_flight_were_not_live(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Between its check and its commit, the update itself is what is live."""
+        """Between its check and its commit, the update counts as live work."""
         monkeypatch.setattr(kernel, "_LIVE", tuple(n for n in kernel._LIVE if n != "optimizing"))
 
         assert "the check of an update must add live work" in match(name="stages-two").difference
 
     def test_a_commit_of_its_own_ends_an_update_in_flight(self) -> None:
-        """Where a check and its commit are two moves, the second needs the first."""
+        """If check and commit are two moves, the commit needs the check first."""
         whole, flying = RankView(0, False, False, True), RankView(0, True, False, True)
         after = RankView(1, False, False, False)
 
@@ -336,7 +336,7 @@ class TestKernel:
 
 
 class TestTables:
-    """One run of a table, as `qeffect check` does it, tells what all of its interleavings do."""
+    """One dry run of a table, as in `qeffect check`, predicts all of its interleavings."""
 
     @pytest.mark.parametrize(
         ("cls", "options"),
@@ -350,9 +350,9 @@ class TestTables:
     )
     def test_one_run_tells_all(self, cls: str, options: dict[str, Any]) -> None:
         """
-        Every order of moves gets stuck in the one place where the dry run does, or none does.
+        If the dry run blocks, every order of moves blocks in the same place; else none does.
 
-        And a table that is accepted ends in every order while sends are buffered.
+        With buffered sends, every order of an accepted table runs to the end.
         """
         schedule = torch_schedule(cls, pp=2, microbatches=2, comms=True, **options)
         for queues in QUEUES:
@@ -369,7 +369,7 @@ class TestTables:
                 assert (0, 0) == (found.stuck, found.lost)
 
     def test_a_circle(self) -> None:
-        """Two ranks that each receive before they send get stuck however sends are carried."""
+        """Two ranks that each receive before they send block under every transport."""
         rows = [
             ["0F0", "2RECV_F0", "0SEND_F0", "2F0", "2B0", "2SEND_B0", "0RECV_B0", "0B0"],
             ["1RECV_F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "1SEND_B0"],
@@ -386,7 +386,7 @@ class TestTables:
 def test_an_open_obligation_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`qeffect ranks` counts what is proved, names what is not, and who agrees."""
+    """`qeffect ranks` counts proved obligations, names unproved ones, and reports who agrees."""
     agreement = Agreement("cvc5", 0, 2, 1, 0.5, [OPEN], {"every lemma": 1})
     analysis = SimpleNamespace(
         run_proofs=lambda **_: ProofReport([PROVED, KEPT, OPEN], agreements=[agreement]),
@@ -410,7 +410,7 @@ def test_an_open_obligation_is_refused(
 
 @pytest.mark.slow
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """`qeffect ranks` proves, explores, compares, and says how much it did."""
+    """`qeffect ranks` proves, explores and compares, and prints the counts."""
     assert 0 == main(["ranks", "--json", "--quiet"])
     record = json.loads(capsys.readouterr().out)
 
@@ -422,7 +422,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_mutant_prints_as_a_trace(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`qeffect ranks --mutants` prints what was left out, what breaks, and the way there."""
+    """`qeffect ranks --mutants` prints what was deleted, what breaks, and the trace."""
     analysis = SimpleNamespace(
         run_proofs=lambda **_: ProofReport(),
         SCOPES={},
@@ -442,7 +442,7 @@ def test_a_mutant_prints_as_a_trace(
 
 
 def test_names_are_distinct() -> None:
-    """A promise, a step and a lemma each have a name of their own."""
+    """No promise, step or lemma shares its name with another."""
     hosts = (*RANK_PROMISES, *RANK_STEPS, *LEMMAS, *CONFIGURATION)
     names = [p.name for p in (*hosts, *LAUNCH_PROMISES, *LAUNCH_STEPS, *LAUNCH_LEMMAS)]
 

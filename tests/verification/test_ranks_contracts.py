@@ -1,9 +1,9 @@
 """
 Real contracts under the protocol: N of them in one process, crashes and refusals drawn at random.
 
-Beside every rank of the protocol runs a `Contract`. Whatever the protocol lets a rank do, its
-contract must accept; what a contract shows of itself must be what the protocol believes of it; and
-a checkpoint of all ranks must bring each of them back to one epoch.
+Each rank of the protocol has a `Contract`. The contract must accept every move that the protocol
+allows; its state must agree with the protocol's; and a checkpoint of all ranks must restore all of
+them to one epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Job:
     The ranks of a job, their contracts and their checkpoints.
 
     Args:
-        ranks: How many.
+        ranks: Number of ranks.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -57,7 +57,7 @@ class Job:
         return Contract([StageConfig(rank, microbatches=1, slots=1, matrices=_MATRICES)])
 
     def enabled(self) -> list[int]:
-        """The moves that the protocol has here; a contract takes each key once an epoch."""
+        """The moves that the protocol allows here; a contract takes each key once per epoch."""
         before = list(self.state.buffer)
         found = []
         names = self._names()
@@ -78,7 +78,7 @@ class Job:
         return found
 
     def _names(self) -> tuple[int, int]:
-        """The name that is offered, and one that nobody has drawn."""
+        """The offered name, and a name that no rank has drawn."""
         drawn_in = self.state.drawn_in
         new = next(a for a in self.state.members["name"] if drawn_in[a] == NOBODY)
         return self.state.offered[0], new
@@ -160,7 +160,7 @@ class Job:
         contract.wait()
 
     def agrees(self) -> None:
-        """Assert that every running contract is what the protocol takes it for."""
+        """Assert that every running contract agrees with the protocol's state."""
         state = self.state
         for rank, contract in enumerate(self.contracts):
             if state.up[rank] != 1:
@@ -177,7 +177,7 @@ class Job:
 
 
 def run(ranks: int, draws: list[int]) -> Job:
-    """Run a job by a list of draws; faults are drawn as often as any other move."""
+    """Run a job from a list of random draws; faults are as likely as any other move."""
     job = Job(ranks)
     for draw in draws:
         enabled = job.enabled()
@@ -192,12 +192,12 @@ def run(ranks: int, draws: list[int]) -> Job:
 @settings(max_examples=25, deadline=None)
 @drawn(st.sampled_from([2, 3]), st.lists(st.integers(0, 10_000), max_size=150))
 def test_contracts_follow_the_protocol(ranks: int, draws: list[int]) -> None:
-    """Whatever the protocol lets a rank do, its contract accepts, and shows itself as believed."""
+    """A contract accepts every move that the protocol allows, and its state agrees."""
     run(ranks, draws)
 
 
 def test_everything_happens() -> None:
-    """Long runs take every move of the protocol, restarts from later epochs among them."""
+    """Long runs take every move of the protocol, including restarts from later epochs."""
     taken: Counter[str] = Counter()
     epochs = set()
     for seed in range(6):

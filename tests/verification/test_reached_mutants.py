@@ -1,5 +1,5 @@
 """
-Two mutants that random schedules seldom reach are refuted in a schedule by hand.
+Two mutants that random schedules seldom reach are killed by schedules written by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qeffect.verification.process import Process
 
 
 def probes(process: Process, site: Site) -> Iterator[Probe]:
-    """The calls of a site's transition that its mutant answers otherwise, along each schedule."""
+    """The calls along each schedule that a site's mutant answers differently from the contract."""
     functions = transitions(()).functions
     mutant = Mutant((site,))
     for schedule in by_hand(evolve(process, epoch=0)):
@@ -70,7 +70,7 @@ def probes(process: Process, site: Site) -> Iterator[Probe]:
 def test_it_is_refuted_from_the_initial_state(
     process: str, transition: str, kind: str, deleted: str, failing: tuple[str, str]
 ) -> None:
-    """Another stream's wait does not stand for the consumer's; no tape, no message."""
+    """Another stream's wait does not count for the consumer; without a tape there is no message."""
     (own,) = [one for one in MUTANT_PROCESSES if one.name == process]
     (site,) = [
         one

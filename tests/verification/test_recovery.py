@@ -1,5 +1,5 @@
 """
-The way back: abort what is out, fail what reduces, drain, restore; none of it is ever refused.
+Recovery: aborts, failed reductions, drains and then a restore are never refused.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def _proved(composition: Composition, timeout: int = 5_000) -> list[Obligation]:
     "omit", few([(omit,) for omit in COMPOSITIONS], (0,), (1, 2, 5)), ids=composition_name
 )
 def test_the_way_back_is_always_open(omit: tuple[str, ...]) -> None:
-    """Every step is accepted, ends one thing and begins none, in every composition."""
+    """Every recovery step is accepted, ends its action and begins none, in every composition."""
     found = _proved(Composition.of(omit, Encoding.sorted()))
 
     assert [] == [obligation for obligation in found if not obligation.proved]
     names = {obligation.name for obligation in found}
-    assert {"a step back is accepted", "a step back ends one thing"} <= names
+    assert {"a recovery step is accepted", "a recovery step ends its action"} <= names
     assert "a restore is accepted at last" in names
     assert set(ENDED) | {"abort", "restore"} == {obligation.transition for obligation in found}
 
 
-#: A half, a guard more than it need have, and the obligation that this leaves open.
+#: A half, a test that an added guard makes, and the transition whose obligation then fails.
 STRONGER = [
     ("persistence.restore_guards", "not st.every(st.weight_epoch, epoch)", "restore"),
     ("ownership.restore_guards", "not st.every(st.consumers, 0)", "restore"),
@@ -58,9 +58,9 @@ STRONGER = [
 @pytest.mark.ci
 @pytest.mark.parametrize(("half", "test", "transition"), few(STRONGER, (1,), ()))
 def test_a_guard_that_could_shut_it_is_found(half: str, test: str, transition: str) -> None:
-    """An over-strong guard on the way back leaves its own step open, and no other."""
+    """With a guard too many on a recovery step, only that step's obligation is not proved."""
     found = _proved(with_guard(half, test), 1_000)
-    accepted = {"a step back is accepted", "a restore is accepted at last"}
+    accepted = {"a recovery step is accepted", "a restore is accepted at last"}
 
     assert {(o.transition, o.name in accepted) for o in found if not o.proved} == {
         (transition, True)

@@ -1,4 +1,4 @@
-"""A recorded step that is moved is the same step: proved for every path, and no entry is spare."""
+"""A recorded step has the same effect later: proved for every path; every entry is needed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tests.profiles import few
 
 @pytest.fixture(scope="module")
 def full() -> Composition:
-    """The composition of every relation, unbounded."""
+    """The composition of all relations, unbounded."""
     return Composition.of((), Encoding.sorted())
 
 
 @pytest.fixture(scope="module")
 def small() -> Composition:
-    """The composition of every relation in a finite scope, where every question is decided."""
+    """The composition of all relations in a finite scope, where the solver decides every query."""
     return Composition.of((), Encoding.finite(SCOPE))
 
 
 def test_every_path_of_a_steps_transitions_is_asked_for_every_family(full: Composition) -> None:
-    """As a question, or because the path does not mention the family."""
+    """Each path has a goal, or does not mention the family."""
     asked = Counter((found.transition, found.name) for found in recurring(full))
 
     assert {
@@ -44,7 +44,7 @@ def test_every_path_of_a_steps_transitions_is_asked_for_every_family(full: Compo
 
 
 def test_what_moves_is_what_a_recorded_step_moves_and_the_tickets_in_flight() -> None:
-    """A step begins and ends without its tickets in flight, so the kernel's table has none."""
+    """The proofs move the kernel's counters and the tickets, which no step leaves in flight."""
     tickets = {name for name, column in STATE.items() if column.values == "ticket"}
     tickets.remove("evaluating")  # no evaluation is part of a step
     assert not {name for name in RECUR if "evaluation" in name}
@@ -58,7 +58,7 @@ def test_what_moves_is_what_a_recorded_step_moves_and_the_tickets_in_flight() ->
     "transition", few(["check_dgrad", "commit_forward", "check_update"], dev=[2], ci=[0, 1])
 )
 def test_a_move_commutes(full: Composition, transition: str) -> None:
-    """For any number of slots, stages, links and epochs; `qeffect prove` asks every transition."""
+    """For any number of slots, stages, links, epochs; `qeffect prove` covers every transition."""
     goals = [
         found
         for found in recurring(full)

@@ -1,5 +1,5 @@
 """
-Strategies: legal schedules are accepted everywhere, illegal ones refused by the clause they name.
+Strategies: every legal schedule is accepted; every illegal one is refused by the named clause.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _names(schedule: Schedule) -> list[str]:
 class TestLegal:
     @given(schedule=legal_schedules())
     def test_a_legal_schedule_is_accepted_call_by_call(self, schedule: Schedule) -> None:
-        """A legal schedule is accepted call by call, by a contract that had no part in it."""
+        """A fresh contract accepts each call of a legal schedule."""
         contract = schedule.replay().contract
 
         assert contract.snapshot() == schedule.replay().contract.snapshot()
@@ -64,7 +64,7 @@ def _key(call: Call) -> bool:
 
 
 def _shortest(what: Callable[[Schedule], bool]) -> Schedule:
-    """A schedule with a property, sought among short ones first; shrinking does the rest."""
+    """A schedule with a property, found among short schedules and then shrunk."""
     for steps in (6, 20, 120):
         with suppress(NoSuchExample):
             return find(legal_schedules(longest=steps), what, settings=_FIND, random=Random(0))
@@ -73,10 +73,10 @@ def _shortest(what: Callable[[Schedule], bool]) -> Schedule:
 
 class TestReach:
     """
-    What random schedules must reach, and the calls to which each shrinks.
+    What random schedules must reach, with the maximum number of calls after shrinking.
 
-    Most shrink to fewer: shrinking ends where no single step can be left out, which depends on
-    where it began. Unshrunk a schedule has some three hundred calls.
+    Most shrink further: shrinking ends when no single step can be removed, which depends on the
+    initial schedule. Before shrinking a schedule has some three hundred calls.
     """
 
     @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ class TestReach:
     def test_random_schedules_reach_it_and_shrink_to_a_short_one(
         self, what: Callable[[Schedule], bool], longest: int
     ) -> None:
-        """Random schedules reach it, and the smallest found is short."""
+        """Random schedules reach the target, and the shortest one found is short."""
         found = _shortest(what)
 
         assert len(found.calls) <= longest, str(found)
@@ -149,7 +149,7 @@ class TestIllegal:
     @settings(suppress_health_check=list(HealthCheck))
     @given(illegal=illegal_schedules())
     def test_the_last_call_is_refused_and_nothing_changed(self, illegal: Illegal) -> None:
-        """The last call is refused by the clause that it breaks, with nothing changed."""
+        """The last call is refused by the clause that it breaks, and the state is unchanged."""
         caller = illegal.schedule.replay()
         before = caller.contract.snapshot()
         with pytest.raises(Refused) as caught:
@@ -159,7 +159,7 @@ class TestIllegal:
         assert "evidence" in illegal.call.arguments or before == caller.contract.snapshot()
 
     def test_an_illegal_schedule_prints_the_call_and_the_clause(self) -> None:
-        """An illegal schedule prints what comes before, the call and the clause."""
+        """An illegal schedule prints the calls before, the illegal call and the clause."""
         found = find(
             illegal_schedules(longest=6),
             lambda illegal: illegal.clause == "ownership.unknown-key",

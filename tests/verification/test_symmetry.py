@@ -1,5 +1,5 @@
 """
-Symmetry: one state stands for its orbit, and every orbit is there.
+Symmetry: one state represents its orbit, and every orbit is represented.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _columns(packing: Packing, words: Words) -> list[Columns]:
 
 
 def _images(family: Family, columns: Columns) -> list[Columns]:
-    """A state with the family's slots and cells exchanged in every way."""
+    """All images of a state under permutations of the family's slots and cells."""
     found = []
     slots, cells = family.slots, family.cells
     for some, others in product(
@@ -88,8 +88,8 @@ def _images(family: Family, columns: Columns) -> list[Columns]:
 
 @pytest.mark.parametrize("name", few(SCOPES, (0, 3)))
 def test_every_orbit_is_represented(name: str) -> None:
-    """The representatives of all states are the states that the reduced exploration visits,
-    and each represents itself."""
+    """The representatives of all states are exactly the states that the reduced exploration
+    visits, and each represents itself."""
     space = Space(SCOPES[name])
     found = explored(name) if name in NAMES else explore(space)
     canonical = canonical_words(found.engine.packing)
@@ -110,7 +110,7 @@ def test_every_orbit_is_represented(name: str) -> None:
     ids=lambda scope: scope.name,
 )
 def test_an_orbit_has_one_representative(scope: Scope) -> None:
-    """Slots and cells exchanged in every way lead to one representative, for some 200 states."""
+    """All permutations of slots and cells lead to one representative, for some 200 states."""
     space = Space(scope)
     found = explored(scope.name) if scope.name in NAMES else explore(space)
     packing, words = found.engine.packing, found.seen.words
@@ -128,7 +128,7 @@ def test_an_orbit_has_one_representative(scope: Scope) -> None:
 
 
 def test_wide_rows_are_sorted_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows too wide for one number are numbered first, and orbits stay the same."""
+    """Rows too wide for one number are replaced by their ranks; the orbits stay the same."""
     scope = SCOPES["stage-small"]
     monkeypatch.setattr(symmetry, "_WIDEST", 1 << 10)
 
@@ -136,7 +136,7 @@ def test_wide_rows_are_sorted_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_pool_of_four() -> None:
-    """4 slots, 4 keys and 3 generations: 13 ways for a slot to be, so C(16, 4) orbits."""
+    """4 slots, 4 keys and 3 generations: a slot has 13 possible states, so C(16, 4) orbits."""
     report = run(pool_scope(4, 4, 3), symmetry=True)
 
     assert (1_820, 25_560, 16) == (report.states, report.transitions, report.depth)
@@ -153,7 +153,7 @@ def test_witnesses_under_symmetry() -> None:
 
 
 def test_witnesses_under_symmetry_are_schedules() -> None:
-    """Each move of a schedule leads from the state before it to the state behind it."""
+    """Each move of a schedule leads from one of its states to the next."""
     found = explore(Space(SCOPES["stage-small"]), symmetry=True)
     named = occurrences(found)
     schedules = Schedules(found, tuple(named.values()))

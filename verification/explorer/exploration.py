@@ -193,7 +193,7 @@ def _explore(
             fresh.append(seen.missing(arrived))
             if progress is not None:
                 moves = found.tally.accepted.total()
-                progress(f"Exploring. {shown(len(seen))} transitions={moves:,} depth={found.depth}")
+                progress(f"Exploring: {shown(len(seen))} transitions={moves:,} depth={found.depth}")
         frontier = fresh[0] if len(fresh) == 1 else distinct(np.concatenate(fresh, axis=1), salt)
         if found.tally.broken is not None:
             break

@@ -51,7 +51,7 @@ class Failures:
             progress(f"Re-enacting. {count(number)}: {failure.name}")
             outcome = run(failure)
             if outcome.problem and not any(earlier.problem for _, earlier in pairs):
-                progress.note(f"First finding. {failure.name}: {outcome.problem}")
+                progress.note(f"First finding: {failure.name}: {outcome.problem}")
             pairs.append((failure, outcome))
         problems = [(f, o) for f, o in pairs if o.problem]
         data: dict[str, Any] = {

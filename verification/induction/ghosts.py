@@ -34,9 +34,9 @@ def _each(index: str, *names: str, **options: Any) -> dict[str, Ghost]:
 #: The history's columns. An initial value of None is arbitrary.
 GHOSTS: Final[Mapping[str, Ghost]] = {
     # The work that was last put into a slot, its key, the consumers that still have to visit it,
-    # transfers under way through it and the messages that the work has received, actions in flight
-    # on it, what its dI left queued, whether its F fills the cache, and the fill
-    # that its F read.
+    # transfers under way through it, the messages that the work has received, actions in flight on
+    # it, the products that its dI deferred, whether its F fills the cache, and the cache fill that
+    # its F read.
     **_each("slot", "tenant", values="cell", initial=None),
     **_each("slot", "tenant_epoch", initial=NEVER),
     **_each("slot", "owing", "moving", "arrived", values="mask"),
@@ -54,11 +54,12 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("cell", "bound_to", "covered", values="opaque", initial=None),
     # Whether a read of the cell's output, and of its input gradient, began since then.
     **_each("cell", "output_read", "gradient_read", values="flag"),
-    # The same of each stage; and its cells in some order: those whose dW ran, then those whose dI
-    # did, then those whose F did, then the others.
+    # The same counts per stage. Below, `placed` lists a stage's cells: first those whose dW ran,
+    # then those whose dI ran, then those whose F ran, then the rest.
     **_each("stage", "num_forwards", "num_dgrads", "num_wgrads", "num_skipped"),
     **_each("one", "left_out"),
-    # The weights of the epoch's gradients, and the parts in which they were counted.
+    # The sum of the weights that dI reported since the last update, and the number of parts that
+    # the latest dI reported with its weight.
     **_each("stage", "weighed", "counted_in"),
     # The F of the epoch, over all its walks; and the walks of the epoch that are over.
     **_each("stage", "forwards_of_epoch"),
@@ -69,49 +70,50 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # the cache was filled, the fill that the epoch's first F read, whether the fill in progress
     # was lost, and the scaling updates that the fill had seen.
     **_each("one", "weights"),
-    # The updates that ended whole since the last restore.
+    # Number of updates since the last restore that were completed.
     **_each("one", "commits"),
     # Evaluations in flight of each stage.
     **_each("stage", "evaluating"),
-    # Updates in flight, and whether one failed half way since the last restore.
+    # Number of updates in flight; whether an update failed half way since the last restore.
     **_each("one", "optimizing"),
     **_each("one", "half_updated", values="flag"),
     **_each("stage", "cached", "fill_of_epoch", initial=NEVER),
     **_each("stage", "fills", "filled_after"),
     **_each("stage", "lost", values="flag"),
-    # The last epoch in which the cache was lost while an F or dI read it, or had yet to.
+    # The last epoch in which the cache was lost between the first F and the last dI.
     **_each("stage", "lost_in_use", initial=NEVER),
     # The last epoch whose gradients a failure spoiled, or left half written.
     **_each("stage", "spoiled", "half_written", initial=NEVER),
-    # How often a stage was finalized in this walk, and on which caller's link;
-    # a bucket's reduction of the epoch, on whose link it was awaited, and how many were started.
+    # How often a stage was finalized in this walk, and on which link;
+    # a bucket's reduction of the epoch, the link on which it was awaited, and how many started.
     **_each("stage", "finals"),
     **_each("stage", "finalized_by", values="link", initial=None),
     **_each("bucket", "reduction"),
     **_each("bucket", "awaited_by", values="link", initial=None),
     **_each("one", "begun"),
     # Scaling updates since the last restore, and of this walk; F, dI, refreshes and evaluations in
-    # flight; whether scaling state is broken, whether it was touched since the last commit and by
-    # whose F or refresh, and whose evaluation began last; whether device work may be unfinished and
-    # on which slot or stage it began last.
+    # flight; whether scaling state is broken, whether it was touched since the last commit, and the
+    # stage whose F or refresh touched it; the stage whose evaluation began last; whether device
+    # work may be unfinished, and the slot or stage on which such work began last.
     **_each("domain", "updates", "updates_of_walk", "running"),
-    # How often the domain's scales were ever rolled, and the scaling updates before the last time;
-    # how often they moved since the last restore, and what gathered since they moved.
+    # How often the domain's scales were ever rolled, and the scaling updates before the last roll;
+    # how often they moved since the last restore, and the F and dI that gathered amaxes since then.
     **_each("domain", "rolls", "rolled_after", "moves", "gathers"),
-    # Where the latest reporting F began to draw, and how many began at the arbitrary position.
+    # The position at which the latest reporting F began to draw random numbers; how many F began at
+    # the arbitrary position `number`.
     **_each("domain", "drew_last", initial=NEVER),
     **_each("domain", "repeats"),
     **_each("one", "number", initial=None),
-    # What was enqueued on a domain's graph stream since the last restore.
+    # Number of work items enqueued on a domain's graph stream since the last restore.
     **_each("domain", "enqueued"),
     **_each("domain", "broken", "touched", "device", values="flag"),
     **_each("domain", "toucher", "refresher", "evaluator", values="stage", initial=None),
     **_each("domain", "updater", "beginner", values="slot", initial=None),
-    # The epoch whose gradients a buffer holds, and who is writing it.
+    # The epoch whose gradients a buffer holds, the number of writers, and the writing slot.
     **_each("buffer", "content", initial=NEVER),
     **_each("buffer", "writers"),
     **_each("buffer", "writer", values="slot", initial=None),
-    # How many slots keep memory in a pool, and the pool's slots in some order, those first; the
+    # How many slots keep memory in a pool; the pool's slots in an order that begins with these; the
     # capture rank of a slot's latest replay, and the slot that a pool last replayed.
     **_each("pool", "tapes"),
     **_each("pool", "slots", initial=None),
@@ -120,14 +122,14 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("pool place", "seated", values="slot", initial=None),
     **_each("slot", "last_rank"),
     **_each("pool", "last_replayed", values="slot", initial=None),
-    # The caller's stream that the latest optimizer update was enqueued on, and whether it may run
-    # beside what a domain's graph stream is given.
+    # The caller's stream on which the latest optimizer update was enqueued; whether the update may
+    # run concurrently with new work on a domain's graph stream.
     **_each("one", "updated_on", values="caller", initial=None),
     **_each("domain", "updating", values="flag"),
-    # Whether a caller's stream may run beside that update.
+    # Whether a caller's stream may run concurrently with that update.
     **_each("link", "behind_update", values="flag"),
-    # The read of a stage's weights on a stream of its own since the weights last changed, and on
-    # whose link it was awaited.
+    # The read of a stage's weights on a separate stream since the weights last changed, and the
+    # link on which its end was awaited.
     **_each("stage", "weights_reader"),
     **_each("stage", "reader_awaited_by", values="link", initial=None),
     # The same of its gradients.
@@ -135,33 +137,33 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("stage", "gradients_awaited_by", values="link", initial=None),
     # Whether the graph stream has yet to wait for work of a caller.
     **_each("link", "behind", values="flag"),
-    # The ends of transfers told on a link, and those that the graph stream has waited for; and the
-    # latest end of a slot: on which link, and which of those.
+    # Number of transfer ends reported on a link, and how many of these the graph stream has waited
+    # for; the link and the number of a slot's latest transfer end.
     **_each("link", "told", "heard"),
     **_each("slot", "last_end_on", values="link", initial=None),
     **_each("slot", "last_end"),
-    # Arbitrary ones.
+    # The arbitrary slot, link and stage.
     **_each("one", "slot", values="slot", initial=None),
     **_each("one", "link", values="link", initial=None),
     **_each("one", "stage", values="stage", initial=None),
     # An earlier graph overwrote the slot's retained memory; the link waited for the replay that
     # wrote the slot's output, and for the replay that wrote the stage's gradients.
     **_each("one", "clobbered", "seen", values="flag"),
-    # The link waited for every replay on the slot; for every one of the slot's former work; and a
-    # transfer of the slot ended on the link and the graph stream has not waited for it.
+    # The link waited for every replay on the slot; for every replay of the slot's former work; a
+    # transfer of the slot ended on the link, and the graph stream has not waited for it.
     **_each("one", "saw", "clear", values="flag", initial=1),
     **_each("one", "trailing", values="flag"),
     **_each("one", "seen_gradients", values="flag", initial=1),
     # The link's caller waited for the stage's latest evaluation, on any of its links.
     **_each("one", "seen_evaluation", values="flag", initial=1),
-    # An arbitrary reference: was it issued, for what, and is the work it named gone.
+    # An arbitrary reference: whether it was issued, for which key, and whether its work is gone.
     **_each("one", "ref_slot", values="slot", initial=None),
     **_each("one", "ref_generation", values="generation", initial=None),
     **_each("one", "ref_incarnation", initial=None),
     **_each("one", "issued", "dead", values="flag"),
     **_each("one", "ref_cell", values="cell", initial=None),
     **_each("one", "ref_epoch", initial=NEVER),
-    # An arbitrary ticket: what it is good for now, and where.
+    # An arbitrary ticket: what it currently permits, and for which slot and stage.
     **_each("one", "ticket", values="ticket", initial=None),
     **_each("one", "outstanding"),
     **_each("one", "ticket_slot", values="slot", initial=None),

@@ -117,13 +117,13 @@ def run(
         prepare(progress or (lambda line: None))
         report.setup_seconds = time.perf_counter() - began
     elif progress is not None:
-        progress("Mutants. Trying them in reachable states.")
+        progress("Mutants: trying them in reachable states")
     count = Countdown("mutants", len(chosen))
     for site in chosen:
         report.verdicts.append(judge(mutant(site), searched))
         if note is not None and [report.verdicts[-1]] == report.survivors:
-            note(f"First survivor. {site}")
+            note(f"First survivor: {site}")
         if progress is not None:
-            progress(f"Mutants. {count(len(report.verdicts))}, {report.killed} killed")
+            progress(f"Mutants: {count(len(report.verdicts))}, {report.killed} killed")
     report.seconds = time.perf_counter() - began
     return report

@@ -287,7 +287,7 @@ def prepare(tell: Callable[[str], None]) -> None:
         tell: Called with a progress line per composition.
     """
     for omit in ((), *((relation,) for relation in ELSEWHERE)):
-        tell(f"Mutants. Trying them in reachable states: {composition_name(omit)}")
+        tell(f"Mutants: trying them in reachable states: {composition_name(omit)}")
         corpus(omit, tuple(TRANSITIONS))
     for composition, _ in (_finite(()), _unbounded(())):
         assert composition.paths

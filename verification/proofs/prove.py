@@ -78,7 +78,7 @@ def run(
     }
     for agreement in again(others, solvers):
         report.agreements.append(agreement)
-        tell(f"Proving. {agreement.counted} obligations proved again")
+        tell(f"Proving: {agreement.counted} obligations proved again")
     return report
 
 
@@ -93,9 +93,9 @@ def _everything(seed: int, tell: Progress, note: Progress | None) -> list[Obliga
         if not obligation.proved:
             unproved += 1
             if unproved == 1 and note is not None:
-                note(f"First finding. {obligation.found}: {obligation.verdict}")
+                note(f"First finding: {obligation.found}: {obligation.verdict}")
         tell(
-            f"Proving. {count(min(len(names), len(COMPOSITIONS)) - 1)}, now "
+            f"Proving: {count(min(len(names), len(COMPOSITIONS)) - 1)}, now "
             f"{obligation.composition}: {len(found):,} obligations"
         )
     return found
@@ -106,7 +106,7 @@ def _in_scope(tell: Progress) -> list[Obligation]:
     for witness in in_scope.witnesses(Composition.of((), Encoding.finite(SCOPE))):
         found.append(witness)
         tell(
-            f"Proving. Looking for a state from which {witness.transition} takes path "
+            f"Proving: looking for a state from which {witness.transition} takes path "
             f"{witness.path}"
         )
     return found
@@ -116,7 +116,7 @@ def _in_steps(depth: int, tell: Progress) -> list[Obligation]:
     found = []
     for proof in in_steps.bounded(Composition.of((), Encoding.finite(in_steps.SCOPE)), depth):
         found.append(proof)
-        tell(f"Proving. From the initial state, {proof.path} in {proof.seconds:.1f} s")
+        tell(f"Proving: from the initial state, {proof.path} in {proof.seconds:.1f} s")
     return found
 
 

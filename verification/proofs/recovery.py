@@ -63,7 +63,7 @@ def _accepted(composition: Composition) -> Iterator[Goal]:
     tape = ("abort_forward", "abort_dgrad", "abort_wgrad")
     facts = [*words.assumed("abort_forward"), *mine, ticket != 0]
     ways = [_conditions(composition, name) for name in tape]
-    yield _goal("a step back is accepted", "abort", facts, z3.Not(z3.Or(ways)))
+    yield _goal("a recovery step is accepted", "abort", facts, z3.Not(z3.Or(ways)))
     for name in ("abort_refresh", "abort_evaluation", "abort_update", "fail_reduction", "drain"):
         column, index = ENDED[name]
         where = 0 if index == "one" else enc.sym(enc.const(f"arg.{index}", index))
@@ -76,7 +76,7 @@ def _accepted(composition: Composition) -> Iterator[Goal]:
         elif name == "fail_reduction":
             facts += [value != 0]
         refused = z3.Not(_conditions(composition, name))
-        yield _goal("a step back is accepted", name, facts, refused)
+        yield _goal("a recovery step is accepted", name, facts, refused)
 
 
 def _one_fewer(composition: Composition) -> Iterator[Goal]:
@@ -91,7 +91,7 @@ def _one_fewer(composition: Composition) -> Iterator[Goal]:
             term = path.columns[column]
             at = enc.const(f"arg.{index}", index) if z3.is_array(term) else None
             ended = _entry(term, at) == 0
-            yield _goal("a step back ends one thing", name, facts, z3.Not(ended), path)
+            yield _goal("a recovery step ends its action", name, facts, z3.Not(ended), path)
             for other in kept:
                 after, before = path.columns[other], path.before[other]
                 if after.eq(before):
@@ -99,7 +99,7 @@ def _one_fewer(composition: Composition) -> Iterator[Goal]:
                 member = enc.const("var.i", STATE[other].index) if z3.is_array(after) else None
                 left = _entry(after, member)
                 same = z3.Implies(left != 0, left == _entry(before, member))
-                yield _goal("a step back begins nothing", name, facts, z3.Not(same), path)
+                yield _goal("a recovery step begins no action", name, facts, z3.Not(same), path)
 
 
 def _restored(composition: Composition) -> Iterator[Goal]:

@@ -96,12 +96,12 @@ class ProofReport:
 
     @property
     def questions(self) -> int:
-        """Number of distinct questions to the solver; the other obligations follow from them."""
+        """Number of distinct queries to the solver; their answers prove the other obligations."""
         return sum(o.solver != "syntax" and o.seconds > 0.0 for o in self.obligations)
 
     @property
     def same_term(self) -> int:
-        """Number of obligations that compare a term with itself."""
+        """Number of obligations without a query: the transition leaves their values unchanged."""
         return sum(obligation.solver == "syntax" for obligation in self.obligations)
 
     @property

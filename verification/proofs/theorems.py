@@ -227,7 +227,7 @@ def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
                     (composition.encoding.const("var.i", "place"), z3.IntVal(0)),
                 )
                 known = [*facts, first, *words.assumed(transition)]
-                yield _never("one pool a slot", "capture", path, known, {"capture"})
+                yield _never("one pool per slot", "capture", path, known, {"capture"})
 
 
 def restored(composition: Composition) -> Iterator[Goal]:
@@ -249,7 +249,7 @@ def restored(composition: Composition) -> Iterator[Goal]:
             if transition == "restore":
                 yield _goal("a restore ends every reference", path, [*facts, issued], _gone(after))
             if not after.dead.term.eq(h.dead.term):
-                yield _goal("what ended stays ended", path, [*facts, dead], _gone(after))
+                yield _goal("an ended reference stays ended", path, [*facts, dead], _gone(after))
             if "ref.slot" in flat_arguments(transition):
                 offered = [
                     enc.const(f"arg.ref.{part}", sort) == getattr(h, f"ref_{part}")[0].term

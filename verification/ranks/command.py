@@ -49,10 +49,10 @@ class Ranks:
         scopes = []
         count = Countdown("scopes", len(analysis.SCOPES))
         for number, scope in enumerate(analysis.SCOPES.values()):
-            progress.note(f"Exploring. {count(number)}. {scope.name}: {scope.says}")
+            progress.note(f"Exploring: {count(number)}, {scope.name}: {scope.says}")
             scopes.append(analysis.explore(scope, lemmas=False))
             if scopes[-1].violation:
-                progress.note(f"Finding. {scope.name}: {scopes[-1].violation}")
+                progress.note(f"Finding: {scope.name}: {scopes[-1].violation}")
         kernels = [analysis.match(name=name) for name in analysis.KERNEL_SCOPES]
         lines = [
             f"any number of ranks: {report.unsat - report.same_term} of {asked} obligations "

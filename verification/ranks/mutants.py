@@ -156,7 +156,7 @@ def mutants() -> Iterator[ProtocolMutant]:
 def caught(mutant: ProtocolMutant, progress: Callable[[str], None] | None = None) -> Caught:
     """Prove and explore a mutant."""
     if progress is not None:
-        progress(f"Mutants. {mutant.name}")
+        progress(f"Mutants: {mutant.name}")
     without = frozenset({mutant.without})
     left = tuple(
         obligation.name

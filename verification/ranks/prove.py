@@ -166,12 +166,12 @@ def run_proofs(
     report = ProofReport()
     for obligation in prove(seed=first, progress=progress):
         if note is not None and not obligation.proved and not report.open:
-            note(f"First finding. {obligation.found}: {obligation.verdict}")
+            note(f"First finding: {obligation.found}: {obligation.verdict}")
         report.obligations.append(obligation)
     for agreement in again(others, solvers):
         report.agreements.append(agreement)
         if progress is not None:
-            progress(f"Proving. {agreement.counted} obligations proved again")
+            progress(f"Proving: {agreement.counted} obligations proved again")
     return report
 
 
@@ -203,7 +203,7 @@ def prove(
         for taken in protocol.transitions.values():
             if transition in ("", taken.name):
                 if progress is not None:
-                    progress(f"Proving. {taken.name}")
+                    progress(f"Proving: {taken.name}")
                 taken = instead.get(taken.name, taken)
                 yield from solver.settle(_kept(protocol, taken, without))
 

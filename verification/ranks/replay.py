@@ -10,7 +10,7 @@ and the start of an attempt. A log without a stop at its end means that its proc
 rank ends, a host that queues work ahead of its device has logged events that never happened on the
 device; `messages_of_logs` leaves these out.
 
-If the first files of a log in several files are missing, the replay begins behind a commit that all
+If the first files of a log in several files are missing, the replay begins after a commit that all
 logs have, and takes the ranks' states there on trust (`qeffect.log.rank_series`).
 
 Attempts are ordered by the hosts' clocks; nothing else reads the clocks.

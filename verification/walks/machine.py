@@ -154,7 +154,7 @@ def run(
         driver.agree()
         report.schedules += 1
         if progress is not None:
-            progress(f"Checking. {count(report.schedules)}: {tally.calls:,} actions")
+            progress(f"Checking: {count(report.schedules)}: {tally.calls:,} actions")
 
     begun = time.perf_counter()
     found = None
@@ -173,7 +173,7 @@ def run(
     report.seconds = time.perf_counter() - begun
     if found is not None:
         if note is not None:
-            note(f"First finding. {str(found).splitlines()[0]}; looking for a shorter schedule")
+            note(f"First finding: {str(found).splitlines()[0]}; looking for a shorter schedule")
         report.failure = str(_shrunk(found, seed, progress, make) if shrink else found)
     report.actions = tally.calls
     report.accepted = {name: tally.accepted[name] for name in TRANSITION_NAMES}

@@ -216,4 +216,4 @@ def _sweep(args: argparse.Namespace) -> list[tuple[BenchCell, Sequence[ColumnSpe
 
 def _timed(progress: Progress) -> Callable[[str], None]:
     started = time.monotonic()
-    return lambda text: progress.note(f"Measuring. {time.monotonic() - started:6.1f} s  {text}")
+    return lambda text: progress.note(f"Measuring: {time.monotonic() - started:6.1f} s  {text}")

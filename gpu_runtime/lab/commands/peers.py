@@ -254,7 +254,7 @@ def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="qeffect-peers-") as folder:
         starts = RankStarts(PP, Path(folder))
         for mode, cells in _runs(args.modes, settings.cells):
-            progress.note(f"Measuring. {mode}: {', '.join(cells)}")
+            progress.note(f"Measuring: {mode}: {', '.join(cells)}")
             limit = args.limit * (2 if mode == OURS else 1)
             _run_mode(starts, mode, rows_of(mode, cells, settings), limit, report, progress)
             report.save()

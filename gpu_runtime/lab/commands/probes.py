@@ -101,7 +101,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     )
     report.save()
     for sequence, fused in ATTENTION if "attention" in args.only else ():
-        progress(f"Probing. Attention of {sequence} tokens")
+        progress(f"Probing: attention of {sequence} tokens")
         report.raw["attention"].append(_attention(sequence, fused, args.device, None))
         report.save()
     tool = _sanitizer()
@@ -110,7 +110,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     if "addresses" in args.only:
         report.raw["addresses"] = _ask_process(["addresses", args.device])
     if args.device == "cuda" and "interleaved" in args.only:
-        progress("Probing. Interleaved stages under the library's graphs")
+        progress("Probing: interleaved stages under the library's graphs")
         report.save()
         report.raw["interleaved"] = _sides()
     finished = report.finish()

@@ -190,7 +190,7 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
         with saving:
             found[schedule].append(row)
             rows[:] = [row for of_one in found.values() for row in of_one]
-            progress.note(f"Compared. {_said(row)}")
+            progress.note(f"Compared: {_said(row)}")
             report.save()
 
     with (

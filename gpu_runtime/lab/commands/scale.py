@@ -217,7 +217,7 @@ def _measure(args: argparse.Namespace, rows: list[ScaleRow], findings: Findings)
     member = join(args.device)
     for name in args.compared:
         for schedule in args.schedules:
-            findings.note(f"Comparing. {schedule}, {name}")
+            findings.note(f"Comparing: {schedule}, {name}")
             findings.add({"compared": _compare(member, args, schedule, name)})
     guarded: dict[str, Any] = {}
     final: dict[str, str] = {}

@@ -208,7 +208,7 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
     )
     for handoff in HANDOFFS:
         for number in range(processes):
-            progress.note(f"Checking. {handoff} process {number + 1} of {processes}")
+            progress.note(f"Checking: {handoff} process {number + 1} of {processes}")
             asked = {
                 "handoff": handoff,
                 "checks": checks,

@@ -106,7 +106,7 @@ def profile_rows(meet: Callable[[], Member], rows: Sequence[SideRow], findings: 
     """One rank: profile row after row."""
     member = meet()
     for row in rows:
-        findings.note(f"Profiling. {_spelled(row)}")
+        findings.note(f"Profiling: {_spelled(row)}")
         with isolation(member):
             try:
                 findings.add(profile_row(member, row))

@@ -52,7 +52,7 @@ def measure_rows(
         measure: Measures a row and returns its results.
     """
     for row in rows:
-        findings.note(f"Timing. {row.label}")
+        findings.note(f"Timing: {row.label}")
         with isolation(member):
             found = measure(row)
         findings.add(found)
