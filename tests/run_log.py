@@ -72,10 +72,10 @@ class RunLog:
             self.parts[-1].update(line)
 
     def begin(self, part: Mapping[str, Any]) -> None:
-        """Begin a part. The first part empties the file."""
+        """Begin a part. The first part empties the file; a later one drops a line that was cut."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        if not self.parts:
-            self.file.write_text("", encoding="utf-8")
+        before = self.file.read_text(encoding="utf-8") if self.parts else ""
+        self.file.write_text(before[: before.rfind("\n") + 1], encoding="utf-8")
         self._write(dict(part))
 
     def test_ended(self, name: str, outcomes: list[str], at: float) -> None:

@@ -16,7 +16,8 @@ import pytest
 from tests import profiles
 from tests.conftest import selects_devices
 from tests.docs.record_block import row
-from tests.record import COUNTED, RECORDS
+from tests.record import COUNTED, CUT_OFF, RECORDS, main
+from tests.record import record as record_of
 from tests.run_log import RunLog, bare_id
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -269,11 +270,17 @@ def test_a_run_that_was_cut_off_is_resumed_and_its_record_names_both_parts(tmp_p
     assert "ended by itself" in again[1]
 
 
+PART = {
+    **{"began": "2026-01-01T00:00:00+00:00", "commit": "1" * 40, "profile": "ci"},
+    **{"markers": "slow", "arguments": ["tests"], "hardware": {}, "versions": {}},
+}
+
+
 def test_the_log_of_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
     """A test whose line was cut runs again; a malformed line before it is an error."""
     file = tmp_path / "run.log.jsonl"
     log = RunLog(file)
-    log.begin({"began": "now", "commit": "1" * 40})
+    log.begin(PART)
     log.test_ended("a", ["passed"], 1.0)
     log.test_ended("b", ["passed", "errors"], 2.5)
     with file.open("a") as stream:
@@ -282,11 +289,33 @@ def test_the_log_of_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path: Pat
     read = RunLog.read(file)
 
     assert read.ended == {"a": ["passed"], "b": ["passed", "errors"]}
-    assert read.parts == [{"began": "now", "commit": "1" * 40, "seconds": 2.5}]
+    assert read.parts == [PART | {"seconds": 2.5}]
     assert read.counts() == {"passed": 2, "errors": 1}
+    assert main([str(file)]) == 0, "the record that a killed run could not write"
+    assert json.loads((tmp_path / "run.json").read_text())["exit_status"] == CUT_OFF
+    read.begin(PART)
+    assert len(RunLog.read(file).parts) == 2, "a later part begins on a line of its own"
     file.write_text('{"test": "c", "outc\n' + file.read_text())
     with pytest.raises(ValueError, match="line 1: malformed"):
         RunLog.read(file)
+    assert main([str(file)]) == main([]) == 2
+
+
+def test_only_the_last_part_says_what_cannot_be_collected(tmp_path: Path) -> None:
+    """Each part collects every module again. A test that failed stays failed."""
+    log = RunLog(tmp_path / "run.log.jsonl")
+    log.begin(PART)
+    log.test_ended("tests/test_a.py", ["errors"], 0.5)
+    log.test_ended("tests/test_b.py::test_it", ["failed"], 1.0)
+    log.end(1.5, CUT_OFF)
+    log.begin(PART)
+    log.test_ended("tests/test_a.py::test_it", ["passed"], 0.5)
+    log.end(1.0, 0)
+
+    found = record_of(RunLog.read(log.file))
+
+    assert {n: c for n, c in found["counts"].items() if c} == {"failed": 1, "passed": 1}
+    assert (found["seconds"], found["exit_status"]) == (2.5, 1)
 
 
 def test_a_group_is_not_part_of_the_name_of_a_test() -> None:
