@@ -3,12 +3,15 @@ A training runtime that asks the kernel before every F, dI and dW that it perfor
 
 A training step, from the command to the launch of a graph:
 
-1. `commands.py` names the commands; `training/command.py` reads the file and joins the ranks.
+1. `qeffect/cli/` finds `commands.py` by entry point. `commands.py` builds a function's name from
+   the command's: `train` calls `run_train` of `training/command.py`, or with ``--compare`` that of
+   `lab/commands/train.py`. `run_train` reads the file and joins the ranks.
 2. `training/loop.py` builds this rank's worker and calls `StepRunner.step` of
    `training/step_runner.py`.
 3. `ranks/worker.py` holds a rank's runtime, connections and optimizer. `Worker.step` calls
    `ranks/pipeline.py`, which walks the rank's row of the schedule, message by message.
-4. `step/actions.py` performs one F, dI or dW: ask the contract, act, tell the contract.
+4. `step/actions.py` performs one F, dI or dW: ask the contract, act, tell the contract. It acts
+   through the executor that `runtime/assembly.py` chose for the mode (`step/performer.py`).
 5. `step/graphs.py` replays the slot's CUDA graph; in mode ``eager``, `step/eager.py` calls the
    layers of `backends/`.
 6. `runtime/epoch.py` makes gradients final; all ranks consent (`ranks/consent.py`); then

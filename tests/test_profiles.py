@@ -4,6 +4,7 @@ The suite's own options: the profile, the tests that it leaves out, and the reco
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from tests import profiles
 from tests.conftest import selects_devices
+from tests.device_lock import held
 from tests.docs.record_block import row
 from tests.record import COUNTED, CUT_OFF, RECORDS, main
 from tests.record import record as record_of
@@ -316,6 +318,25 @@ def test_only_the_last_part_says_what_cannot_be_collected(tmp_path: Path) -> Non
 
     assert {n: c for n, c in found["counts"].items() if c} == {"failed": 1, "passed": 1}
     assert (found["seconds"], found["exit_status"]) == (2.5, 1)
+
+
+def test_devices_are_shared_or_held_alone(tmp_path: Path) -> None:
+    """Two tests share the devices; a test that is to have them alone waits for both."""
+    file = tmp_path / "devices"
+
+    def is_free(kind: int) -> bool:
+        with file.open("w") as lock:
+            try:
+                fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    with held(alone=False, file=file):
+        assert (is_free(fcntl.LOCK_SH), is_free(fcntl.LOCK_EX)) == (True, False)
+    with held(alone=True, file=file):
+        assert (is_free(fcntl.LOCK_SH), is_free(fcntl.LOCK_EX)) == (False, False)
+    assert is_free(fcntl.LOCK_EX)
 
 
 def test_a_group_is_not_part_of_the_name_of_a_test() -> None:

@@ -51,8 +51,8 @@ def guarded(
     Return a model's specification whose pipeline is guarded.
 
     Write ``config.model_spec = guarded(config.model_spec)`` at the end of a function of your
-    configuration module. A run without pipeline parallelism is not guarded; the log
-    ``qeffect.guards`` then has a warning.
+    configuration module. A run without pipeline parallelism is not guarded; the
+    logger ``qeffect.guards`` then gets a warning.
 
     Args:
         spec: A `ModelSpec` of TorchTitan.
@@ -107,7 +107,8 @@ def guard_of(built: Any) -> GuardedSchedule:
     found = getattr(getattr(schedule, "schedule", schedule), pipelining.MARK, None)
     if not isinstance(found, GuardedSchedule):
         raise ValueError(
-            f"{type(built).__name__} has no guarded schedule; the log `qeffect.guards` says why"
+            f"{type(built).__name__} has no guarded schedule; the messages of the Python logger "
+            "`qeffect.guards` say why, if `guarded` was called"
         )
     return found
 

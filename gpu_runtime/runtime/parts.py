@@ -99,7 +99,7 @@ class RuntimeParts:
 
     @contextmanager
     def performed_by(self, performer: Performer) -> Iterator[None]:
-        """A context in which another performer does the physical part of each action."""
+        """A context in which another performer does what touches memory, streams or other ranks."""
         before = self.performer
         self._perform_with(performer)
         try:

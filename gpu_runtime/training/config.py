@@ -106,8 +106,9 @@ class Model:
             dynamic scaling; `bf16`, a product in bf16, without FP8.
         scales: When FP8 scales are updated: `action`, at the end of every F and dI, as Transformer
             Engine does; `epoch`, once per step. With `epoch` the bits of training depend neither on
-            the schedule nor on the mapping onto ranks, and walks that calibrate the scales come
-            before the first step. `epoch` needs `deterministic` of `[run]`. With
+            the schedule nor on the mapping onto ranks. A new run first calibrates the scales:
+            before its first step it runs that step's microbatches, up to 16 times, without an
+            update of weights. `epoch` needs `deterministic` of `[run]`. With
             `rule = "accumulate"` it also needs a schedule whose dI and dW run in the order of
             microbatches.
     """

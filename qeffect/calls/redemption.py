@@ -70,11 +70,13 @@ class Redemption(Queries):
             draws: For F, the position of the random generator at which F began to draw
                 (`StageConfig.reports_draws`); for dI, the position at which its recomputation
                 began (`StageConfig.recomputes_draws`). An integer of at least 0 that rises as the
-                generator advances; a caller that reseeds adds the last position of the old seed.
-            weight: For dI, the factor by which the microbatch's gradient is weighted, as
-                (numerator, denominator), not reduced: all weights of an epoch have one denominator
-                (`StageConfig.weights_sum`). It is the product of all factors that are applied to
-                the gradient before the update, except the factor of a sum over replicas.
+                generator advances. A caller that reseeds the generator adds, to each later
+                position, the last position before the reseeding, so that the number keeps rising.
+            weight: For dI, the factor by which the microbatch's gradient is weighted, as the
+                fraction (numerator, denominator). All weights of an epoch have the same
+                denominator (`StageConfig.weights_sum`), so do not cancel common factors. It is the
+                product of all factors that are applied to the gradient before the update, except
+                the factor of a sum over replicas.
 
         Returns:
             For F, the reference of the new tape; otherwise None.

@@ -259,8 +259,9 @@ really put the waits on the streams.""",
             number="6.13",
             title="Weights are read on other streams after the update",
             invariant="A read of weights starts after the work of a caller's stream. That stream "
-            "ran the optimizer's latest update, or has waited for the graph stream since the "
-            "graph stream waited for the update or the host saw the update finish.",
+            "ran the optimizer's latest update itself, or it has waited for the graph stream. In "
+            "the second case the graph stream had waited for the update, or the host had seen the "
+            "update finish, before that wait.",
             transitions=("start_weights_read",),
             argument="link",
             unchanged=_STREAMS,

@@ -218,9 +218,10 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
     for name, report in found:
         derived = report["derived"]
         parts.append(
-            f"**Peers** ({name}; {machine(report)}): one language model of four layers, embedding "
-            "and head over 32,768 tokens, from the same initial bits, over two ranks with two "
-            "stages each; each mode ran in processes of its own. *Gradients* compares a mode's "
+            f"**Peers** ({name}; {machine(report)}): every mode runs the same language model: four "
+            "layers, with an embedding and a head for a vocabulary of 32,768 tokens. Every mode "
+            "starts from the same bits, runs over two ranks with two stages each, and has "
+            "processes of its own. *Gradients* compares a mode's "
             "gradients with those of its own framework without graphs (for ours, with `native` and "
             "replays). They have the same bits, or are close to these and to native's, or are "
             "wrong. Megatron's head is bf16, ours is FP8."

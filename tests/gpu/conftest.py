@@ -16,6 +16,8 @@ import torch
 from qeffect.gpu_runtime.backends.determinism import DETERMINISTIC
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 
+from tests.device_lock import held
+
 from .helpers import native_final
 
 HERE = Path(__file__).parent
@@ -41,6 +43,13 @@ def device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in DETERMINISTIC.items():
             patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def devices(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Share the devices with other workers; a test marked ``alone`` has them for itself."""
+    with held(alone=request.node.get_closest_marker("alone") is not None):
         yield
 
 

@@ -48,6 +48,7 @@ def launched(folder: Path, schedule: str, slow: int) -> list[dict[str, Any]]:
 
 
 @two_gpus
+@pytest.mark.alone
 @pytest.mark.parametrize(("schedule", "slow"), [("zbv", 0), ("zbv", 1), ("il", 1)])
 def test_the_slow_device_is_named(schedule: str, slow: int, tmp_path: Path) -> None:
     """It spins 2 million cycles, about a millisecond, behind each action; a dW takes less."""
@@ -62,6 +63,7 @@ def test_the_slow_device_is_named(schedule: str, slow: int, tmp_path: Path) -> N
 
 
 @two_gpus
+@pytest.mark.alone
 def test_of_two_equal_devices_nobody_is_named(tmp_path: Path) -> None:
     """Launches take equally long on both ranks; each rank's stages have the same size."""
     lines = launched(tmp_path, "zbv", -1)

@@ -3,12 +3,12 @@ Megatron-core with the same model, in each of its graph modes; only this module 
 Megatron-core.
 
 Written for megatron-core 0.19.2, which needs only torch and Transformer Engine. Its model starts
-from the bits of our model: parameters are copied by name (`megatron_name`), and both models keep
-query, key and value in one matrix by head. Two things differ. Megatron's head is bf16, ours is FP8.
-Megatron's GELU, with the same approximation, is rounded to bf16 before it is quantized. Every mode
-runs under Megatron's own DistributedDataParallel, whose main_grad is the gradient. Messages are not
-batched, because with two ranks a batch has a send in each direction between the same ranks. NCCL
-would pair these by order, so Megatron-LM refuses such batches.
+from the bits of our model: parameters are copied by name (`megatron_name`), and in both models one
+matrix holds query, key and value, with its rows ordered head by head. Two things differ. Megatron's
+head is bf16, ours is FP8. Megatron's GELU, with the same approximation, is rounded to bf16 before
+it is quantized. Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is
+the gradient. Messages are not batched, because with two ranks a batch has a send in each direction
+between the same ranks. NCCL would pair these by order, so Megatron-LM refuses such batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """
 The order of a process's F, dI and dW.
 
-An order is one rank's row of a schedule table. Both sides of a comparison must run the same order:
-every F and dI of the process moves the state domain, so another order may compute other values.
+An order is one rank's row of a schedule table. Two runs that are compared must use the same order:
+by default every F and dI updates the FP8 scales of its domain, so another order may compute other
+values.
 """
 
 from __future__ import annotations
