@@ -15,7 +15,6 @@ import torch
 
 from qeffect.gpu_runtime.backends.determinism import DETERMINISTIC
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
-
 from tests.device_lock import held
 
 from .helpers import native_final
