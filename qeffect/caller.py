@@ -1,8 +1,8 @@
 """
-A correct caller of one process: it makes all calls of the contract that an action needs.
+Calls the contract of one process correctly: for each action every call that the action needs.
 
-The fault table and the example logs say *what* runs, by stage and microbatch. This module makes the
-calls of the contract as a runtime makes them. No device is used.
+The fault table and the example logs say *what* runs, by stage and microbatch. This module calls the
+contract as a runtime does. No device is used.
 """
 
 from __future__ import annotations

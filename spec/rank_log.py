@@ -1,5 +1,7 @@
 """
-The lines of a rank log: one table for the writer, the reader's checks and the written contract.
+The fields of each line of a rank log.
+
+The writer, the reader's checks and the text of ``spec/contract.md`` take them from here.
 
 A rank log has a header, then one line per event. Every line ends with a digest over all lines so
 far; every event has a number, ``seq``, from 1.

@@ -51,7 +51,7 @@ SAME = ("commit", "profile", "markers", "arguments")
 
 
 def _commit() -> str | None:
-    """The commit, with ``+`` if tracked files differ from it; None outside a checkout."""
+    """The commit, with ``+`` if tracked files but for records differ; None outside a checkout."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
@@ -60,7 +60,8 @@ def _commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+        changed = git("status", "--porcelain", "-uno", "--", ".", ":(exclude)tests/records")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
     except OSError:
         return None
 
@@ -123,8 +124,16 @@ class Recorder:
             "commit": self.commit,
             "profile": profiles.PROFILE,
             "markers": self.config.getoption("markexpr"),
-            "arguments": [str(word) for word in self.config.args],
+            "arguments": [str(word) for word in self.config.args] + self._selection(),
         }
+
+    def _selection(self) -> list[str]:
+        """The options that leave tests out, but for the marker expression."""
+        option = self.config.getoption
+        chosen = ["-k", option("keyword")] if option("keyword") else []
+        for name in ("deselect", "ignore", "ignore_glob"):
+            chosen += [f"--{name.replace('_', '-')}={word}" for word in option(name) or ()]
+        return chosen
 
     def _resumable(self, file: Path) -> RunLog:
         """The log of the run that this part resumes."""
@@ -135,6 +144,8 @@ class Recorder:
         last = log.parts[-1]
         if last.get("exit_status", CUT_OFF) != CUT_OFF:
             raise pytest.UsageError(f"--resume: {file} is of a run that ended by itself")
+        if self.commit is None:
+            raise pytest.UsageError("--resume: outside a checkout, name the commit with --commit")
         for name, here in self._same().items():
             if here != last[name] or str(here).endswith("+"):
                 raise pytest.UsageError(
@@ -179,7 +190,7 @@ class Recorder:
             found.append("errors")
         elif report.skipped:
             found.append("skipped")
-        if report.when == "teardown":
+        if report.when not in ("setup", "call"):  # a worker that crashed has one report of its own
             self._ended(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -197,11 +208,13 @@ class Recorder:
         self.broken_off = True
         raise KeyboardInterrupt
 
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write the record."""
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the record. A run whose earlier parts failed does not exit with 0."""
         status = CUT_OFF if self.broken_off else exitstatus
         self.log.end(time.monotonic() - self.clock, int(status))
-        _write(self.file, record(self.log))
+        found = record(self.log)
+        _write(self.file, found)
+        session.exitstatus = found["exit_status"]
 
 
 def record(log: RunLog) -> dict[str, Any]:
@@ -209,8 +222,10 @@ def record(log: RunLog) -> dict[str, Any]:
     first, *later = log.parts
     counts = log.counts()
     status = log.parts[-1].get("exit_status", CUT_OFF)
-    if status == pytest.ExitCode.OK and counts["failed"] + counts["errors"]:
-        status = int(pytest.ExitCode.TESTS_FAILED)
+    nothing_left = later and status == pytest.ExitCode.NO_TESTS_COLLECTED
+    if nothing_left or status == pytest.ExitCode.OK:
+        failed = counts["failed"] + counts["errors"] > 0
+        status = int(pytest.ExitCode.TESTS_FAILED if failed else pytest.ExitCode.OK)
     return {
         "date": log.parts[-1]["began"][:10],
         "began": first["began"],

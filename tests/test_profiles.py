@@ -19,6 +19,7 @@ from tests.conftest import selects_devices
 from tests.device_lock import held
 from tests.docs.record_block import row
 from tests.record import COUNTED, CUT_OFF, RECORDS, main
+from tests.record import _commit as commit_of
 from tests.record import record as record_of
 from tests.run_log import RunLog, bare_id
 
@@ -235,6 +236,27 @@ TWO_TESTS = tuple(
 )
 
 
+def test_a_record_that_is_rewritten_is_no_change_of_the_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a run that keeps its record in the tree could never be resumed."""
+    kept, other = tmp_path / "tests" / "records" / "slow.json", tmp_path / "code.py"
+    kept.parent.mkdir(parents=True)
+    for file in (kept, other):
+        file.write_text("")
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+    for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-q", "-m", "All")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr("tests.record.ROOT", tmp_path)
+    clean = commit_of()
+    assert clean is not None
+
+    kept.write_text("rewritten")
+    assert commit_of() == clean
+    other.write_text("changed")
+    assert commit_of() == f"{clean}+"
+
+
 @pytest.mark.ci
 def test_a_run_that_was_cut_off_is_resumed_and_its_record_names_both_parts(tmp_path: Path) -> None:
     """The second part runs what the first did not reach, over workers too; then nothing is left."""
@@ -256,11 +278,14 @@ def test_a_run_that_was_cut_off_is_resumed_and_its_record_names_both_parts(tmp_p
     assert (first["counts"]["passed"], first["exit_status"]) == (1, 2)
 
     other = run("--resume", *options, path=tmp_path, HYPOTHESIS_PROFILE="dev")
+    chosen = run("--resume", "-k", "whole", *options, path=tmp_path, CI="1")
     code, told = run("--resume", "-n", "2", *options, path=tmp_path, CI="1")
     again = run("--resume", *options, path=tmp_path, CI="1")
 
     assert other[0] == 4
     assert "has profile 'ci', this run has 'dev'" in other[1]
+    assert chosen[0] == 4
+    assert "resume at the same commit, without changed files and with the same options" in chosen[1]
     assert code == 0, told
     assert "1 passed" in told
     record = json.loads(file.read_text())
@@ -301,6 +326,37 @@ def test_the_log_of_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path: Pat
     with pytest.raises(ValueError, match="line 1: malformed"):
         RunLog.read(file)
     assert main([str(file)]) == main([]) == 2
+
+
+def test_a_resumed_run_does_not_hide_what_failed_before(tmp_path: Path) -> None:
+    """Nothing is left to run; the exit status is that of the tests that ended in the first part."""
+    file = tmp_path / "run.json"
+    options = ("--record", str(file), "--commit", "1" * 40, *TWO_TESTS)
+    for outcomes, status in (["passed"], 0), (["failed"], 1):
+        assert run(*options, CI="1")[0] == 0
+        log = file.with_suffix(".log.jsonl")
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        lines[-2]["outcomes"], lines[-1]["exit_status"] = outcomes, CUT_OFF
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+        code, told = run("--resume", *options, CI="1")
+
+        assert (code, json.loads(file.read_text())["exit_status"]) == (status, status), told
+
+
+def test_a_test_that_ends_its_worker_is_in_the_record(tmp_path: Path) -> None:
+    """xdist reports such a test once, without its phases."""
+    (tmp_path / "ends.py").write_text(
+        "import os\ndef pytest_runtest_call(item):\n"
+        "    if item.name == 'test_this_runs_where_matrices_are_whole':\n        os._exit(3)\n"
+    )
+    file = tmp_path / "run.json"
+    options = ("-p", "ends", "-n", "2", "--record", str(file), "--commit", "1" * 40)
+
+    code, told = run(*options, *TWO_TESTS, path=tmp_path, CI="1")
+
+    counts = json.loads(file.read_text())["counts"]
+    assert (code, counts["passed"], counts["failed"] + counts["errors"]) == (1, 1, 1), told
 
 
 def test_only_the_last_part_says_what_cannot_be_collected(tmp_path: Path) -> None:

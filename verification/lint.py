@@ -24,8 +24,8 @@ from qeffect.spec.clauses import CLAUSES
 
 __all__ = ["BOUNDARY", "RULES", "LintFinding", "lint", "lint_source"]
 
-#: Transitions that may quantify over a column. They end an epoch, so their cost may grow with the
-#: pool.
+#: Transitions that may quantify over a column. They begin or end a walk or an epoch, save or
+#: restore, so their cost may grow with the pool.
 BOUNDARY = frozenset(
     {
         "finalize",
@@ -59,7 +59,8 @@ RULES: Mapping[str, str] = {
     "column": "a column that is read or written must be declared",
     "clause-literal": "a clause must be a string literal, so that a search finds it",
     "clause": "a clause must be in qeffect.spec.clauses",
-    "every": "st.every is allowed only in guards of transitions that end an epoch",
+    "every": "st.every is allowed only in guards of the transitions that begin or end a walk or an "
+    "epoch, save or restore (BOUNDARY)",
     "fill": "st.fill is allowed only in write halves, as a statement",
     "half": "a half must be named after a transition and take its parameters; the name of a "
     "guard half may add the relation that it runs before",

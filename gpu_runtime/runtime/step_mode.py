@@ -1,5 +1,6 @@
 """
-How a step runs, and which mode is possible: `Mode`, and the one list of obstacles to one launch.
+How a step runs (`Mode`), and the only list of what prevents the mode ``one launch``, in which a
+whole step is one CUDA graph.
 
 `mode_on` says what a device can run. `one_launch_obstacles` lists every obstacle that follows from
 a configuration, each with the remedy. `ranks/obstacles.py` takes these facts from a worker. If the

@@ -101,8 +101,8 @@ class WeightNames:
             found = _LINE.fullmatch(line)
             if found is None or found[1].count("*") != found[2].count("*") or "**" in line:
                 raise BackendError(
-                    f"{source}, line {number}: expected OURS = THEIRS, with at most one * in "
-                    f"each, or none in both, found {line!r}"
+                    f"{source}, line {number}: expected OURS = THEIRS, with one * in each or "
+                    f"in neither, found {line!r}"
                 )
             if found[1].count("*") > 1 or found[1] in lines:
                 why = "two * in a name" if "*" in found[1] else "a second line"

@@ -189,9 +189,10 @@ class EpochCalls(ContractParts):
         Args:
             epoch: As in `check_update`.
             caller: As in `check_update`.
-            counted: As in `check_update`; with ``late=True`` it may be given here too, and is
-                compared at once.
-            guards_alone: Do not compare any device counts, nor require those of the last commit.
+            counted: As in `check_update`. A contract made with ``late=True`` also accepts it here,
+                unlike in `check_update`, and compares it at once.
+            guards_alone: Run only the guards: compare no device counts, and do not ask whether the
+                counts of the last commit were presented.
 
         Raises:
             Refused, TypeError, ValueError: What `check_update` would raise.
@@ -227,8 +228,9 @@ class EpochCalls(ContractParts):
             epoch: The epoch that the update ends; by default the current one.
             caller: Name of the stream that runs the update; every stage must have been finalized
                 on its links. By default the first caller.
-            counted: By state domain, what its device counted. Required with ``counted=True``,
-                unless ``late=True``: then `present_counts` takes it after the commit.
+            counted: By state domain, what its device counted. Required if the contract was made
+                with ``counted=True`` and without ``late=True``; with ``late=True``,
+                `present_counts` takes the counts after the commit.
 
         Returns:
             The update's ticket.

@@ -76,7 +76,8 @@ def actions(epochs: int = 200, microbatches: int = 8) -> dict[str, Any]:
     """
     Measure F, dI and dW through the public API, a refusal, and memory.
 
-    Every round measures every kind once, so that a disturbance affects all kinds.
+    Each timing is taken once per round, so that a disturbance of the machine falls on all timings
+    and not on one. Memory is measured once, after the rounds.
 
     Returns:
         Medians: ``*_us`` in microseconds per action, ``bytes_*`` in bytes.

@@ -80,11 +80,11 @@ class Interrupts:
 
     @property
     def announced(self) -> bool:
-        """Whether an interrupt was announced already."""
+        """Whether SIGINT has arrived; the process is then ending."""
         return self._ending.is_set()
 
     def last_word(self) -> bool:
-        """Whether the command may print its outcome: no interrupt was announced before."""
+        """Take the right to print last; False if the other of command and interruption has it."""
         return self._last_word.acquire(blocking=False)
 
     def _wait(self) -> None:

@@ -132,8 +132,8 @@ class Tapes:
             most[stage] = max(most.get(stage, 0), microbatch + 1)
         if not 1 <= microbatches <= min(most.values()):
             raise ValueError(
-                f"shorten_walk: expected 1 to {min(most.values())} microbatches, as many as every "
-                f"stage has, found {microbatches}"
+                f"shorten_walk: expected 1 to {min(most.values())} microbatches, the fewest that "
+                f"any stage has, found {microbatches}"
             )
         st = self._memory
         left_out = (cell for cell in self._arguments.cells if cell[1] >= microbatches)

@@ -254,15 +254,17 @@ class RecordedStep:
                 self.transitions.functions[transition](found, *given)
             except Refused as refused:
                 raise ValueError(
-                    "the step depends on the values of its counters: with all counters "
-                    f"advanced, {transition} is refused by {refused.clause}"
+                    "cannot record a step whose result depends on the values of its counters: run "
+                    "again from a state with all counters raised, "
+                    f"{transition} is refused by {refused.clause}"
                 ) from None
         wanted = translated(self.end.memory, amounts)
         for name in self.transitions.columns:
             if getattr(found, name) != getattr(wanted, name):
                 raise ValueError(
-                    "the step depends on the values of its counters: with all counters "
-                    f"advanced, column {name} ends differently"
+                    "cannot record a step whose result depends on the values of its counters: run "
+                    "again from a state with all counters raised, it leaves another value than "
+                    f"expected in column {name} of the contract's state"
                 )
 
     @property

@@ -22,7 +22,8 @@ An epoch is one optimizer step. A stage is finalized when all its work is done. 
 update ends the epoch. The update is an action like F: `check_update` reserves the weights of every
 stage, `commit_update` advances every weight epoch or none, and `abort_update` says that the update
 failed. `commit_epoch` is the check and the commit in one call, for an update that was enqueued
-whole. Across processes, the caller must surround the update with a barrier.
+whole. Across processes, the caller must make the update a barrier: no process updates its weights
+before all have agreed.
 
 An epoch has one *walk* over all microbatches, or several: gradients then accumulate over the walks.
 When every stage is final and no reduction has started, `next_walk` begins the next walk in the same

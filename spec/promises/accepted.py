@@ -626,8 +626,8 @@ def gradients_reader_running(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.whole-gradients-read", "start_gradients_read", c="cell")
 def whole_gradients_read(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A reader finds the stage's gradients whole: each cell ran its dW, over every matrix, or was
-    left out."""
+    """When a reader starts, the stage's gradients are whole: the dW of each cell ran over every
+    matrix, unless the walk left the cell out."""
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[a.stage])
     return implies(st.stage_of[c] == a.stage, once | (h.skipped[c] == 1))
 

@@ -133,7 +133,7 @@ def test_a_step_that_depends_on_how_far_a_counter_is_is_not_made() -> None:
         functions["commit_forward"](memory, *given)
         memory.rolled_at[0] = memory.rolled_at[0] + (memory.serial[0] > 1000)
 
-    for odd, said in ((refuses, "refused by order.token"), (writes, "rolled_at ends differently")):
+    for odd, said in ((refuses, "refused by order.token"), (writes, "in column rolled_at")):
         changed = Transitions(step.transitions.relations, {**functions, "commit_forward": odd})
         with pytest.raises(ValueError, match=said):
             RecordedStep.of(changed, step.start, step.events, step.end)

@@ -1,5 +1,5 @@
 """
-The reference: torch's own pipeline over native full backwards.
+The side to compare with: torch's own pipeline, whose stages run native's F and full backward.
 
 `dw_builder` is torch's hook for deferred weight gradients. Here it defers nothing: dI is the full
 backward and W is empty, so that F and dI of a rank run in the schedule's order, as in the guarded
