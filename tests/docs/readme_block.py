@@ -65,8 +65,8 @@ def proofs() -> str:
         f"{data['unsat']:,} of {data['obligations']:,} *obligations* (formulas to prove) are "
         f"proved, {data['unknown']} unknown. Each *mutant* is the code without one guard "
         f"clause, operand or state update; {mutants['killed']} of {mutants['mutants']} are killed: "
-        f"something goes wrong. All at `{data['environment']['commit'][:7]}`; `make check` repeats the "
-        f"proofs. [What is proved]({KERNEL}#what-is-proved)."
+        f"something goes wrong. All at `{data['environment']['commit'][:7]}`; `make check` repeats "
+        f"the proofs. [What is proved]({KERNEL}#what-is-proved)."
     )
 
 
