@@ -4,7 +4,7 @@ The block about long runs of the suite: what ran when, where, at which commit, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tests.docs.blocks import load, markdown
@@ -25,18 +25,23 @@ def machine(hardware: Mapping[str, Any]) -> str:
     return ", ".join((processor, *hardware["gpus"]))
 
 
+def _different(words: Iterable[str]) -> str:
+    """Each different word once."""
+    return " and ".join(dict.fromkeys(words))
+
+
 def row(name: str, record: Mapping[str, Any]) -> tuple[object, ...]:
     """One record as a row of the table. Errors count as failed."""
-    hardware, versions, counts = (record[key] for key in ("hardware", "versions", "counts"))
-    parts = [hardware, *(part["hardware"] for part in record.get("later_parts", ()))]
-    machines = list(dict.fromkeys(map(machine, parts)))
+    counts = record["counts"]
+    parts = [record, *record.get("later_parts", ())]
+    machines = _different(machine(part["hardware"]) for part in parts)
     return (
         f"{name} (`-m {record['markers']!r}`, {record['profile']})",
         record["date"],
         f"`{record['commit'][:12]}`",
-        " and ".join(machines) + (f" ({len(parts)} parts)" if len(parts) > 1 else ""),
-        versions["python"],
-        versions.get("torch", "none"),
+        machines + (f" ({len(parts)} parts)" if len(parts) > 1 else ""),
+        _different(part["versions"]["python"] for part in parts),
+        _different(part["versions"].get("torch", "none") for part in parts),
         counts["passed"] + counts["xfailed"],
         counts["failed"] + counts["errors"] + counts["xpassed"],
         counts["skipped"],
