@@ -127,10 +127,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Longest tests first, so that no worker begins one when the others end.
     items.sort(key=_minutes, reverse=True)
     ended = _ended(config)
-    left = [item for item in items if _is_left_out(item, ended)]
+    left = {item for item in items if _is_left_out(item, ended)}
     if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not _is_left_out(item, ended)]
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
 
 
 def _ended(config: pytest.Config) -> frozenset[str]:

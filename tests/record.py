@@ -147,7 +147,7 @@ class Recorder:
         if self.commit is None:
             raise pytest.UsageError("--resume: outside a checkout, name the commit with --commit")
         for name, here in self._same().items():
-            if here != last[name] or str(here).endswith("+"):
+            if here != last[name] or (name == "commit" and here.endswith("+")):
                 raise pytest.UsageError(
                     f"--resume: {file} has {name} {last[name]!r}, this run has {here!r}; "
                     "resume at the same commit, without changed files and with the same options"

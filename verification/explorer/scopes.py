@@ -22,6 +22,8 @@ from qeffect.relations.constants import (
     GRAD_BIT,
     IN_BIT,
     OUT_BIT,
+    SOURCE_BIT,
+    TARGET_BIT,
 )
 
 from ..process import Process
@@ -33,6 +35,12 @@ _counts = deep_iterable(_count, instance_of(tuple))
 
 #: The matrices of every stage.
 WHOLE: Final = 1
+
+#: Configured flags of the evidence that a backend reports, and of what the evidence is about.
+_EVIDENCE: Final = (
+    *("reports_fills", "reports_updates", "live_scales", "carried_scales", "reports_draws"),
+    *("recomputes_draws", "reports_weights", "epoch_scales"),
+)
 
 #: Transitions of an evaluation.
 _EVALUATION: Final = frozenset({"check_evaluation", "commit_evaluation", "abort_evaluation"})
@@ -182,19 +190,12 @@ class Scope:
     @property
     def off(self) -> frozenset[str]:
         """Flags of evidence and bits of edges between stages that no stage of the scope sets."""
-        flags = {
-            "SOURCE_BIT": self.feeds,
-            "TARGET_BIT": self.feeds,
-            "reports_fills": self.reports,
-            "reports_updates": self.reports,
-            "live_scales": self.tape_scales == "live",
-            "carried_scales": self.tape_scales == "carried",
-            "reports_draws": self.draws,
-            "recomputes_draws": self.draws,
-            "reports_weights": self.weights,
-            "epoch_scales": self.epoch_scales,
+        _, columns = _dense(self)
+        bits = {"SOURCE_BIT": SOURCE_BIT, "TARGET_BIT": TARGET_BIT}
+        unset = {
+            name for name, bit in bits.items() if not any(r & bit for r in columns["receives"])
         }
-        return frozenset(name for name, given in flags.items() if not given)
+        return frozenset(unset | {name for name in _EVIDENCE if not any(columns[name])})
 
     @property
     def domain_of(self) -> tuple[int, ...]:
@@ -284,8 +285,7 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
 def _dense(scope: Scope) -> tuple[dict[str, int], dict[str, list[int]]]:
     """The sizes and the configured columns of a scope, from the kernel's layout of its process."""
     process = scope.process
-    layout = process.lay_out()
-    memory = layout.memory
+    memory = process.lay_out().memory
     cells = {cell: n for n, cell in enumerate(c for s in process.stages for c in s.cells())}
     columns: dict[str, list[int]] = {"stage_of": [cell[0] for cell in cells]}
     for name, column in CONFIG.items():
@@ -304,18 +304,8 @@ def _dense(scope: Scope) -> tuple[dict[str, int], dict[str, list[int]]]:
         order = sorted((columns[name][slot], name, slot) for name in ranks for slot in inside)
         for place, (_, name, slot) in enumerate(order):
             columns[name][slot] = place
-    n = {
-        "one": 1,
-        "slot": len(columns["slot_stage"]),
-        "cell": len(cells),
-        "stage": len(process.stages),
-        "domain": len(layout.domains),
-        "link": len(columns["domain_at"]),
-        "caller": scope.callers,
-        "pool": len(set(columns["pool_of"])),
-        "buffer": len(columns["shared_of"]),
-        "bucket": len(columns["stage_at"]),
-    }
+    n = {column.index: len(columns[name]) for name, column in CONFIG.items()}
+    n |= {"caller": scope.callers, "pool": len(set(columns["pool_of"]))}
     return n, columns
 
 
