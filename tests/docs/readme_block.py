@@ -80,8 +80,9 @@ def bench() -> str:
     return wrapped(
         f"**Cost of the guards.** A check with its commit takes {each}. "
         f"{sum(row.misses for row in goals)} of {len(goals)} "
-        "*goals* (targets, each for one figure) are missed (commit "
-        f"`{data['environment']['commit'][:7]}`). "
+        "*goals* (targets, each for one figure) are missed (commits "
+        f"`{data['environment']['commit'][:7]}` and, for proofs, "
+        f"`{proved['environment']['commit'][:7]}`). "
         f"[What guards cost{under}]({KERNEL}#what-guards-cost)."
     )
 

@@ -233,7 +233,7 @@ def one_writer(st: State, h: History, b: Index) -> Truth:
 
 @HISTORY("arena.bound-once", c="cell")
 def bound_once(st: State, h: History, c: Index) -> Truth:
-    """A cell is bound at most once per weights, to its configured destination."""
+    """A cell is bound at most once per walk, to its configured destination."""
     bound = st.bound[c] == now(st, st.stage_of[c])
     there = (h.binds[c] == 1) & (h.bound_to[c] == st.destination_of[c])
     return (bound & there) | ((st.bound[c] != now(st, st.stage_of[c])) & (h.binds[c] == 0))
