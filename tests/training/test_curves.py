@@ -161,7 +161,7 @@ def test_parts_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 2 == main(
         ["runtime", "report", "curves", "--merge", str(a), str(both), "--out", str(both)]
     )
-    assert "[run] steps is 2, in" in capsys.readouterr().err
+    assert "[run] steps is 2, expected" in capsys.readouterr().err
     assert 0 == main(["runtime", "report", "curves", "--merge", str(a), str(b), "--out", str(both)])
     assert "0 of 4 losses differ" in capsys.readouterr().out
     report = json.loads(both.read_text())
