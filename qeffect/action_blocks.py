@@ -263,7 +263,11 @@ class Dgrad(_Guarded):
 
 
 class Wgrad(_Guarded):
-    """A guarded dW; set ``covered`` to the matrices whose gradient was written."""
+    """
+    A guarded dW; set ``covered`` to the matrices whose gradient was written.
+
+    A grouped dW, with ``group=[(key, ref), ...]``, wrote them for each of its tapes.
+    """
 
     __slots__ = ("covered", "key", "options", "ref")
 

@@ -21,6 +21,7 @@ from .engine.stage import transitions
 from .keys import Cell
 from .ledgers.epochs import Epochs
 from .ledgers.expected_counts import ExpectedCounts, places_of
+from .ledgers.groups import Groups
 from .ledgers.pool import Pool
 from .ledgers.recorded_steps import RecordedSteps
 from .ledgers.restarts import Restarts
@@ -148,6 +149,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         self._shares = any(config.tied for config in self.stages)
         self._pool = Pool(laid.memory, laid.slots)
         self._tapes = Tapes(self._runner, self._pool)
+        self._groups = Groups(self._runner, self._pool)
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
         self._epochs = Epochs(self._runner, self.stages[0].stage, laid.buckets)
         self._steps = RecordedSteps(self._runner, self._pool, self._counted)

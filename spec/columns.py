@@ -87,7 +87,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "reader of the input gradient; 16 alone while the slot is claimed and its F has not "
         "committed; 0 when the slot is free",
         "reserve check_forward commit_forward abort_forward commit_dgrad abort_dgrad "
-        "commit_wgrad abort_wgrad finish_read drop restore",
+        "commit_wgrad abort_wgrad ungroup_wgrad finish_read drop restore",
     ),
     _state(
         "ownership",
@@ -95,9 +95,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "slot -> mask",
         0,
         "transfers under way: 1 a receive of the input, 2 a receive of the output's gradient, 4 a "
-        "read of the output, 8 a read of the input gradient; a transfer of an aborted tape keeps "
-        "the slot",
-        "post_receive finish_receive read finish_read restore",
+        "read of the output, 8 a read of the input gradient, 32 a dW of another tape, whose one "
+        "product takes this tape too; a transfer of an aborted tape keeps the slot",
+        "group_wgrad ungroup_wgrad post_receive finish_receive read finish_read restore",
     ),
     _state(
         "ownership",
@@ -106,8 +106,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "messages that a live tape has received: 1 the input, 2 the output's gradient; 16 if a "
         "copy of the input was enqueued",
-        "reserve abort_forward abort_dgrad commit_wgrad abort_wgrad finish_receive finish_read "
-        "drop restore",
+        "reserve abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad finish_receive "
+        "finish_read drop restore",
     ),
     _state(
         "ownership",
@@ -115,7 +115,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "slot -> generation",
         0,
         "releases of the slot in this incarnation",
-        "abort_forward abort_dgrad commit_wgrad abort_wgrad finish_read drop restore",
+        "abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad finish_read drop restore",
     ),
     _state(
         "ownership",
@@ -148,8 +148,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "cell -> slot",
         NO_SLOT,
         "slot of the cell's live tape, or -1",
-        "reserve check_forward abort_forward abort_dgrad commit_wgrad abort_wgrad finish_read "
-        "drop restore",
+        "reserve check_forward abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad "
+        "finish_read drop restore",
     ),
     _state(
         "ownership",
@@ -341,8 +341,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "pool -> int",
         0,
         "tapes that keep memory in the pool: live tapes from the check of their F on, aborted "
-        "tapes while they are read",
-        "check_forward abort_forward abort_dgrad commit_wgrad abort_wgrad finish_read drop restore",
+        "tapes while they are read or while another tape's dW takes them",
+        "check_forward abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad "
+        "finish_read drop restore",
     ),
     # completion
     _state(
@@ -413,7 +414,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "slot -> int",
         0,
         "number, in its domain, of the replay after which the slot's last tenant is done",
-        "abort_forward abort_dgrad commit_wgrad abort_wgrad drop restore",
+        "abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad drop restore",
     ),
     _state(
         "completion",
@@ -547,7 +548,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "stage -> int",
         0,
         "dW of the stage committed in this walk, and cells that the walk leaves out",
-        "skip commit_wgrad next_walk commit_update restore",
+        "skip commit_wgrad ungroup_wgrad next_walk commit_update restore",
     ),
     _state(
         "epoch",

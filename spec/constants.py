@@ -15,6 +15,7 @@ __all__ = [
     "COPY_BIT",
     "DGRAD_BIT",
     "GRAD_BIT",
+    "GROUP_BIT",
     "INPUT_BITS",
     "IN_BIT",
     "JOINS",
@@ -53,7 +54,8 @@ IN_BIT: Final = 1  # a receive of the forward's input
 BACK_BIT: Final = 2  # a receive of the output's gradient
 COPY_BIT: Final = 16  # a copy of the forward's input, enqueued with the reservation of its slot
 INPUT_BITS: Final = 17  # both ways of filling the input: ``IN_BIT`` and ``COPY_BIT``
-READ_BITS: Final = 12  # every read: ``OUT_BIT`` and ``GRAD_BIT``
+GROUP_BIT: Final = 32  # the dW of another tape, whose one product takes this tape too
+READ_BITS: Final = 44  # every use of a tape: ``OUT_BIT``, ``GRAD_BIT`` and ``GROUP_BIT``
 
 #: What F and dI of a stage need from another stage of the process: its F makes the input for F, or
 #: its dI makes the gradient for dI.

@@ -111,6 +111,18 @@ TRANSITIONS: tuple[Transition, ...] = (
         "After dW failed: releases the tape and spoils the stage's epoch.",
     ),
     _transition(
+        "group_wgrad(key, ref, leader, ticket, link, destination)",
+        "After the check of a dW and before its commit: the same product takes this tape too. "
+        "`leader` is the slot, and `ticket` the ticket, of the dW that was checked.",
+        "arena",
+    ),
+    _transition(
+        "ungroup_wgrad(key, ref, covered)",
+        "After that dW ended: counts this tape's part of the write. `covered` names the matrices "
+        "written. The tape's last consumer releases the slot.",
+        "arena",
+    ),
+    _transition(
         "post_receive(key, ref, message, link)",
         "Before a stream receives the tape's input, or its output's gradient, into the slot.",
     ),

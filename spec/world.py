@@ -194,6 +194,7 @@ WORDS: Final[Mapping[str, Word]] = {
         clobbered="1 when an earlier graph overwrote what the arbitrary slot keeps in its pool",
         seen="1 when the arbitrary link waited for the replay that wrote that slot's output",
         clear="1 when the arbitrary link waited for every replay of that slot's previous tenant",
+        grouped="the dW that took that slot's tape into its group: 0 none, 1 running, 2 done",
         trailing="1 while the graph stream has yet to wait for that slot's transfer or copy on "
         "that link",
         seen_gradients="1 when that link waited for the replay of the arbitrary stage's latest dW",

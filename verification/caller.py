@@ -7,13 +7,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from qeffect import Checkpoint, Contract
+from qeffect import Checkpoint, Contract, Refused
 from qeffect.caller import Caller
+from qeffect.engine.stage import TRANSITIONS
+from qeffect.explain import explain
 
 from .calls import Call
 from .process import Process
 
 __all__ = ["ProcessCaller"]
+
+#: Transitions that no call of the public API runs alone.
+_PARTS = ("group_wgrad", "ungroup_wgrad")
 
 
 class ProcessCaller(Caller):
@@ -39,12 +44,25 @@ class ProcessCaller(Caller):
             Refused: The contract refused the call.
         """
         name, given = call.transition, dict(call.arguments)
+        if name in _PARTS:
+            return self._part(name, given)
         if "ticket" in given:
             name = name.partition("_")[0]
         contract = self._make() if given.pop("fresh", False) else self.contract
         result = getattr(contract, name)(**given)
         self.contract = contract
         return result
+
+    def _part(self, name: str, given: dict[str, Any]) -> Any:
+        """Run one transition over the contract's memory."""
+        contract = self.contract
+        if "destination" in given and given["destination"] is None:
+            given["destination"] = contract.memory.destination_of[given["key"].cell]
+        arguments = tuple(given[parameter] for parameter in TRANSITIONS[name])
+        try:
+            return contract.transitions.functions[name](contract.memory, *arguments)
+        except Refused as refused:
+            raise explain(refused, name, contract.memory, arguments) from None
 
     def fail(self, action: Any) -> None:
         """Raise inside a guarded action; the contract aborts the action."""

@@ -112,6 +112,11 @@ UNTAKEN: Final[tuple[Untaken, ...]] = (
     ),
     Untaken("finish_read", "contradiction", _TWICE),
     Untaken(
+        "ungroup_wgrad",
+        "last consumer of others",
+        "a read under way belongs to a reader that the tape still waits for",
+    ),
+    Untaken(
         "finalize",
         "final for nobody",
         "finalize itself names the stream that reads the stage's gradients",

@@ -4,11 +4,13 @@ Checks: every guard of an action runs, and what the action will touch is reserve
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from ..destinations import Destination
 from ..keys import TapeKey, TapeRef
 from ..ledgers.runner import FAILURES
+from ..refusals import Refused
 from ..relations.constants import ADDS, JOINS, OPENS, OVERWRITES
 from ..threads import ConcurrentCallError, exclusive_call
 from ..tickets import Ticket, issue
@@ -208,9 +210,14 @@ class Checks(ContractParts):
         first: bool | None = None,
         first_of_tied: bool | None = None,
         link: int = 0,
+        group: Iterable[tuple[TapeKey, TapeRef]] = (),
     ) -> Ticket:
         """
-        Reserve a tape and its destinations for dW.
+        Reserve a tape and its destinations for dW, and the further tapes of a grouped dW.
+
+        A grouped dW is one product over several tapes of one stage. It is one write of their
+        common destination: ``first`` speaks of that write, and the device counts one dW, that of
+        the first tape. The commit counts a dW for each tape; the abort aborts each.
 
         Args:
             key: Key of the execution, whose tape the reference must name.
@@ -221,9 +228,13 @@ class Checks(ContractParts):
                 another stage. By default true for their first write of an epoch; ``first`` if the
                 stage shares none.
             link: Link of the calling stream.
+            group: Keys and references of the further tapes that the same product takes. Their
+                gradients go to the same destination, and their F ran with the same scales
+                (``scales="epoch"``).
 
         Raises:
-            Refused: A clause of ownership, version, arena, capture or completion.
+            Refused: A clause of ownership, version, order, arena, capture or completion, for the
+                tape or for one of its group; then nothing is reserved.
         """
         if self._entered:
             raise ConcurrentCallError("check_wgrad")
@@ -243,14 +254,22 @@ class Checks(ContractParts):
                 overwrites = 1 if first else 0
                 if self._shares or first_of_tied is not None:
                     overwrites = self._writes(key, overwrites, first_of_tied)
+                if group:
+                    check = (key, ref, link, destination, overwrites)
+                    members = self._groups.rehearse(check, group)
                 serial = run(st, key, ref, link, destination, overwrites)
             except FAILURES as error:
+                if isinstance(error, Refused) and error.transition:
+                    raise  # a member of the group is refused, and the refusal says so
                 given = (key, ref, link, destination, first)
                 raise self._runner.failure(error, "check_wgrad", given) from None
+            taken = self._groups.take(check, serial, members) if group else None
             if self._observer is not None:
                 self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
             if self._counted is not None:
                 self._counted.checked(key.cell, ref.slot, overwrites)
+            if taken is not None:
+                self._groups.tell(taken)
             ticket = _new(Ticket)
             ticket.action = "dW"
             ticket.key = key

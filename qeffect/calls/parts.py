@@ -14,6 +14,7 @@ from ..engine.stage import Transitions
 from ..keys import Cell
 from ..ledgers.epochs import Epochs
 from ..ledgers.expected_counts import ExpectedCounts
+from ..ledgers.groups import Groups
 from ..ledgers.pool import Pool
 from ..ledgers.recorded_steps import RecordedSteps
 from ..ledgers.restarts import Restarts
@@ -43,6 +44,7 @@ class ContractParts:
     _counted: ExpectedCounts | None
     _pool: Pool
     _tapes: Tapes
+    _groups: Groups
     _streams: Streams
     _epochs: Epochs
     _restarts: Restarts

@@ -101,7 +101,7 @@ class Redemption(Queries):
         self._entered = True
         try:
             st = self.memory
-            ref = None
+            ref = ended = None
             try:
                 slot, serial, action = ticket.slot, ticket.serial, ticket.action
                 own = st.incarnation[0]
@@ -133,6 +133,8 @@ class Redemption(Queries):
                             self._free[stage].retire(slot)
                         else:
                             self._free[stage][slot] = None  # as `put` does, without its call
+                    if self._groups.open:
+                        ended = self._groups.commit(serial, evidence)
                 elif action == "dI":
                     if evidence is not st.matrices[st.slot_stage[slot]]:
                         evidence = sorted_names(evidence)
@@ -179,6 +181,8 @@ class Redemption(Queries):
                     counts = [readable_count(count) for count in (updates, scales, draws)]
                     given = commit_arguments(ticket, names, of, evidence, *counts, weighed=weighed)
                     self._observer(COMMITS[action], given, None)
+            if ended is not None:
+                self._groups.tell(ended)
             return ref
         finally:
             self._entered = False
@@ -221,5 +225,7 @@ class Redemption(Queries):
             raise self._arguments.ticket("abort", ticket, self.incarnation) from None
         if ticket.action not in _SLOTLESS:
             self._pool.reclaim(slot)
+        lost = self._groups.abort(ticket.serial) if self._groups.open else []
         if self._observer is not None:
             self._observer(name, (slot, ticket.serial), None)
+        self._groups.tell(lost)

@@ -22,7 +22,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "evaluation": ("check_evaluation", "commit_evaluation", "abort_evaluation"),
     "forward": ("check_forward", "commit_forward", "abort_forward"),
     "dgrad": ("check_dgrad", "commit_dgrad", "abort_dgrad"),
-    "wgrad": ("check_wgrad", "commit_wgrad", "abort_wgrad"),
+    "wgrad": ("check_wgrad", "group_wgrad", "commit_wgrad", "ungroup_wgrad", "abort_wgrad"),
     "tapes": ("reserve", "skip", "bind", "drop", "invalidate"),
     "transfers": ("post_receive", "finish_receive", "read", "finish_read"),
     "streams": ("submit", "join", "wait", "drain"),

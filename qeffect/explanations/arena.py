@@ -80,6 +80,12 @@ def _difference(found: Any, configured: Any, side: int) -> str:
     return shown((found, configured)[side])
 
 
+def _writer(st: Any, a: Arguments) -> str:
+    """Spell which dW is writing the buffer of a key."""
+    ticket = st.writing[st.buffer_of[a["key"].cell]]
+    return f"ticket {ticket} in flight" if ticket else "no dW in flight"
+
+
 #: By clause.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "arena.spoiled": lambda st, a: (
@@ -101,6 +107,15 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "arena.in-flight": lambda st, a: (
         f"{a['key']} into a buffer with a write in flight",
         f"no write in flight; ticket {_written(st, a)} is in flight",
+    ),
+    "arena.other-destination": lambda st, a: (
+        f"{a['key']} in the group of ticket {a['ticket']}",
+        "a tape of the destination that this dW writes; the tape's own destination has "
+        f"{_writer(st, a)}",
+    ),
+    "arena.left-out": lambda st, a: (
+        f"a grouped dW of {a['key']}",
+        "one dW for each tape: these stages leave out the relation arena",
     ),
     "arena.overwrite": lambda st, a: (
         f"{a['key']} as the {_opened(st, a)} first write",

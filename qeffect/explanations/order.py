@@ -96,6 +96,10 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         _reported(a["scales"], "the scales that dI used", "the scales of the F at token {}"),
         f"the scales of its own F, at token {st.scaled_at[a['slot']]}",
     ),
+    "order.unequal-scales": lambda st, a: (
+        f"{a['key']}, whose F used the scales at token {st.scaled_at[slot_of(a)]}",
+        f"the scales of the group's first tape, at token {st.scaled_at[a['leader']]}",
+    ),
     "order.draws-again": lambda st, a: (
         _reported(a["draws"], "where F began to draw", "random numbers drawn from position {}"),
         f"a position after {st.drawn[domain_of(st, a)]}, where the latest F of domain "

@@ -114,6 +114,11 @@ def _redeems(a: Arguments) -> str:
     return {"forward": "F", "dgrad": "dI", "wgrad": "dW"}.get(word, word)
 
 
+def _held(a: Arguments) -> int:
+    """Return the slot of the ticket that a call presents."""
+    return int(a["leader"] if "leader" in a else a["slot"])
+
+
 def _ref(st: Any, a: Arguments) -> tuple[str, str]:
     return f"{a['key']} in {a['ref']}", f"what the slot holds: {_tape(st, a['ref'].slot)}"
 
@@ -232,10 +237,14 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         else f"no action in flight; in flight on slots {nonzero_entries(st.held)} (slot: ticket)",
     ),
     "ownership.unknown-ticket": lambda st, a: (
-        f"ticket {a['ticket']} of {_redeems(a)} on slot {a['slot']}",
-        f"the ticket in flight there: {st.held[a['slot']] or 'none'}"
-        + (", of another action" if st.held[a["slot"]] == a["ticket"] else "")
-        + f"; {_tape(st, a['slot'])}",
+        f"ticket {a['ticket']} of {_redeems(a)} on slot {_held(a)}",
+        f"the ticket in flight there: {st.held[_held(a)] or 'none'}"
+        + (", of another action" if st.held[_held(a)] == a["ticket"] else "")
+        + f"; {_tape(st, _held(a))}",
+    ),
+    "ownership.not-grouped": lambda st, a: (
+        f"the end of a grouped dW for {a['key']} in {a['ref']}",
+        f"a tape that a dW has taken into its group; {_tape(st, a['ref'].slot)}",
     ),
     "ownership.work-not-queued": lambda st, a: (
         f"deferred work for {a['queued'] or 'no matrix'}",

@@ -21,7 +21,13 @@ __all__ = ["attempt"]
 
 #: Transitions that take up a slot, and those after which a slot may be free again.
 _TAKES: Final = frozenset({"reserve", "check_forward"})
-_FREES: Final = {"commit_wgrad": 0, "commit_dgrad": 0, "finish_read": 1, "finish_receive": 1}
+_FREES: Final = {
+    "commit_wgrad": 0,
+    "ungroup_wgrad": 1,
+    "commit_dgrad": 0,
+    "finish_read": 1,
+    "finish_receive": 1,
+}
 
 
 def attempt(step: RecordedStep, found: StepState) -> StepState | str | None:

@@ -236,6 +236,7 @@ EVENT: Final[Mapping[str, Field]] = {
         rf'\[{_NUMBER},{_NUMBER},"[0-9a-f]{{16}}"\]',
     ),
     "slot": Field(_integer, "a slot index", f"(?:-1|{_NUMBER})"),
+    "leader": _NATURAL,
     "refresh": _choice(0, 1),
     "cached": _choice(0, 1),
     "first": _choice(ADDS, OVERWRITES, JOINS, OPENS),

@@ -141,6 +141,8 @@ SINCE_SECOND: Final = frozenset(
         "check_evaluation",
         "commit_evaluation",
         "abort_evaluation",
+        "group_wgrad",
+        "ungroup_wgrad",
         "check_update",
         "move_scales",
         "commit_update",

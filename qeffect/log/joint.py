@@ -46,7 +46,7 @@ from .rotation import CONTINUES
 __all__ = ["JointReport", "moves_of", "replay_together"]
 
 #: How a table writes an event: computations by their transition, messages by their bit.
-_COMPUTED = {"check_forward": "F", "check_dgrad": "I", "check_wgrad": "W"}
+_COMPUTED = {"check_forward": "F", "check_dgrad": "I", "check_wgrad": "W", "group_wgrad": "W"}
 _SENT = {OUT_BIT: "SEND_F", GRAD_BIT: "SEND_B"}
 _RECEIVED = {IN_BIT: "RECV_F", BACK_BIT: "RECV_B"}
 
@@ -207,9 +207,10 @@ class _Step:
                     continue
                 name = f"{stage}{_SENT[bit]}{microbatch}"
             # All blocks and invocations of an execution are one entry.
-            if (transition, name) in seen:
+            entry = _COMPUTED.get(transition, transition), name
+            if entry in seen:
                 continue
-            seen.add((transition, name))
+            seen.add(entry)
             if transition != "post_receive":
                 ended.append((place, name))
             if transition != "finish_receive":

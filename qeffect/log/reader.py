@@ -98,6 +98,7 @@ class Converters:
         self._key, self._ref = _Reused(), _Reused()
         self.members: Mapping[str, frozenset[int]] = {
             "slot": frozenset(range(len(st.consumers))),
+            "leader": frozenset(range(len(st.consumers))),
             "link": frozenset(range(len(st.domain_at))),
             "caller": frozenset(st.caller_at),
             "domain": frozenset(range(len(st.token))),
@@ -243,6 +244,8 @@ class Converters:
             if field == "ref" and value[0] not in slots:
                 return "ownership.unknown-slot", field, within
             if field == "slot" and value not in self.allowed(event["transition"], field):
+                return "ownership.unknown-slot", field, within
+            if field == "leader" and value not in slots:
                 return "ownership.unknown-slot", field, within
             if field in self.members and value not in self.members[field]:
                 known = ", ".join(map(str, sorted(self.members[field])))

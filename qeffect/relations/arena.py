@@ -20,6 +20,11 @@ STATE = {
 }
 
 
+def left_out(st: State):
+    """Refuse the relation's own transitions: the stage left the relation out."""
+    raise Refused("arena.left-out")
+
+
 def bind_guards(st: State, key, destination):
     s = key.stage
     e = key.epoch
@@ -84,6 +89,32 @@ def commit_wgrad_writes(st: State, slot, ticket, covered):
     st.writing[t] = 0
     st.opened[b] = e
     st.opened[t] = e
+
+
+def group_wgrad_guards(st: State, key, ref, leader, ticket, link, destination):
+    s = key.stage
+    e = key.epoch
+    c = key.cell
+    b = st.buffer_of[c]
+    if st.spoiled[s] == e:
+        raise Refused("arena.spoiled")
+    if st.destination_of[c] != destination:
+        raise Refused("arena.mismatch")
+    if st.writing[b] != ticket:
+        raise Refused("arena.other-destination")
+
+
+def ungroup_wgrad_guards(st: State, key, ref, covered):
+    slot = ref.slot
+    s = key.stage
+    e = key.epoch
+    c = key.cell
+    b = st.buffer_of[c]
+    mask = st.consumers[slot]
+    if mask != 0 and st.spoiled[s] == e:
+        raise Refused("arena.spoiled")
+    if st.writing[b] != 0:
+        raise Refused("arena.in-flight")
 
 
 def abort_wgrad_writes(st: State, slot, ticket):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import READ_BITS, RESERVED, WGRAD_BIT, State
+from .constants import GROUP_BIT, READ_BITS, RESERVED, WGRAD_BIT, State
 
 #: ``cursor`` is the capture rank of the pool's latest replay. ``tenants`` counts the tapes that
 #: keep memory in the pool: live tapes from the check of their F on, aborted tapes while read.
@@ -72,6 +72,23 @@ def commit_wgrad_writes(st: State, slot, ticket, covered):
     p = st.pool_of[slot]
     left = mask & ~WGRAD_BIT
     if left == 0:
+        st.tenants[p] = st.tenants[p] - 1
+
+
+def group_wgrad_guards(st: State, key, ref, leader, ticket, link, destination):
+    slot = ref.slot
+    p = st.pool_of[slot]
+    if st.cursor[p] >= st.wgrad_rank[slot]:
+        raise Refused("capture.out-of-order")
+
+
+def ungroup_wgrad_writes(st: State, key, ref, covered):
+    slot = ref.slot
+    mask = st.consumers[slot]
+    moving = st.moving[slot]
+    p = st.pool_of[slot]
+    left = mask & ~WGRAD_BIT
+    if left == 0 and moving & ~GROUP_BIT & READ_BITS == 0:
         st.tenants[p] = st.tenants[p] - 1
 
 

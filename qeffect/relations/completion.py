@@ -219,6 +219,18 @@ def commit_wgrad_writes(st: State, slot, ticket, covered):
     replayed(st, d)
 
 
+def group_wgrad_guards(st: State, key, ref, leader, ticket, link, destination):
+    s = key.stage
+    d = st.domain_of[s]
+    require_join(st, d, link)
+
+
+def ungroup_wgrad_writes(st: State, key, ref, covered):
+    slot = ref.slot
+    home = st.domain_of[st.slot_stage[slot]]
+    st.vacated[slot] = st.replays[home]
+
+
 def abort_refresh_writes(st: State, stage, ticket):
     d = st.domain_of[stage]
     st.undrained[d] = 1

@@ -96,6 +96,19 @@ def abort_dgrad_writes(st: State, slot, ticket):
     st.spoiled[s] = st.epoch_at[slot]
 
 
+def group_wgrad_guards(st: State, key, ref, leader, ticket, link, destination):
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
+
+
+def ungroup_wgrad_writes(st: State, key, ref, covered):
+    slot = ref.slot
+    s = key.stage
+    mask = st.consumers[slot]
+    if mask != 0:
+        st.wgrads[s] = st.wgrads[s] + 1
+
+
 def abort_wgrad_writes(st: State, slot, ticket):
     s = st.slot_stage[slot]
     st.spoiled[s] = st.epoch_at[slot]

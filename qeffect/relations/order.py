@@ -192,6 +192,11 @@ def abort_dgrad_writes(st: State, slot, ticket):
     st.poisoned[d] = 1
 
 
+def group_wgrad_guards(st: State, key, ref, leader, ticket, link, destination):
+    if st.scaled_at[ref.slot] != st.scaled_at[leader]:
+        raise Refused("order.unequal-scales")
+
+
 def finalize_guards(st: State, stage, link):
     d = st.domain_of[stage]
     if st.poisoned[d] != 0:

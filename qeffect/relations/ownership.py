@@ -12,6 +12,7 @@ from .constants import (
     COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
+    GROUP_BIT,
     IN_BIT,
     INPUT_BITS,
     NEVER,
@@ -263,7 +264,7 @@ def check_wgrad_guards(st: State, key, ref, link, destination, first):
         raise Refused("ownership.not-forwarded")
     if mask & DGRAD_BIT != 0:
         raise Refused("ownership.wgrad-before-dgrad")
-    if mask & WGRAD_BIT == 0:
+    if mask & WGRAD_BIT == 0 or st.moving[slot] & GROUP_BIT != 0:
         raise Refused("ownership.duplicate-wgrad")
 
 
@@ -288,6 +289,66 @@ def commit_wgrad_writes(st: State, slot, ticket, covered):
     left = mask & ~WGRAD_BIT
     st.held[slot] = 0
     if left == 0:
+        release(st, slot)
+    else:
+        st.consumers[slot] = left
+
+
+def group_wgrad_guards(st: State, key, ref, leader, ticket, link, destination):
+    slot = ref.slot
+    s = key.stage
+    mask = st.consumers[slot]
+    moving = st.moving[slot]
+    require_reference(st, key, ref)
+    if mask & DGRAD_BIT != 0:
+        raise Refused("ownership.wgrad-before-dgrad")
+    if mask & WGRAD_BIT == 0 or moving & GROUP_BIT != 0:
+        raise Refused("ownership.duplicate-wgrad")
+    if (
+        ticket == 0
+        or st.held[leader] != ticket
+        or st.consumers[leader] & BEFORE_DGRAD != 0
+        or st.slot_stage[leader] != s
+    ):
+        raise Refused("ownership.unknown-ticket")
+
+
+def group_wgrad_writes(st: State, key, ref, leader, ticket, link, destination):
+    slot = ref.slot
+    moving = st.moving[slot]
+    st.moving[slot] = moving | GROUP_BIT
+
+
+def ungroup_wgrad_guards(st: State, key, ref, covered):
+    slot = ref.slot
+    bit = GROUP_BIT
+    s = key.stage
+    mask = st.consumers[slot]
+    moving = st.moving[slot]
+    e = key.epoch
+    c = key.cell
+    now = st.generation[slot]
+    then = ref.generation
+    # As the end of any other transfer; but no action is in flight on a grouped tape.
+    if ref.incarnation != st.incarnation[0]:
+        raise Refused("ownership.foreign-incarnation")
+    if (mask == 0 or now != then) and (mask != 0 or moving & bit == 0 or now != then + 1):
+        raise Refused("ownership.stale-reference")
+    if st.cell_at[slot] != c or st.epoch_at[slot] != e:
+        raise Refused("ownership.wrong-key")
+    if moving & bit == 0:
+        raise Refused("ownership.not-grouped")
+    if mask != 0 and covered != st.matrices[s]:
+        raise Refused("ownership.matrix-coverage")
+
+
+def ungroup_wgrad_writes(st: State, key, ref, covered):
+    slot = ref.slot
+    mask = st.consumers[slot]
+    moving = st.moving[slot]
+    left = mask & ~WGRAD_BIT
+    st.moving[slot] = moving & ~GROUP_BIT
+    if mask != 0 and left == 0:
         release(st, slot)
     else:
         st.consumers[slot] = left

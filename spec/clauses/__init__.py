@@ -73,6 +73,7 @@ INTERFACE: Final = frozenset(
         "epoch.uncounted",
         "persistence.configuration",
         "version.left-out",
+        "arena.left-out",
     }
 )
 

@@ -34,8 +34,10 @@ rank, and every copy's gradient is reduced in a bucket of the same name. A contr
 process only, so `qeffect.sharing` compares the configurations of all ranks before the first step.
 
 Destinations are bound before dI, because dI reads `main_grad`. The first dW that writes a buffer in
-an epoch overwrites the buffer; later dW accumulate. A dW that fails may have written half a
-gradient: the stage's epoch is then spoiled until it is rebuilt. Finalize requires the dW of every
+an epoch overwrites the buffer; later dW accumulate. One product may write the
+gradients of several tapes, if they share one destination and one set of scales (a *grouped* dW): it
+is one write of that buffer and counts for each of its tapes. A dW that fails may have written half
+a gradient: the stage's epoch is then spoiled until it is rebuilt. Finalize requires the dW of every
 configured microbatch exactly once. On the *copied* path gradients are copied, without an arena:
 that path leaves this part out and keeps all others.""",
     clauses=(
@@ -46,7 +48,13 @@ that path leaves this part out and keeps all others.""",
             invariant="In an epoch in which an action of a stage failed or was aborted, no "
             "destination of that stage is bound or written, and neither that stage nor a stage "
             "that shares a destination with it is finalized.",
-            transitions=("bind", "check_wgrad", "finalize"),
+            transitions=(
+                "bind",
+                "check_wgrad",
+                "group_wgrad",
+                "ungroup_wgrad",
+                "finalize",
+            ),
             argument="key.stage",
             unchanged="The destinations, and the mark that the epoch is spoiled.",
             section="IV-E",
@@ -73,7 +81,7 @@ that path leaves this part out and keeps all others.""",
             title="Gradients go to their configured destinations",
             invariant="The destinations of the call equal the cell's configured destinations in "
             "matrix, microbatch, shape, dtype, device, address and length.",
-            transitions=("bind", "check_wgrad"),
+            transitions=("bind", "check_wgrad", "group_wgrad"),
             argument="destination",
             unchanged=_BUFFER,
             section="III-D",
@@ -101,7 +109,7 @@ that path leaves this part out and keeps all others.""",
             title="One writer at a time",
             invariant="Each buffer, whether one stage's own or shared by two, has at most one dW "
             "in flight.",
-            transitions=("check_wgrad",),
+            transitions=("check_wgrad", "ungroup_wgrad"),
             argument="destination",
             unchanged=_BUFFER,
             section="III-D",
@@ -205,6 +213,34 @@ that path leaves this part out and keeps all others.""",
             "tied weights, share a buffer that `tied` does not declare.",
             remedy="Give each destination its own aligned range, or name the shared destination "
             "for both matrices in `buffers` and declare both in `tied`.",
+        ),
+        Clause(
+            id="arena.other-destination",
+            number="4.13",
+            title="One product has one destination",
+            invariant="A grouped dW takes a tape only if that tape's gradient goes to the buffer "
+            "that the dW writes.",
+            transitions=("group_wgrad",),
+            argument="destination",
+            unchanged=_BUFFER,
+            section="design",
+            cause="The stage keeps the gradient of each microbatch in a buffer of its own "
+            "(`per_microbatch`), or the dW has already ended.",
+            remedy="Group dW only where the stage's gradients accumulate in one buffer, and name "
+            "all tapes of the group in the check of its dW.",
+        ),
+        Clause(
+            id="arena.left-out",
+            number="4.14",
+            title="A stage without the arena groups no dW",
+            invariant="If a stage leaves the arena out, no dW takes a second tape.",
+            transitions=("group_wgrad", "ungroup_wgrad"),
+            argument="key",
+            unchanged="Everything, including the dW in flight.",
+            section="design",
+            cause="The stage copies each gradient out of dW, so no buffer holds the sum over the "
+            "group's tapes.",
+            remedy="Keep the arena, with one accumulating destination for each matrix.",
         ),
     ),
 )

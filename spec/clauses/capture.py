@@ -31,7 +31,7 @@ not.""",
             invariant="While a tape is live in a memory pool, graphs of that pool are replayed "
             "in the order of their capture: each was captured after the graph replayed "
             "before it.",
-            transitions=("check_forward", "check_dgrad", "check_wgrad"),
+            transitions=("check_forward", "check_dgrad", "check_wgrad", "group_wgrad"),
             argument="key",
             unchanged="The pool's record of its latest replay, and the tapes that keep memory in "
             "the pool.",

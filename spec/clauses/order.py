@@ -266,5 +266,20 @@ scales and weights both count as half updated.""",
             remedy="In the update, move the scales of every domain and call `move_scales` for "
             "each. After this refusal, restore the numerical state of the last commit.",
         ),
+        Clause(
+            id="order.unequal-scales",
+            number="3.15",
+            title="One product has one set of scales",
+            invariant="A grouped dW takes a tape only if the tape's F ran with the scales with "
+            "which the F of the group's first tape ran. If scales move with every F, no two tapes "
+            "have the same.",
+            transitions=("group_wgrad",),
+            argument="ref",
+            unchanged="Both tapes, and the dW in flight.",
+            section="design",
+            cause="One product multiplies all its operands by one pair of dequantization factors, "
+            "and another microbatch's F has moved the scales since.",
+            remedy='Let scales move once an epoch (`scales="epoch"`), or run one dW for each tape.',
+        ),
     ),
 )

@@ -13,6 +13,7 @@ from ..constants import (
     ADDS,
     BACK_BIT,
     GRAD_BIT,
+    GROUP_BIT,
     IN_BIT,
     INPUT_BITS,
     JOINS,
@@ -37,7 +38,15 @@ STEPS = Register()
 # An action on a tape: the right work, weights, scaling state and destination
 
 
-@STEPS("ownership.right-reference", "check_dgrad", "check_wgrad", "post_receive", "read", "drop")
+@STEPS(
+    "ownership.right-reference",
+    "check_dgrad",
+    "check_wgrad",
+    "group_wgrad",
+    "post_receive",
+    "read",
+    "drop",
+)
 def right_reference(st: State, h: History, a: Args) -> Truth:
     """A reference is accepted only if it was issued for the key that comes with it, and its work
     still exists."""
@@ -50,7 +59,15 @@ def right_reference(st: State, h: History, a: Args) -> Truth:
     return implies(mine, (h.issued[0] == 1) & (h.dead[0] == 0) & named)
 
 
-@STEPS("ownership.right-work", "check_dgrad", "check_wgrad", "post_receive", "read", "drop")
+@STEPS(
+    "ownership.right-work",
+    "check_dgrad",
+    "check_wgrad",
+    "group_wgrad",
+    "post_receive",
+    "read",
+    "drop",
+)
 def right_work(st: State, h: History, a: Args) -> Truth:
     """An action finds its own key's work in the slot, and no other action in flight there."""
     s = a.ref.slot
@@ -58,7 +75,7 @@ def right_work(st: State, h: History, a: Args) -> Truth:
     return mine & (h.owing[s] != 0) & (h.acting[s] == 0)
 
 
-@STEPS("ownership.reference-of-transfer", "finish_receive", "finish_read")
+@STEPS("ownership.reference-of-transfer", "finish_receive", "finish_read", "ungroup_wgrad")
 def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
     """The call that ends a transfer presents a reference that was issued for its key, even if the
     work is already gone."""
@@ -78,6 +95,14 @@ def end_of_read(st: State, h: History, a: Args) -> Truth:
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     one = (a.bit == OUT_BIT) | (a.bit == GRAD_BIT)
     return mine & one & ((h.moving[s] & a.bit) != 0) & (h.acting[s] == 0)
+
+
+@STEPS("ownership.end-of-group", "ungroup_wgrad")
+def end_of_group(st: State, h: History, a: Args) -> Truth:
+    """A tape leaves a group of dW only if that dW took that key's work and has not given it up."""
+    s = a.ref.slot
+    mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
+    return mine & ((h.moving[s] & GROUP_BIT) != 0) & (h.acting[s] == 0)
 
 
 @STEPS("ownership.end-of-receive", "finish_receive")
@@ -173,11 +198,17 @@ def dgrad_after_forward(st: State, h: History, a: Args) -> Truth:
     return (h.ran_forward[a.key.cell] == 1) & (h.ran_dgrad[a.key.cell] == 0)
 
 
-@STEPS("ownership.wgrad-after-dgrad", "check_wgrad")
+@STEPS("ownership.wgrad-after-dgrad", "check_wgrad", "group_wgrad")
 def wgrad_after_dgrad(st: State, h: History, a: Args) -> Truth:
     """dW runs once, after dI, and dI queued work for every matrix."""
     once = (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0)
     return once & (h.queued[a.ref.slot] == st.matrices[a.key.stage])
+
+
+@STEPS("ownership.one-dw-takes-it", "check_wgrad", "group_wgrad")
+def one_dw_takes_it(st: State, h: History, a: Args) -> Truth:
+    """A dW takes only a tape that no other dW has taken into its group."""
+    return (h.moving[a.ref.slot] & GROUP_BIT) == 0
 
 
 @STEPS("ownership.never-preempted", "reserve", "check_forward")
@@ -222,6 +253,7 @@ def left_out_first(st: State, h: History, a: Args, c: Index) -> Truth:
     "check_forward",
     "check_dgrad",
     "check_wgrad",
+    "group_wgrad",
 )
 def weights_of_the_key(st: State, h: History, a: Args) -> Truth:
     """An action runs on the weights that its key names."""
@@ -327,6 +359,20 @@ def scales_of_the_epoch_of_stage(st: State, h: History, a: Args) -> Truth:
     return implies(st.epoch_scales[d] != 0, h.moves[d] == h.commits[0])
 
 
+@STEPS("capture.taken-in-order", "group_wgrad", needs="capture")
+def taken_in_order(st: State, h: History, a: Args) -> Truth:
+    """A dW takes a tape only if the tape's pool has replayed no graph that was captured with or
+    after the tape's own dW: such a graph may use the tape's memory as scratch memory."""
+    s = a.ref.slot
+    return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.wgrad_rank[s]
+
+
+@STEPS("order.one-set-of-scales", "group_wgrad", needs="order")
+def one_set_of_scales(st: State, h: History, a: Args) -> Truth:
+    """All tapes of one product were made with the same scales."""
+    return h.scaled_by[a.ref.slot] == h.scaled_by[a.leader]
+
+
 @STEPS("order.moved-in-the-update", "move_scales")
 def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
     """Scales move in an update only if they move once an epoch, an F or dI gathered maxima, and
@@ -422,6 +468,29 @@ def right_destination(st: State, h: History, a: Args) -> Truth:
     return (a.destination == h.bound_to[a.key.cell]) & fresh
 
 
+@STEPS("arena.one-product", "group_wgrad")
+def one_product(st: State, h: History, a: Args) -> Truth:
+    """A dW takes another tape only if the tape is of its own stage, and the dW is the one that is
+    writing the tape's bound destination."""
+    b, own = st.buffer_of[a.key.cell], st.buffer_of[h.tenant[a.leader]]
+    writes = (h.writers[b] == 1) & ((own == b) | (st.shared_of[own] == b))
+    here = (st.slot_stage[a.leader] == a.key.stage) & (h.acting[a.leader] == 1)
+    return (a.destination == h.bound_to[a.key.cell]) & writes & here
+
+
+@STEPS("arena.product-ran", "ungroup_wgrad")
+def product_ran(st: State, h: History, a: Args) -> Truth:
+    """A tape leaves its group only after the product that took it has ended. A tape that was kept
+    counts as written only if that product succeeded, while its buffers hold gradients of its
+    epoch."""
+    s, b = a.ref.slot, st.buffer_of[a.key.cell]
+    mine = s == h.slot[0]
+    ended = implies(mine, h.grouped[0] != RUNNING)
+    ran = implies(mine, h.grouped[0] == DONE)
+    held = (h.content[b] == a.key.epoch) & (h.content[st.shared_of[b]] == a.key.epoch)
+    return ended & implies(h.owing[s] != 0, ran & held & (h.writers[b] == 0))
+
+
 @STEPS("arena.alone", "check_wgrad")
 def written_alone(st: State, h: History, a: Args) -> Truth:
     """No other dW is writing a buffer that this dW writes: its stage's own, or the shared one."""
@@ -429,7 +498,7 @@ def written_alone(st: State, h: History, a: Args) -> Truth:
     return (h.writers[buffer] == 0) & (h.writers[st.shared_of[buffer]] == 0)
 
 
-@STEPS("arena.not-spoiled", "bind", "check_wgrad")
+@STEPS("arena.not-spoiled", "bind", "check_wgrad", "group_wgrad")
 def bound_or_written_unspoiled(st: State, h: History, a: Args) -> Truth:
     """Nothing is bound or written for an epoch that a failure spoiled."""
     return (h.spoiled[a.key.stage] != a.key.epoch) & (h.half_written[a.key.stage] != a.key.epoch)
@@ -501,7 +570,9 @@ def final_once(st: State, h: History, a: Args) -> Truth:
 # The graph stream and the streams that wait for it
 
 
-@STEPS("completion.replay-after-caller", "check_forward", "check_dgrad", "check_wgrad")
+@STEPS(
+    "completion.replay-after-caller", "check_forward", "check_dgrad", "check_wgrad", "group_wgrad"
+)
 def replay_after_caller(st: State, h: History, a: Args) -> Truth:
     """A replay comes after all work of its caller, on the graph stream of its own domain."""
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
@@ -651,13 +722,19 @@ def reduced_gradients_read(st: State, h: History, a: Args, b: Index) -> Truth:
     return implies(_writes(st, b, a.stage), (h.reduction[b] == DONE) & ours)
 
 
-@STEPS("completion.gradients-not-rewritten", "check_wgrad")
+@STEPS("completion.gradients-not-rewritten", "check_wgrad", "group_wgrad")
 def gradients_not_rewritten(st: State, h: History, a: Args) -> Truth:
     """No dW writes its stage's gradients while a separate stream reads them."""
     return h.gradients_reader[a.key.stage] != RUNNING
 
 
-@STEPS("completion.shared-gradients-not-rewritten", "check_wgrad", needs="arena", g="stage")
+@STEPS(
+    "completion.shared-gradients-not-rewritten",
+    "check_wgrad",
+    "group_wgrad",
+    needs="arena",
+    g="stage",
+)
 def shared_gradients_not_rewritten(st: State, h: History, a: Args, g: Index) -> Truth:
     """No dW writes a shared destination while a separate stream reads the other stage's
     gradients."""
@@ -752,7 +829,7 @@ def reduction_running(st: State, h: History, a: Args) -> Truth:
     return h.reduction[a.bucket] == RUNNING
 
 
-@STEPS("reduction.never-rewritten", "check_wgrad", b="bucket")
+@STEPS("reduction.never-rewritten", "check_wgrad", "group_wgrad", b="bucket")
 def never_rewritten(st: State, h: History, a: Args, b: Index) -> Truth:
     """No gradient is written after its reduction began."""
     return implies(_writes(st, b, a.key.stage), h.reduction[b] == NONE)
@@ -853,6 +930,7 @@ def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
     "check_evaluation",
     "check_dgrad",
     "check_wgrad",
+    "group_wgrad",
     "start_weights_read",
     "start_gradients_read",
     "next_walk",
@@ -967,6 +1045,13 @@ def wgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
         a.ticket == h.ticket[0], (h.outstanding[0] == WGRAD) & (h.ticket_slot[0] == a.slot)
     )
     return mine & (h.acting[a.slot] == 1)
+
+
+@STEPS("tickets.group-names-its-own", "group_wgrad")
+def group_names_its_own(st: State, h: History, a: Args) -> Truth:
+    """A tape is taken by the dW whose check issued the ticket."""
+    mine = (h.outstanding[0] == WGRAD) & (h.ticket_slot[0] == a.leader)
+    return implies(a.ticket == h.ticket[0], mine)
 
 
 @STEPS("tickets.refresh-redeems-its-own", "commit_refresh", "abort_refresh")

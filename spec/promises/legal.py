@@ -12,6 +12,7 @@ from __future__ import annotations
 from ..constants import (
     ADDS,
     BACK_BIT,
+    GROUP_BIT,
     INPUT_BITS,
     JOINS,
     NEVER,
@@ -22,6 +23,7 @@ from ..constants import (
     TARGET_BIT,
 )
 from ..predicates import Register, implies
+from ..world import WGRAD
 from .words import Args, History, Index, State, Truth
 
 __all__ = ["LEGAL"]
@@ -33,7 +35,7 @@ LEGAL = Register()
 # The work, and the slot that it is in
 
 
-@LEGAL("ownership.good-reference", "check_dgrad", "check_wgrad")
+@LEGAL("ownership.good-reference", "check_dgrad", "check_wgrad", "group_wgrad")
 def good_reference(st: State, h: History, a: Args) -> Truth:
     """The reference was issued for the key, and the work that it names still exists."""
     mine = (
@@ -51,10 +53,11 @@ def dgrad_next(st: State, h: History, a: Args) -> Truth:
     return (h.ran_forward[a.key.cell] == 1) & (h.ran_dgrad[a.key.cell] == 0)
 
 
-@LEGAL("ownership.wgrad-next", "check_wgrad")
+@LEGAL("ownership.wgrad-next", "check_wgrad", "group_wgrad")
 def wgrad_next(st: State, h: History, a: Args) -> Truth:
-    """The key's dI ran, and its dW did not."""
-    return (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0)
+    """The key's dI ran, its dW did not, and no other dW has taken its tape."""
+    alone = (h.moving[a.ref.slot] & GROUP_BIT) == 0
+    return (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0) & alone
 
 
 @LEGAL("ownership.vacant-slot", "check_forward")
@@ -133,7 +136,14 @@ def of_these_weights(st: State, h: History, a: Args) -> Truth:
     return a.key.epoch == h.weights[0]
 
 
-@LEGAL("epoch.on-whole-weights", "check_refresh", "check_forward", "check_dgrad", "check_wgrad")
+@LEGAL(
+    "epoch.on-whole-weights",
+    "check_refresh",
+    "check_forward",
+    "check_dgrad",
+    "check_wgrad",
+    "group_wgrad",
+)
 def whole_weights(st: State, h: History, a: Args) -> Truth:
     """No update is in flight, and no weights are half updated."""
     return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
@@ -279,7 +289,25 @@ def own_destination(st: State, h: History, a: Args) -> Truth:
     return (a.destination == st.destination_of[c]) & idle & fresh
 
 
-@LEGAL("arena.epoch-sound", "check_wgrad")
+@LEGAL("arena.with-its-leader", "group_wgrad")
+def with_its_leader(st: State, h: History, a: Args) -> Truth:
+    """The ticket is that of a dW of the same stage, in flight on the leader's slot, which writes
+    the tape's own buffer. The destination is the configured one, and no action on the tape is in
+    flight."""
+    running = (h.outstanding[0] == WGRAD) & (a.ticket == h.ticket[0]) & (a.ticket != 0)
+    idle = h.acting[a.ref.slot] == 0
+    here = (h.ticket_slot[0] == a.leader) & (st.slot_stage[a.leader] == a.key.stage)
+    same = st.buffer_of[h.tenant[a.leader]] == st.buffer_of[a.key.cell]
+    return running & idle & here & same & (a.destination == st.destination_of[a.key.cell])
+
+
+@LEGAL("order.with-its-scales", "group_wgrad")
+def with_its_scales(st: State, h: History, a: Args) -> Truth:
+    """Both tapes were made with the same scales."""
+    return h.scaled_by[a.ref.slot] == h.scaled_by[a.leader]
+
+
+@LEGAL("arena.epoch-sound", "check_wgrad", "group_wgrad")
 def epoch_sound(st: State, h: History, a: Args) -> Truth:
     """No failure spoiled the stage's epoch, and no cache was lost while the stage needed it."""
     return (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
@@ -303,7 +331,7 @@ def dgrad_later(st: State, h: History, a: Args) -> Truth:
     return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.dgrad_rank[s]
 
 
-@LEGAL("capture.wgrad-later", "check_wgrad")
+@LEGAL("capture.wgrad-later", "check_wgrad", "group_wgrad")
 def wgrad_later(st: State, h: History, a: Args) -> Truth:
     """dW was captured after the graph that the pool replayed last."""
     s = a.ref.slot
@@ -313,7 +341,7 @@ def wgrad_later(st: State, h: History, a: Args) -> Truth:
 # Streams
 
 
-@LEGAL("completion.caller-awaited", "check_forward", "check_dgrad", "check_wgrad")
+@LEGAL("completion.caller-awaited", "check_forward", "check_dgrad", "check_wgrad", "group_wgrad")
 def caller_awaited(st: State, h: History, a: Args) -> Truth:
     """The link belongs to the stage's domain, and that domain's graph stream waited for all the
     caller's work."""

@@ -48,6 +48,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.readers.ReaderCalls.start_gradients_read",
         "calls.readers.ReaderCalls.finish_gradients_read",
     ),
+    "the tapes of a grouped dW": ("ledgers.groups.*",),
     "which slots are free": ("ledgers.pool.*", "engine.freelist.*"),
     "evidence": (
         "calls.redemption.Redemption.commit",

@@ -61,6 +61,8 @@ CHAIN_ONLY = {
     "refresh": {"unread"},
     # A movement of scales may be told of any stage of its domain.
     "stage": {"same effect"},
+    # The part of a tape that was lost while its grouped dW ran: no gradient is counted for it.
+    "covered": {"same effect"},
     # An evaluation at weights that no update has changed since the cache was filled.
     "cached": {"same effect", "unread"},
     # An epoch that failed, in a log that restores an earlier one afterwards.

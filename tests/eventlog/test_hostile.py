@@ -397,6 +397,37 @@ class TestIncarnations:
             of.restore(saved, incarnation=of.incarnation)
 
 
+class TestGroups:
+    """Logs of a grouped dW, edited by hand."""
+
+    def refused(self, was: str, now: str) -> tuple[str | None, str | None, str | None]:
+        """Edit the first line of a group; return the clause, the transition and the field."""
+        whole = bodies("grouped-wgrads")
+        at = next(n for n, line in enumerate(whole) if '"group_wgrad"' in line)
+        assert was in whole[at]
+        whole[at] = whole[at].replace(was, now)
+        report = replay_lines(reseal(whole))
+        return report.clause, report.action, report.field
+
+    @pytest.mark.parametrize(
+        ("was", "now", "clause", "field"),
+        [
+            ('"leader":0', '"leader":3', "ownership.unknown-slot", "leader"),
+            ('"leader":0', '"leader":2', "ownership.unknown-ticket", "ticket"),
+            ('"ticket":7', '"ticket":6', "ownership.unknown-ticket", "ticket"),
+            ('"destination":0', '"destination":[]', "arena.mismatch", "destination"),
+        ],
+    )
+    def test_a_group_names_its_dw(self, was: str, now: str, clause: str, field: str) -> None:
+        """By the slot and the ticket of the dW in flight."""
+        assert (clause, "group_wgrad", field) == self.refused(was, now)
+
+    def test_a_group_has_a_leader(self) -> None:
+        """No slot is no leader."""
+        with pytest.raises(LogError, match="leader"):
+            self.refused('"leader":0', '"leader":-1')
+
+
 class TestWithoutVersion:
     """A log of a contract that leaves version out, spliced by hand: what its API refuses, replay
     refuses by the same clause."""

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from qeffect import Contract, StageConfig
+from qeffect.caller import Caller
 from qeffect.cli import main
 from qeffect.log.checker import LogError
-from qeffect.log.joint import JointReport, replay_together
+from qeffect.log.joint import JointReport, _Log, replay_together
 from qeffect.log.recorder import Recorder
 from qeffect.log.replayer import replay
 from qeffect.schedule.actions import Schedule
@@ -78,6 +80,26 @@ class TestFit:
         sends = sum("SEND" in str(a) for row in table.rows for a in row)
         assert ("accepted", 2, 2 * sends) == (report.verdict, report.epochs, report.messages)
         assert table.num_ranks == len(report.ranks)
+
+    def test_a_grouped_dw_counts_once_for_each_microbatch(self, tmp_path: Path) -> None:
+        """Also if it takes several blocks of one microbatch."""
+        config = StageConfig(0, 2, 4, blocks=2, matrices=("w",), scales="epoch")
+        caller = Caller(Contract([config]))
+        cells = [(microbatch, block) for microbatch in (0, 1) for block in (0, 1)]
+        with Recorder(caller.contract, tmp_path / "log", rank=0):
+            caller.refresh(0)
+            for microbatch, block in cells:
+                caller.forward(0, microbatch, block)
+            for microbatch, block in cells:
+                caller.dgrad(0, microbatch, block)
+            group = [(caller.key(0, *cell), caller.ref(0, *cell)) for cell in cells[1:]]
+            caller.wgrad(0, 0, group=group)
+            caller.finalize(0)
+            caller.commit()
+        steps = _Log.of([tmp_path / "log"]).steps
+
+        assert replay_together([tmp_path / "log"]).verdict == "accepted"
+        assert ["0W0", "0W1"] == [name for _, name in steps[0].rows({0: 0})[0][-2:]]
 
 
 class TestMisfit:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qeffect import Contract, StageConfig, TapeKey
+from qeffect.caller import Caller
 from qeffect.log.format import KEPT_STEPS, compact
 from qeffect.log.joint import replay_together
 from qeffect.log.recorder import Recorder
@@ -84,6 +85,55 @@ def test_the_contract_is_where_its_actions_would_have_led_it() -> None:
         one.commit_step(again)
         step(each)
     assert one.snapshot() == each.snapshot()
+    assert replay_lines(log.close()).verdict == "accepted"
+
+
+def grouped_step(contract: Contract, *order: int) -> None:
+    """One step of three microbatches, with one dW for all of them, which takes them in order."""
+    caller = Caller(contract)
+    caller.refresh(0)
+    for microbatch in range(3):
+        caller.forward(0, microbatch)
+        caller.dgrad(0, microbatch)
+    first, *others = order or (2, 1, 0)
+    caller.wgrad(0, first, group=[(caller.key(0, m), caller.ref(0, m)) for m in others])
+    caller.finalize(0)
+    caller.commit()
+
+
+def grouping() -> Contract:
+    """A contract whose scales move once an epoch."""
+    return Contract([StageConfig(0, microbatches=3, slots=3, matrices=("w",), scales="epoch")])
+
+
+def test_a_step_with_a_grouped_dw_recurs() -> None:
+    """As one it leads where its actions lead."""
+    one, each = grouping(), grouping()
+    each.memory.incarnation[0] = one.incarnation
+    log = Recorder(one)
+    recording = one.record_step()
+    grouped_step(one)
+    again = recording.end()
+    grouped_step(each)
+    for _ in range(3):
+        one.commit_step(again)
+        grouped_step(each)
+    assert one.snapshot() == each.snapshot()
+    assert replay_lines(log.close()).verdict == "accepted"
+
+
+def test_a_step_with_a_grouped_dw_is_tried_from_another_start() -> None:
+    """An earlier step left the free slots in another order; the slots of the group are free."""
+    contract = grouping()
+    log = Recorder(contract)
+    recording = contract.record_step()
+    grouped_step(contract)
+    again = recording.end()
+    grouped_step(contract, 0, 1, 2)
+    assert again.differs(contract._steps.step_state()) is not None
+    assert contract.check_step(again) is None
+    contract.commit_step(again)
+    grouped_step(contract)
     assert replay_lines(log.close()).verdict == "accepted"
 
 

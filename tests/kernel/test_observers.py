@@ -65,6 +65,13 @@ def _microbatch(rig: Rig, m: int, s: int) -> Iterator[Callable[[], Any]]:
         yield partial(c.join, link)
 
 
+def _grouped(rig: Rig) -> Ticket:
+    """Check one dW for both tapes of stage 1."""
+    live = rig.contract.live()
+    (first, ref), other = ((key, live[key]) for key in (rig.key(0, 1), rig.key(1, 1)))
+    return rig.contract.check_wgrad(first, ref, link=rig.link(1), group=[other])
+
+
 def _whole(rig: Rig) -> None:
     """A whole epoch of every stage, up to its update."""
     for s in (0, 1):
@@ -118,6 +125,16 @@ def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
 
     yield wrong
     yield back
+    # A grouped dW that fails, and one that does not.
+    for ends in ("abort", "commit"):
+        for m in (0, 1):
+            yield partial(rig.forward, m, 1)
+            yield lambda m=m: rig.receive(c.live()[rig.key(m, 1)], m, 1, gradient=True)
+            yield lambda m=m: rig.dgrad(c.live()[rig.key(m, 1)], m, 1)
+        yield check("group", lambda: _grouped(rig))
+        evidence = (MATRICES,) if ends == "commit" else ()
+        yield lambda ends=ends, evidence=evidence: getattr(c, ends)(tickets["group"], *evidence)
+        yield back
     # Reservations, a tape and a whole epoch that are given up.
     yield lambda: c.reserve(rig.key(1))
     yield lambda: c.drop(rig.key(1), c.live()[rig.key(1)])
@@ -293,7 +310,7 @@ def test_told_before_the_books_are_kept_is_found(monkeypatch: pytest.MonkeyPatch
             _require_agreement(rig.contract)
         except AssertionError:
             disagreements.add(heard[-1])
-    assert disagreements == {"reserve", "drop", "restore"}
+    assert disagreements == {"reserve", "drop", "ungroup_wgrad", "restore"}
 
 
 def test_work_is_submitted_on_every_link_whoever_was_told() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qeffect import DeviceCounts
+from qeffect import Destination, DeviceCounts
 from qeffect.spec.clauses import CLAUSES
 from qeffect.spec.document import contract
 from qeffect.verification.logs.examples import UNREACHED
@@ -159,6 +159,21 @@ def _moving(rig: Rig) -> Callable[[], Any]:
     return lambda: rig.contract.move_scales(0)
 
 
+def _apart(rig: Rig) -> Callable[[], Any]:
+    """Two tapes whose gradients go to a destination each, and one dW of both."""
+    apart = tuple(
+        Destination(matrix, m, (2,), "bf16", "cpu", 4096 + 64 * (2 * n + m), 4)
+        for n, matrix in enumerate(rig.matrices())
+        for m in (0, 1)
+    )
+    rig.contract = Rig(stage(scales="epoch", destinations=apart)).contract
+    refs = [rig.forward(microbatch) for microbatch in (0, 1)]
+    for microbatch, ref in enumerate(refs):
+        rig.dgrad(ref, microbatch)
+    other = rig.key(1), refs[1]
+    return lambda: rig.contract.check_wgrad(rig.key(0), refs[0], group=[other])
+
+
 #: For each clause without a rejected log, and for some others, how to come before a call that it
 #: refuses.
 SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
@@ -166,6 +181,7 @@ SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
     "epoch.device-order": _counting(0, 2),
     "epoch.uncounted": _counting(0, None),
     "epoch.in-flight": _updating,
+    "arena.other-destination": _apart,
     "reduction.begun": _reduced,
     "ownership.walk-begun": _begun,
     "completion.gradients-in-use": _gradients,

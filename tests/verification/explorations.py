@@ -44,6 +44,8 @@ SMALL = (
     "stages-fed",
     "stages-exchange",
     "domains-buckets",
+    "stage-groups-scales",
+    "stage-groups-apart",
 )
 MEDIUM = (
     "stage-faults",

@@ -36,7 +36,11 @@ def test_a_legal_check_is_accepted(full: Composition) -> None:
     refusing = [p for name in CHECKS for p in full.paths[name] if p.clause is not None]
 
     actions = ("refresh", "forward", "evaluation", "dgrad", "wgrad")
-    assert set(CHECKS) == {"move_scales", *(f"check_{action}" for action in actions)}
+    assert set(CHECKS) == {
+        "move_scales",
+        "group_wgrad",
+        *(f"check_{action}" for action in actions),
+    }
     assert [(g.transition, g.path) for g in goals] == [(p.transition, p.label) for p in refusing]
     assert [] == _open(full, 5_000)
 

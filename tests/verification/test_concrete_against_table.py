@@ -249,7 +249,7 @@ def _term(encoding: Encoding, sort: str, value: int) -> Any:
     """A number as a term of a finite sort."""
     if sort in encoding.members:
         return encoding.null(sort) if value == -1 else encoding.members[sort][value]
-    return z3.BitVecVal(value, 5) if sort == "mask" else z3.IntVal(value)
+    return z3.BitVecVal(value, 6) if sort == "mask" else z3.IntVal(value)
 
 
 def _array(encoding: Encoding, column: Column, values: list[int]) -> Any:

@@ -63,6 +63,11 @@ COUNTS = {
     "stage-epoch-scales": (290, 1_221, 14_731, 19),
     "domains-epoch-scales": (2_358, 15_777, 186_171, 39),
     "stages-live": (2_130, 15_922, 162_866, 14),
+    "stage-groups": (12_425, 37_407, 212_475, 21),
+    "stage-groups-scales": (580, 1_220, 47_188, 14),
+    "stage-groups-apart": (313, 692, 25_890, 14),
+    "stage-groups-faults": (16_583, 66_576, 2_088_453, 46),
+    "domains-groups": (47_856, 469_060, 9_017_316, 25),
     "domains-two": (1_836, 22_260, 166_804, 17),
 }
 
@@ -356,6 +361,7 @@ def test_moves_follow_from_parameters() -> None:
             walks=2,
             skips=True,
             epoch_scales=True,
+            groups=True,
             only=tuple(TRANSITIONS),
         )
     )

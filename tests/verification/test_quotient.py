@@ -172,6 +172,7 @@ def test_reads_and_writes_are_read_off_the_composed_function() -> None:
         "cell_at",
         "epoch_at",
         "held",
+        "moving",
         "incarnation",
         "half_updated",
     } == found.guards

@@ -255,7 +255,7 @@ class Engine:
             seen = tally.sighting(chunk, _first(mask), index, clause)
             tally.first_refused[index, clause] = seen
         move = self.moves[index]
-        if move.right and "ticket" in move.arguments:
+        if move.right and "ticket" in move.arguments and "leader" not in move.arguments:
             owed = conjoin(mask, _owed(chunk, move))
             if owed is True or (owed is not False and owed.any()):
                 told = f"{move.label} refused ({clause}) although its ticket is in flight"

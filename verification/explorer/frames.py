@@ -139,7 +139,8 @@ class Maker:
     def frames(self, transition: str, parameters: set[str]) -> Iterator[Frame]:
         if "ref" in parameters:
             for slot, cell in product(range(self.n["slot"]), range(self.n["cell"])):
-                yield from self.tape(parameters, slot, cell)
+                for frame in self.tape(parameters, slot, cell):
+                    yield from self.led(frame) if "leader" in parameters else [frame]
         elif {"key", "slot"} <= parameters:
             for cell, slot in product(range(self.n["cell"]), (*range(self.n["slot"]), NO_SLOT)):
                 yield from self.place(parameters, cell, slot)
@@ -296,6 +297,14 @@ class Maker:
         another = {**right, "key.epoch": self.now(cell)}
         where = (Where("cell_at", slot, cell, equal=False),)
         yield Frame(another, choices, (), where, fits=False)
+
+    def led(self, frame: Frame) -> Iterator[Frame]:
+        """The frame with the dW in flight on each slot; a wrong ticket is none, or unissued."""
+        for leader in range(self.n["slot"]):
+            right = {**frame.right, "leader": leader, "ticket": Rel("held", leader)}
+            wrong = (({"ticket": 0}, ()), ({"ticket": Rel("serial", 0, 1)}, ()))
+            where = (*frame.where, Where("held", leader, 0, equal=False))
+            yield evolve(frame, right=right, wrong=(*frame.wrong, *wrong), where=where)
 
     def now(self, cell: int) -> Value:
         """The epoch of a key presented now."""

@@ -12,7 +12,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from qeffect.engine.stage import STATE
-from qeffect.relations.constants import RESERVED
+from qeffect.relations.constants import GROUP_BIT, RESERVED
 
 from .scopes import Scope, configuration, sizes
 
@@ -86,7 +86,7 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
         "vacated": (0, marks),
         "ended_on": (0, n["link"] - 1),
         "ended_at": (0, 1 if scope.readers or scope.receives else 0),
-        "moving": (0, scope.readers | scope.receives),
+        "moving": (0, scope.readers | scope.receives | (GROUP_BIT if scope.groups else 0)),
         "arrived": (0, scope.receives),
         "produced": (0, marks),
         "landed": (0, marks),

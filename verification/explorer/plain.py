@@ -190,7 +190,8 @@ class PlainExplorer:
             return f"{move.steps[1]} refused ({clause}) after its check was accepted" * broken
         if after != before:
             return f"{move.label} refused ({clause}) but changed the state"
-        owed = move.right and "ticket" in move.arguments and _owed(self.memory, move)
+        redeems = "ticket" in move.arguments and "leader" not in move.arguments
+        owed = move.right and redeems and _owed(self.memory, move)
         return f"{move.label} refused ({clause}) although its ticket is in flight" * owed
 
 

@@ -86,6 +86,8 @@ class Scope:
         epoch_scales: Scales of every domain move once an epoch; by default they move with F and
             dI, and `move_scales` does not take part.
         accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
+        groups: One dW may take several tapes; by default `group_wgrad` and `ungroup_wgrad` do not
+            take part. Only with tickets, since a dW takes tapes while it is in flight.
         feeds: Each stage feeds the next, which has as many cells.
         tied: The first two stages, which accumulate, share one more buffer.
         shared_pool: The slots of a domain share one capture-memory pool.
@@ -123,6 +125,7 @@ class Scope:
     weights: bool = False
     epoch_scales: bool = False
     accumulate: bool = True
+    groups: bool = False
     feeds: bool = False
     tied: bool = False
     shared_pool: bool = False
@@ -159,6 +162,8 @@ class Scope:
                 f"scope {self.name}: with tickets, backends cannot report (fills, "
                 "draws, weights or carried scales)"
             )
+        if self.groups and not self.tickets:
+            raise ValueError(f"scope {self.name}: a dW takes several tapes only with tickets")
         if self.tape_scales not in ("", "carried", "live"):
             raise ValueError(f"scope {self.name}: tape_scales must be carried or live")
         if self.fresh_keys and ("version" not in self.omit or "finalize" in self.transitions):
@@ -175,7 +180,8 @@ class Scope:
 
         A composition without version has no cache and refuses the cache's transitions in every
         state, so these are not explored. Neither is `next_walk` in a scope with one walk, `skip` in
-        a scope without skips, nor `move_scales` in a scope whose scales move with F and dI.
+        a scope without skips, `move_scales` in a scope whose scales move with F and dI, nor
+        `group_wgrad` and `ungroup_wgrad` in a scope without groups.
         """
         chosen = self.only or tuple(name for name in TRANSITIONS if name not in _EVALUATION)
         absent = _CACHE if "version" in self.omit else frozenset()
@@ -185,6 +191,8 @@ class Scope:
             absent |= {"skip"}
         if not self.epoch_scales:
             absent |= {"move_scales"}
+        if not self.groups:
+            absent |= {"group_wgrad", "ungroup_wgrad"}
         return tuple(name for name in chosen if name not in absent)
 
     @property

@@ -9,7 +9,15 @@ are complete.
 
 from __future__ import annotations
 
-from qeffect.spec.constants import DGRAD_BIT, NO_SLOT, NO_STAGE, READ_BITS, RESERVED, WGRAD_BIT
+from qeffect.spec.constants import (
+    DGRAD_BIT,
+    GROUP_BIT,
+    NO_SLOT,
+    NO_STAGE,
+    READ_BITS,
+    RESERVED,
+    WGRAD_BIT,
+)
 from qeffect.spec.predicates import Register, implies
 from qeffect.spec.world import DONE, NONE, RUNNING
 
@@ -106,6 +114,18 @@ def behind(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
 def replays(st: State, h: History, d: Index) -> Truth:
     """The count of replays is the number of enqueued replays."""
     return st.replays[d] == h.enqueued[d]
+
+
+@HISTORY("completion.replays-of-tapes", s="slot")
+def replays_of_tapes(st: State, h: History, s: Index) -> Truth:
+    """
+    The graph stream has replayed for a tape that only dW and readers need, or that a dW of another
+    tape has taken.
+    """
+    mask = st.consumers[s]
+    left = (mask != 0) & ((mask & (RESERVED | DGRAD_BIT)) == 0)
+    taken = (st.moving[s] & GROUP_BIT) != 0
+    return implies(left | taken, 0 < h.enqueued[domain_of_slot(st, s)])
 
 
 @HISTORY("completion.seen")

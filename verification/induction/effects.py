@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from qeffect.spec.constants import COPY_BIT, NEVER, READ_BITS
 from qeffect.spec.predicates import choose
 from qeffect.spec.promises.words import domain_of_slot
-from qeffect.spec.world import NONE
+from qeffect.spec.world import NONE, RUNNING
 
 from .ghosts import History, State
 
@@ -22,6 +22,7 @@ __all__ = [
     "content",
     "copied",
     "end",
+    "end_group",
     "end_scaling",
     "end_update",
     "enqueue",
@@ -141,6 +142,13 @@ def visit(st: State, h: History, slot: Any, bit: Any) -> None:
 def replayed_on(h: History, slot: Any) -> None:
     """A replay may touch a slot; the next stream that fills the slot must wait for the replay."""
     h.saw[0] = choose(slot == h.slot[0], 0, h.saw[0])
+
+
+def end_group(h: History, slot: Any, progress: int) -> None:
+    """A dW has ended; if it took the arbitrary slot's tape, its replay may touch that slot."""
+    took = (h.grouped[0] == RUNNING) & (h.leader[0] == slot)
+    h.grouped[0] = choose(took, progress, h.grouped[0])
+    h.saw[0] = choose(took, 0, h.saw[0])
 
 
 def transferred(h: History, slot: Any, link: Any) -> None:

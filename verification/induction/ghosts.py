@@ -152,6 +152,11 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # The link waited for every replay on the slot; for every replay of the slot's former work; a
     # transfer of the slot ended on the link, and the graph stream has not waited for it.
     **_each("one", "saw", "clear", values="flag", initial=1),
+    # The ticket of the dW that took a slot's tape into its group; the slot of the dW that took the
+    # arbitrary slot's tape, and how far that dW is.
+    **_each("slot", "group"),
+    **_each("one", "leader", values="slot", initial=None),
+    **_each("one", "grouped"),
     **_each("one", "trailing", values="flag"),
     **_each("one", "seen_gradients", values="flag", initial=1),
     # The link's caller waited for the stage's latest evaluation, on any of its links.

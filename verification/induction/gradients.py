@@ -8,8 +8,9 @@ opened, at most one dW writes it, and a cell is bound to it before its dI runs.
 
 from __future__ import annotations
 
-from qeffect.spec.constants import NO_SLOT
+from qeffect.spec.constants import DGRAD_BIT, GROUP_BIT, NO_SLOT, RESERVED
 from qeffect.spec.predicates import Register, implies
+from qeffect.spec.world import DONE, RUNNING
 
 from .words import (
     History,
@@ -229,6 +230,62 @@ def one_writer(st: State, h: History, b: Index) -> Truth:
     return idle | (
         busy & dw & ((st.buffer_of[cell] == b) | (st.shared_of[st.buffer_of[cell]] == b))
     )
+
+
+@HISTORY("arena.group-writes", s="slot")
+def group_writes(st: State, h: History, s: Index) -> Truth:
+    """
+    While the dW that took a tape into its group runs, it writes the tape's buffer, from a slot of
+    the tape's stage.
+    """
+    grouped = (st.moving[s] & GROUP_BIT) != 0
+    b, ticket = st.buffer_of[st.cell_at[s]], h.group[s]
+    w = h.writer[b]
+    ours = (w != NO_SLOT) & (st.held[w] == ticket) & (st.slot_stage[w] == st.slot_stage[s])
+    issued = (ticket != 0) & (ticket <= st.serial[0])
+    return implies(grouped, issued & implies(st.writing[b] == ticket, ours))
+
+
+@HISTORY("arena.group-written", s="slot")
+def group_written(st: State, h: History, s: Index) -> Truth:
+    """
+    After the dW that took a tape into its group, the tape's buffers hold gradients of this epoch,
+    unless its stage's epoch is spoiled.
+    """
+    b, g = st.buffer_of[st.cell_at[s]], st.slot_stage[s]
+    grouped = (st.moving[s] & GROUP_BIT) != 0
+    ended = grouped & retained(st, s) & (st.writing[b] != h.group[s])
+    own, shared = h.content[b], h.content[st.shared_of[b]]
+    whole = (own == h.weights[0]) & (shared == h.weights[0])
+    return implies(ended & (st.spoiled[g] != now(st, g)), whole)
+
+
+@HISTORY("ownership.group-led")
+def group_led(st: State, h: History) -> Truth:
+    """
+    While the dW runs that took a tape into its group, it holds another slot of the tape's stage,
+    whose dI has run, and the tape's slot is kept for it.
+    """
+    leader, s = h.leader[0], h.slot[0]
+    here = (leader != NO_SLOT) & (st.slot_stage[leader] == st.slot_stage[s])
+    held = (st.held[leader] == h.group[s]) & (st.held[leader] != 0)
+    held &= (st.consumers[leader] & (RESERVED | DGRAD_BIT)) == 0
+    kept = (leader != s) & ((st.moving[s] & GROUP_BIT) != 0)
+    return implies(h.grouped[0] == RUNNING, here & held & kept)
+
+
+@HISTORY("arena.group-progress")
+def group_progress(st: State, h: History) -> Truth:
+    """
+    A tape is in a running group until that dW ends; a dW that failed spoiled its stage's epoch.
+    """
+    s = h.slot[0]
+    b, g = st.buffer_of[st.cell_at[s]], st.slot_stage[s]
+    runs = st.writing[b] == h.group[s]
+    done = (h.grouped[0] == DONE) | (st.spoiled[g] == now(st, g))
+    grouped = (st.moving[s] & GROUP_BIT) != 0
+    running = h.grouped[0] == RUNNING
+    return (running == (grouped & runs)) & implies(grouped & ~runs & retained(st, s), done)
 
 
 @HISTORY("arena.bound-once", c="cell")

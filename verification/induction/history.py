@@ -18,6 +18,7 @@ from qeffect.spec.constants import (
     COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
+    GROUP_BIT,
     NEVER,
     OUT_BIT,
     RESERVED,
@@ -44,6 +45,7 @@ from .effects import (
     content,
     copied,
     end,
+    end_group,
     end_scaling,
     end_update,
     enqueue,
@@ -314,6 +316,7 @@ def commit_wgrad(st: State, h: History, slot: Any, ticket: Any, covered: Any) ->
     end(st, h, slot)
     enqueue(h, st.domain_of[s])
     replayed_on(h, slot)
+    end_group(h, slot, DONE)
     write(st, h, cell, -1)
     h.content[st.buffer_of[cell]] = h.tenant_epoch[slot]
     h.content[st.shared_of[st.buffer_of[cell]]] = h.tenant_epoch[slot]
@@ -331,11 +334,44 @@ def abort_wgrad(st: State, h: History, slot: Any, ticket: Any) -> None:
     end(st, h, slot)
     enqueue(h, st.domain_of[s])
     replayed_on(h, slot)
+    end_group(h, slot, NONE)
     write(st, h, h.tenant[slot], -1)
     h.half_written[s] = h.tenant_epoch[slot]
     h.spoiled[s] = h.tenant_epoch[slot]
     vacate(st, h, slot)
     redeem(h, ticket)
+
+
+def group_wgrad(
+    st: State,
+    h: History,
+    key: Any,
+    ref: Any,
+    leader: Any,
+    ticket: Any,
+    link: Any,
+    destination: Any,
+) -> None:
+    """The dW in flight on the leader's slot will read this tape too."""
+    h.moving[ref.slot] = h.moving[ref.slot] | GROUP_BIT
+    h.group[ref.slot] = ticket
+    h.leader[0] = choose(ref.slot == h.slot[0], leader, h.leader[0])
+    h.grouped[0] = choose(ref.slot == h.slot[0], RUNNING, h.grouped[0])
+
+
+def ungroup_wgrad(st: State, h: History, key: Any, ref: Any, covered: Any) -> None:
+    """The tape's part of a product that has ended; work that was lost meanwhile has no part."""
+    slot, s = ref.slot, key.stage
+    cell, kept = h.tenant[slot], h.owing[slot] != 0
+    h.moving[slot] = h.moving[slot] & ~GROUP_BIT
+    h.covered[cell] = choose(kept, covered, h.covered[cell])
+    last = h.num_skipped[s] + h.num_wgrads[s]
+    trade(h.place, h.placed, s, cell, choose(kept, last, h.place[cell]))
+    h.num_wgrads[s] = choose(kept, h.num_wgrads[s] + 1, h.num_wgrads[s])
+    h.ran_wgrad[cell] = choose(kept, h.ran_wgrad[cell] + 1, h.ran_wgrad[cell])
+    visit(st, h, slot, WGRAD_BIT)
+    h.clear[0] = choose(slot == h.slot[0], h.saw[0], h.clear[0])
+    h.grouped[0] = choose(slot == h.slot[0], NONE, h.grouped[0])
 
 
 def post_receive(st: State, h: History, key: Any, ref: Any, message: Any, link: Any) -> None:
@@ -543,6 +579,7 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     st.fill(h.heard, 0)
     st.fill(h.last_end, 0)
     h.saw[0] = 1
+    h.grouped[0] = NONE
     h.clear[0] = 1
     h.trailing[0] = 0
     h.dead[0] = choose(h.issued[0] == 1, 1, h.dead[0])
@@ -570,6 +607,8 @@ ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
         check_wgrad,
         commit_wgrad,
         abort_wgrad,
+        group_wgrad,
+        ungroup_wgrad,
         finish_read,
         post_receive,
         finish_receive,

@@ -12,11 +12,13 @@ from qeffect.spec.constants import (
     COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
+    GROUP_BIT,
     IN_BIT,
     INPUT_BITS,
     NEVER,
     NO_SLOT,
     NO_STAGE,
+    OUT_BIT,
     READ_BITS,
     RESERVED,
     WGRAD_BIT,
@@ -70,13 +72,16 @@ def forwarded_marks(st: State, s: Index) -> Truth:
 def reads_of_readers(st: State, s: Index) -> Truth:
     """
     A live tape is read only by readers that it waits for, and its input gradient is read only after
-    dI.
+    dI. A dW of another tape takes it only while it waits for dW and no action on it is in flight.
     """
     moving, mask = st.moving[s], st.consumers[s]
     reading = moving & READ_BITS
     known = (moving & ~(IN_BIT | BACK_BIT | READ_BITS)) == 0
     after_dgrad = implies((moving & GRAD_BIT) != 0, (mask & DGRAD_BIT) == 0)
-    retained_or_not = implies(retained(st, s), ((reading & ~mask) == 0) & after_dgrad)
+    readers = (moving & (OUT_BIT | GRAD_BIT) & ~mask) == 0
+    idle = (mask & (DGRAD_BIT | WGRAD_BIT) == WGRAD_BIT) & (st.held[s] == 0)
+    taken = implies((moving & GROUP_BIT) != 0, idle)
+    retained_or_not = implies(retained(st, s), readers & after_dgrad & taken)
     return known & retained_or_not & implies(mask == RESERVED, reading == 0)
 
 

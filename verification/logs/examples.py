@@ -33,6 +33,7 @@ UNREACHED: Final = frozenset(
         "epoch.device-count",
         "epoch.device-order",
         "order.scales-moved",
+        "arena.other-destination",
     }
 )
 
@@ -115,25 +116,54 @@ def two_writes_at_once() -> list[str]:
     return d.log.close()
 
 
+def one_write_for_two() -> list[str]:
+    """One dW of two tapes, whose gradients accumulate at an address that is not described."""
+    d = RecordedCaller(
+        [StageConfig(0, 2, 2, matrices=MATRICES, scales="epoch")], incarnation=0x5EED_1700
+    )
+    d.refresh(0)
+    for microbatch in (0, 1):
+        d.forward(0, microbatch)
+        d.dgrad(0, microbatch)
+    d.wgrad(0, 0, group=[(d.key(0, 1), d.ref(0, 1))])
+    d.finalize(0)
+    return d.log.close()
+
+
 #: The parts of a key and of a reference, in the order of a log's line.
 _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "key": ("epoch", "stage", "microbatch", "block", "invocation"),
     "ref": ("slot", "generation", "incarnation"),
 }
 
+
+def _without(part: str) -> Callable[[Any], Any]:
+    """Return a function that leaves a name out of a list, or a field out of an object."""
+
+    def left(was: Any) -> Any:
+        if isinstance(was, list):
+            return [name for name in was if name != part]
+        return {name: value for name, value in was.items() if name != part}
+
+    return left
+
+
 #: Valid logs that exist only for one edit each.
 _SINGLE_EDIT_LOGS: Final[Mapping[str, Callable[[], list[str]]]] = {
     "given-up": given_up,
     "two-writes-at-once": two_writes_at_once,
+    "one-write-for-two": one_write_for_two,
 }
 
 #: Clauses that only edits of these logs break: the log, a text (its first line with the text is
-#: edited), the place, and the value after the edit.
+#: edited), the place, and the value after the edit, or a function of the value before it.
 _MADE: Final[Mapping[str, tuple[str, str, tuple[str | int, ...], Any]]] = {
     "arena.spoiled": ("given-up", "bind", ("key", 1), 1),
     # The stage then accumulates into one symbolic buffer. The buffer number in the second dW then
     # belongs to the other stage, whose description is the same.
     "arena.in-flight": ("two-writes-at-once", "event-log", ("stages", 0, "destinations"), []),
+    "arena.left-out": ("one-write-for-two", "event-log", ("relations",), _without("arena")),
+    "order.unequal-scales": ("one-write-for-two", "event-log", ("stages", 0), _without("scales")),
 }
 
 
@@ -146,6 +176,7 @@ _LINES: Final[Mapping[str, tuple[str, _Event, _Event | None]]] = {
     "ownership.duplicate-dgrad": ("two-writes-at-once", ("check_dgrad", 0), ("check_forward", 1)),
     "ownership.wgrad-before-dgrad": ("two-writes-at-once", ("check_wgrad", 0), ("check_dgrad", 0)),
     "ownership.duplicate-wgrad": ("copied-inputs", ("check_wgrad", 0), ("finish_read", 0)),
+    "ownership.not-grouped": ("grouped-wgrads", ("ungroup_wgrad", 0), ("check_wgrad", 0)),
     "ownership.walk-begun": ("short-walk", ("skip", 0), ("commit_forward", 0)),
     "order.moves-outside-update": ("scales-of-an-epoch", ("move_scales", 0), ("check_update", 0)),
     "persistence.action-in-flight": ("updates", ("checkpoint", 0), ("commit_refresh", 0)),
@@ -165,18 +196,19 @@ def single_edit_logs() -> Mapping[str, list[str]]:
 def _made(clause: str) -> Rejected:
     """Return the example of a clause that no edited field of the scenarios' logs breaks."""
     edit: Edit | LineEdit
+    logs = {**valid(), **single_edit_logs()}
     if clause in _LINES:
         log, event, before = _LINES[clause]
-        lines = {**valid(), **single_edit_logs()}[log]
+        lines = logs[log]
         edit = LineEdit(_line(lines, event), None if before is None else _line(lines, before))
     else:
         log, text, path, now = _MADE[clause]
-        lines = single_edit_logs()[log]
+        lines = logs[log]
         line = next(number for number, found in enumerate(lines, 1) if f'"{text}"' in found)
         was = json.loads(lines[line - 1])
         for part in path:
             was = was[part]
-        edit = Edit(line, path, was, now)
+        edit = Edit(line, path, was, now(was) if callable(now) else now)
     outcome = replay_lines(edit.apply(lines))
     if outcome.clause != clause or outcome.line is None:
         raise ValueError(

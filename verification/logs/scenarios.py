@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from qeffect import Bucket, Destination, StageConfig, TapeRef
+from qeffect import Bucket, Destination, StageConfig, TapeKey, TapeRef
 from qeffect.schedule.tables import read_fixture
 
 from .recorded import MATRICES, RecordedCaller, placed
@@ -775,6 +775,51 @@ def scales_of_an_epoch() -> list[str]:
     return d.log.close()
 
 
+def grouped_wgrads() -> list[str]:
+    """
+    One dW of three tapes, one of which is still read when it ends; in the next epoch it fails.
+    """
+    d = RecordedCaller(
+        [
+            StageConfig(
+                0,
+                3,
+                3,
+                matrices=MATRICES,
+                destinations=placed(None, 4096),
+                sends_output=True,
+                scales="epoch",
+            )
+        ],
+        incarnation=0x5EED_1600,
+    )
+    start = d.contract.checkpoint()
+
+    def tape(microbatch: int) -> tuple[TapeKey, TapeRef]:
+        return d.key(0, microbatch), d.ref(0, microbatch)
+
+    def before_wgrad() -> None:
+        for microbatch in range(3):
+            d.forward(0, microbatch, refresh=microbatch == 0)
+            d.contract.wait()
+            d.contract.read(*tape(microbatch))
+            d.dgrad(0, microbatch)
+        for microbatch in (0, 1):
+            d.contract.finish_read(*tape(microbatch))
+        d.contract.join()
+
+    before_wgrad()
+    d.wgrad(0, 0, group=[tape(1), tape(2)])
+    d.contract.finish_read(*tape(2))
+    d.finalize(0)
+    d.commit()
+    before_wgrad()
+    d.fail(d.contract.wgrad(*tape(1), group=[tape(0), tape(2)]))
+    d.restart(start, 0x5EED_1601)
+    d.forward(0, 0, refresh=True)
+    return d.log.close()
+
+
 def recurring_steps() -> list[str]:
     """A step that is recorded, then committed twice in one call, with a drain in between."""
     d = RecordedCaller(
@@ -834,6 +879,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         accumulated_walks,
         short_walk,
         scales_of_an_epoch,
+        grouped_wgrads,
         recurring_steps,
     )
 }

@@ -13,6 +13,7 @@ from typing import Any, Final
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.stage_config import StageConfig
+from qeffect.tickets import Ticket
 
 from ..calls import Action, Call
 from ..process import Process
@@ -76,6 +77,9 @@ def by_hand(process: Process) -> Iterator[Schedule]:
                 yield _made(process, partial(plan, stage=config.stage))
         elif config.feeds is not None:
             yield _made(process, partial(_target_reused, stage=config.stage))
+        if _groups(process, config):
+            for plan in (_one_product, _one_product_spoiled, _one_product_failed):
+                yield _made(process, partial(plan, stage=config.stage))
     shared = any(len(it.stages) > 1 for it in Shadow(process, incarnation=1).reductions.values())
     if shared or any(config.tied for config in process.stages):
         yield _made(process, _reduced_together)
@@ -317,6 +321,58 @@ def _source_lost(shadow: Shadow, stage: int) -> Plan:
     taken = yield from _taken(shadow, one)
     yield Call("drop", {"key": first, "ref": ref})
     yield from _received(shadow, one, taken, gradient=True)
+
+
+def _groups(process: Process, config: StageConfig) -> bool:
+    """Whether one dW of a stage can take two tapes."""
+    apart = any(one.microbatch is not None for one in config.destinations)
+    fed = config.receives_input or config.receives_gradient or config.copies_input
+    room = min(config.microbatches, config.slots) > 1 and "arena" not in process.omit
+    return config.scales == "epoch" and room and not apart and not fed
+
+
+def _taken_together(
+    shadow: Shadow, stage: int
+) -> Generator[Call, Any, tuple[Ticket, list[tuple[TapeKey, TapeRef]]]]:
+    """Check one dW for all tapes that fit in a stage's slots; return its ticket and the tapes."""
+    link, tapes = _links(shadow, stage)[0], []
+    for key in _keys(shadow, stage)[: shadow.configs[stage].slots]:
+        tapes.append((key, (yield from _forward(shadow, key, link))))
+    for key, ref in tapes:
+        dgrad = {"key": key, "ref": ref, "token": None, "link": link}
+        yield committed(shadow, (yield Call("check_dgrad", dgrad)))
+    (key, ref), *group = tapes
+    writes = {"destination": None, "first": None, "first_of_tied": None}
+    given = {"key": key, "ref": ref, **writes, "link": link, "group": tuple(group)}
+    ticket = yield Call("check_wgrad", given)
+    return ticket, tapes
+
+
+def _one_product(shadow: Shadow, stage: int) -> Plan:
+    """One dW takes several tapes; the input gradient of the last is read until after it."""
+    ticket, tapes = yield from _taken_together(shadow, stage)
+    key, ref = tapes[-1]
+    read = {"key": key, "ref": ref, "gradient": True, "link": _links(shadow, stage)[0]}
+    reads = shadow.configs[stage].sends_gradient
+    if reads:
+        yield Call("read", read)
+    yield committed(shadow, ticket)
+    if reads:
+        yield Call("finish_read", read)
+
+
+def _one_product_spoiled(shadow: Shadow, stage: int) -> Plan:
+    """A tape is dropped while one dW takes it and others; then the dW succeeds."""
+    ticket, tapes = yield from _taken_together(shadow, stage)
+    key, ref = tapes[-1]
+    yield Call("drop", {"key": key, "ref": ref})
+    yield committed(shadow, ticket)
+
+
+def _one_product_failed(shadow: Shadow, stage: int) -> Plan:
+    """A dW that takes several tapes fails."""
+    ticket, _ = yield from _taken_together(shadow, stage)
+    yield Call("abort_wgrad", {"ticket": ticket})
 
 
 def _reduced_together(shadow: Shadow) -> Plan:

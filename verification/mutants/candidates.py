@@ -157,6 +157,11 @@ def _of_slot(run: ConcreteRun, slot: int, link: int) -> Iterator[tuple[str, dict
     first = ADDS if own else JOINS if joined else OVERWRITES  # no sharer: both are this stage
     destination = st.destination_of[cell]
     yield "check_wgrad", {**named, "destination": destination, "first": first}
+    leaders = [other for other in run.laid.slots[stage] if st.held[other] != 0]
+    for leader in leaders or [slot]:
+        given = {**named, "leader": leader, "ticket": st.held[leader]}
+        yield "group_wgrad", {**given, "destination": destination}
+    yield "ungroup_wgrad", {**named, "covered": matrices}
     for bit in (OUT_BIT, GRAD_BIT):
         yield "read", {**named, "bit": bit}
         yield "finish_read", {**named, "bit": bit}
@@ -169,6 +174,7 @@ def _of_slot(run: ConcreteRun, slot: int, link: int) -> Iterator[tuple[str, dict
             yield "finish_read", {**ended, "bit": bit}
         for message in (IN_BIT, BACK_BIT):
             yield "finish_receive", {**ended, "message": message}
+        yield "ungroup_wgrad", {**ended, "covered": matrices}
 
 
 def _others(run: ConcreteRun, base: Mapping[str, Any], name: str) -> Iterator[Any]:
@@ -190,6 +196,8 @@ def _others(run: ConcreteRun, base: Mapping[str, Any], name: str) -> Iterator[An
         yield evolve(value, incarnation=value.incarnation - 1)
         others = (slot for slot in range(len(st.consumers)) if slot != value.slot)
         yield from (evolve(value, slot=slot, generation=st.generation[slot]) for slot in others)
+    elif name == "leader":
+        yield from (slot for slot in range(len(st.consumers)) if slot != value)
     elif name == "token":
         yield value + 1
         yield value - 1

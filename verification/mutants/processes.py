@@ -202,6 +202,15 @@ MUTANT_PROCESSES: Final = (
             StageConfig(2, 1, 1, domain=2, matrices=("w",)),
         ),
     ),
+    Process(
+        "grouped dW",
+        (
+            StageConfig(0, 3, 3, matrices=("w",), pool="p", scales="epoch", sends_gradient=True),
+            StageConfig(
+                1, 2, 2, domain=1, matrices=("w",), scales="epoch", destinations=_placed(2, base=0)
+            ),
+        ),
+    ),
     # The consumer's second slot is often free. If an input has no tape, no other guard refuses it.
     Process(
         "chunks by messages, a spare slot",

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import evolve
 
-from qeffect.engine.stage import transitions
+from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.refusals import Refused
 
 from ..calls import Action
@@ -164,7 +164,7 @@ def _without(verdict: MutantVerdict, probe: Probe, position: int) -> Probe | Non
     arguments = probe.arguments
     if name.startswith("check_"):
         serial = 1 + sum(n.startswith("check_") for n, _ in trace[:position])
-        trace = [a for a in trace if not (_redeems(a) and a[1][1] == serial)]
+        trace = [a for a in trace if not (_redeems(a) and a[1][_ticket_at(a)] == serial)]
         trace = [_renumbered(action, serial) for action in trace]
         _, arguments = _renumbered((probe.transition, arguments), serial)
     shorter = evolve(probe, trace=tuple(trace), arguments=arguments)
@@ -177,7 +177,7 @@ def _without(verdict: MutantVerdict, probe: Probe, position: int) -> Probe | Non
 
 def _redeems(action: Action) -> bool:
     verb, _, rest = action[0].partition("_")
-    return verb in ("commit", "abort") and rest in (
+    return verb in ("commit", "abort", "group") and rest in (
         "forward",
         "dgrad",
         "wgrad",
@@ -189,7 +189,14 @@ def _redeems(action: Action) -> bool:
 
 def _renumbered(action: Action, removed: int) -> Action:
     """Return an action with the serials of its tickets after one check was removed."""
-    if not _redeems(action) or action[1][1] <= removed:
+    at = _ticket_at(action)
+    if not _redeems(action) or action[1][at] <= removed:
         return action
-    name, (place, ticket, *rest) = action
-    return name, (place, ticket - 1, *rest)
+    name, given = action
+    return name, (*given[:at], given[at] - 1, *given[at + 1 :])
+
+
+def _ticket_at(action: Action) -> int:
+    """Return the position of a transition's ticket among its arguments; 1 if it has none."""
+    names = TRANSITIONS[action[0]]
+    return names.index("ticket") if "ticket" in names else 1

@@ -269,7 +269,7 @@ def restored(composition: Composition) -> Iterator[Goal]:
 
 
 #: Transitions that accept an ended reference: the ends of transfers that outlive their tape.
-_ENDS: Final = frozenset({"finish_receive", "finish_read"})
+_ENDS: Final = frozenset({"finish_receive", "finish_read", "ungroup_wgrad"})
 
 
 def widths(composition: Composition, like: Composition) -> Iterator[Goal]:

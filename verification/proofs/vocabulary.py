@@ -191,7 +191,8 @@ class Vocabulary:
         enc = self.encoding
         found = [c.body for c in self._about(ASSUMED, transition)]
         for parameter in TRANSITIONS[transition]:
-            name, sort = ("ref.slot", "slot") if parameter == "ref" else (parameter, parameter)
+            name = "ref.slot" if parameter == "ref" else parameter
+            sort = "slot" if parameter in ("ref", "leader") else parameter
             if sort not in ("slot", "stage"):
                 continue
             if parameter == "slot" and transition in _MAY_FIND_NO_SLOT:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import z3
 
-from qeffect.relations.constants import INPUT_BITS, RESERVED
+from qeffect.relations.constants import GRAD_BIT, INPUT_BITS, OUT_BIT, RESERVED, WGRAD_BIT
 
 from ..coverage import COVERED, UNTAKEN
 from ..symbolic import Path
@@ -40,6 +40,10 @@ CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]]
         (st.consumers[argument("ref.slot", "slot")] != 0)
         & (st.consumers[argument("ref.slot", "slot")] & ~argument("bit", "mask") == 0)
         & (st.moving[argument("ref.slot", "slot")] & ~argument("bit", "mask") != 0)
+    ),
+    "last consumer of others": lambda st, argument: (
+        (st.consumers[argument("ref.slot", "slot")] == WGRAD_BIT)
+        & (st.moving[argument("ref.slot", "slot")] & (OUT_BIT | GRAD_BIT) != 0)
     ),
     "final for nobody": lambda st, argument: (
         (st.final[argument("stage", "stage")] == st.weight_epoch[argument("stage", "stage")])

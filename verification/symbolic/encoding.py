@@ -38,6 +38,7 @@ ARGUMENTS: Mapping[str, str] = {
     "first": "flag",
     "bit": "mask",
     "message": "mask",
+    "leader": "slot",
     "destination": "opaque",
     "queued": "opaque",
     "covered": "opaque",
@@ -71,7 +72,7 @@ _INDEX_SORTS = (
     "opaque",
 )
 _NULL = ("slot", "stage")  # sorts with a sentinel, written -1: NO_SLOT and NO_STAGE
-_MASK_BITS = 5
+_MASK_BITS = 6
 
 
 def flat_arguments(transition: str) -> dict[str, str]:
@@ -103,7 +104,7 @@ class Encoding:
     ``every``, and ``fill`` a constant array.
 
     Counts, epochs, tickets and generations are unbounded integers; ``generation_bits`` can limit
-    the width of a generation. Consumer masks are bit vectors of five bits.
+    the width of a generation. Consumer masks are bit vectors of six bits.
 
     Args:
         sorts: Z3 sort of every sort name of ``qeffect.relations.columns``.

@@ -194,12 +194,15 @@ def lift(value: Any, sort: Any, constants: Constants) -> Term:
 
     Raises:
         KeyError: A plain value has no meaning in the sort.
+        ValueError: A plain value has more bits than the sort.
     """
     value = raw(value)
     if isinstance(value, z3.ExprRef):
         return value
     kind = sort.kind()
     if kind == z3.Z3_BV_SORT:
+        if isinstance(value, int) and value.bit_length() > sort.size():
+            raise ValueError(f"{value} does not fit into {sort.size()} bits")
         return z3.BitVecVal(value, sort.size())
     if kind == z3.Z3_INT_SORT:
         return z3.IntVal(value)

@@ -15,7 +15,7 @@ from qeffect.engine.stage import TRANSITIONS
 
 from ..calls import Call
 from ..coverage import Target
-from .oracle import broken
+from .oracle import broken, refusal
 from .proposals import (
     ACTIONS,
     Pick,
@@ -89,7 +89,7 @@ def aimed(
         call = attempt(shadow, choose, checkpoints, incarnation, transition)
         if call is None:
             continue
-        guard = (transition, next(broken(shadow, call), ""))
+        guard = refusal(shadow, call)
         if guard in wanted and guard not in found:
             found[guard] = call
             if len(found) == _AT_ONCE:
@@ -226,12 +226,70 @@ def _visit(transition: str) -> Callable[[Shadow, Pick], Call | None]:
             twists += [("destination", (_STRANGER,)), ("first", True), ("first", False)]
             twists += [("first_of_tied", True), ("first_of_tied", False)]
             twists.append(("key", lambda: evolve(key, microbatch=99)))
+            others = [(key_of(slot), shadow.ref(slot)) for slot in shadow.live()]
+            twists += [("group", (one,)) for one in others]
+            twists += [("group", (one, one)) for one in others]
+            twists.append(("group", ((evolve(key, microbatch=99), ref),)))
+            twists.append(("group", ((key, evolve(ref, slot=len(shadow.slots))),)))
         if transition in ("check_dgrad", "check_wgrad", *_TRANSFERS):
             arguments["link"] = a_link(shadow, key.stage, pick)
             twists += _links(shadow)
         return _twisted(Call(transition, arguments), twists, pick)
 
     return propose
+
+
+def _grouping(shadow: Shadow, pick: Pick) -> Call | None:
+    """Propose that a dW in flight takes a tape that it must not take."""
+    tape = _anykey_of(shadow, pick)
+    flights = [flight for flight in shadow.flights.values() if flight.slot is not None]
+    if tape is None or not flights:
+        return None
+    key, ref = tape
+    writing = [flight for flight in flights if flight.ticket.action == "dW"]
+    flight = (writing or flights)[pick(len(writing or flights))]
+    arguments = {
+        "key": key,
+        "ref": ref,
+        "leader": flight.slot,
+        "ticket": flight.ticket.serial,
+        "link": a_link(shadow, key.stage, pick),
+        "destination": None,
+    }
+    twists = [
+        *_configured(shadow, _wrong_refs(shadow, key, ref)),
+        *_links(shadow),
+        ("destination", (_STRANGER,)),
+        ("ticket", 0),
+        ("ticket", flight.ticket.serial + 1),
+        *(("leader", index) for index in range(len(shadow.slots))),
+        *(("ticket", other.ticket.serial) for other in flights),
+    ]
+    call = Call("group_wgrad", arguments)
+    return _if_wrong(shadow, _twisted(call, twists, pick) if pick(2) else call)
+
+
+def _ungrouping(shadow: Shadow, pick: Pick) -> Call | None:
+    """Propose that a tape leaves a group that it must not leave."""
+    tape = _anykey_of(shadow, pick)
+    if tape is None:
+        return None
+    key, ref = tape
+    covered = shadow.configs[key.stage].matrices
+    call = Call("ungroup_wgrad", {"key": key, "ref": ref, "covered": covered})
+    wrong = _configured(shadow, _wrong_refs(shadow, key, ref))
+    return _if_wrong(shadow, _twisted(call, [*wrong, ("covered", ("x",))], pick))
+
+
+def _configured(shadow: Shadow, twists: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Leave out the slots that do not exist: only the public API looks for them."""
+    made = [(name, value() if callable(value) else value) for name, value in twists]
+    return [one for one in made if one[0] != "ref" or one[1].slot < len(shadow.slots)]
+
+
+def _if_wrong(shadow: Shadow, call: Call) -> Call | None:
+    """Return a call that is refused; the public API alone makes the legal ones."""
+    return None if next(broken(shadow, call), None) is None else call
 
 
 def _ticketed(transition: str) -> Callable[[Shadow, Pick], Call | None]:
@@ -417,4 +475,6 @@ _ATTEMPTS: dict[str, Callable[[Shadow, Pick], Call | None]] = {
     **{name: _ticketed(name) for name in TRANSITIONS if "ticket" in TRANSITIONS[name]},
     **{name: _of_stage(name) for name in TRANSITIONS if TRANSITIONS[name] == ("stage",)},
     **{name: _of_bucket(name) for name in TRANSITIONS if TRANSITIONS[name][:1] == ("bucket",)},
+    "group_wgrad": _grouping,
+    "ungroup_wgrad": _ungrouping,
 }

@@ -5,12 +5,16 @@ The parts of a process's shadow: tapes, slots, stages, domains, pools, links.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Final
 
 from attrs import define, field, frozen
 
-from qeffect import StageConfig, TapeKey, Ticket
+from qeffect import StageConfig, TapeKey, TapeRef, Ticket
 
-__all__ = ["Domain", "Flight", "Link", "Pool", "Reduction", "Slot", "Stage", "Tape"]
+__all__ = ["USES", "Domain", "Flight", "Link", "Pool", "Reduction", "Slot", "Stage", "Tape"]
+
+#: What reads a tape, or a slot whose tape is lost: its readers, and the dW of another tape.
+USES: Final = frozenset({"out", "grad", "group"})
 
 
 @define
@@ -37,7 +41,8 @@ class Slot:
 
     ``wrote`` is the time of the latest replay that wrote the output or input gradient. ``vacated``
     is the time of the latest replay of a former tape. ``moving`` holds the transfers under way, and
-    ``mover`` the key and generation that they belong to. ``ended`` is the link and time of the
+    ``group`` while the dW of another tape takes this one; ``mover`` is the key and generation that
+    they belong to. ``ended`` is the link and time of the
     latest end of a transfer, or of a copy into the slot. ``scaled_at`` counts the scaling updates
     before the slot's F, and ``drawn_at`` is where that F began to draw random numbers.
     """
@@ -137,9 +142,10 @@ class Link:
 
 @frozen
 class Flight:
-    """An action between its check and its end."""
+    """An action between its check and its end; ``group`` names the other tapes that a dW takes."""
 
     ticket: Ticket
     stage: int
     slot: int | None
     filling: bool = False
+    group: tuple[tuple[TapeKey, TapeRef], ...] = ()

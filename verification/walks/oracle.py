@@ -18,9 +18,9 @@ from qeffect.keys import Cell
 
 from ..calls import Call
 from .entities import Slot, Stage
-from .shadow import Shadow
+from .shadow import Group, Shadow
 
-__all__ = ["broken", "seat", "violations"]
+__all__ = ["broken", "refusal", "seat", "violations"]
 
 Findings = Iterator[str]
 
@@ -29,6 +29,7 @@ _CHECKED_BY = {
     "persistence.device-work": "completion",
     "persistence.reduction-in-flight": "reduction",
     "version.left-out": "epoch",
+    "arena.left-out": "epoch",
 }
 
 
@@ -50,6 +51,18 @@ def broken(shadow: Shadow, call: Call) -> Findings:
     for clause in _RULES[call.transition](shadow, **call.arguments):
         if not omitted or _CHECKED_BY.get(clause, clause.partition(".")[0]) not in omitted:
             yield clause
+
+
+def refusal(shadow: Shadow, call: Call) -> tuple[str, str] | None:
+    """Return the transition that refuses a call, and the first clause; None for a legal call."""
+    clause = next(broken(shadow, call), None)
+    if clause is None:
+        return None
+    if call.arguments.get("group"):
+        alone = Call(call.transition, {**call.arguments, "group": ()})
+        if next(broken(shadow, alone), None) != clause:
+            return "group_wgrad", clause
+    return call.transition, clause
 
 
 # Rules that several calls share
@@ -454,6 +467,7 @@ def _check_wgrad(
     first: bool | None,
     first_of_tied: bool | None,
     link: int,
+    group: Group = (),
 ) -> Findings:
     if not 0 <= ref.slot < len(shadow.slots):
         yield "ownership.unknown-slot"
@@ -461,13 +475,20 @@ def _check_wgrad(
     if not _known(shadow, key):
         yield "ownership.unknown-key"
         return
+    for other, tape in group:
+        if not _known(shadow, other):
+            yield "ownership.unknown-key"
+            return
+        if not 0 <= tape.slot < len(shadow.slots):
+            yield "ownership.unknown-slot"
+            return
     yield from _reference(shadow, key, ref)
     waits = _waits(shadow, ref)
     if "F" in waits:
         yield "ownership.not-forwarded"
     if "dI" in waits:
         yield "ownership.wgrad-before-dgrad"
-    if "dW" not in waits:
+    if "dW" not in waits or "group" in shadow.slots[ref.slot].moving:
         yield "ownership.duplicate-wgrad"
     if key.epoch != shadow.epoch:
         yield "version.wrong-epoch"
@@ -488,6 +509,89 @@ def _check_wgrad(
     yield from _in_order(shadow, ref.slot, "dW")
     yield from _replay(shadow, key.stage, link)
     yield from _unusable(shadow)
+    taken: set[int] = set()
+    for other, tape in group:
+        yield from _ready(shadow, other, tape)
+        if tape.slot == ref.slot:
+            yield "ownership.in-flight"
+        if tape.slot in taken:
+            yield "ownership.duplicate-wgrad"
+        if other.stage != key.stage:
+            yield "ownership.unknown-ticket"
+        taken.add(tape.slot)
+        yield from _one_product(shadow, other, tape, ref.slot, {*buffers}, None, link)
+
+
+def _ready(shadow: Shadow, key: TapeKey, ref: TapeRef) -> Findings:
+    """Violations by a tape that the dW of another tape takes: it waits for dW alone."""
+    if not shadow.uses("arena"):
+        yield "arena.left-out"
+    yield from _reference(shadow, key, ref)
+    waits = _waits(shadow, ref)
+    if "dI" in waits and "F" not in waits:
+        yield "ownership.wgrad-before-dgrad"
+    if "F" in waits or "dW" not in waits or "group" in shadow.slots[ref.slot].moving:
+        yield "ownership.duplicate-wgrad"
+
+
+def _one_product(
+    shadow: Shadow,
+    key: TapeKey,
+    ref: TapeRef,
+    leader: int,
+    written: set[Hashable],
+    destination: Any,
+    link: int,
+) -> Findings:
+    """Violations by a tape that cannot be in one product with the tape in a leader's slot."""
+    place, first = shadow.slots[ref.slot], shadow.slots[leader]
+    if place.scaled_at != first.scaled_at:
+        yield "order.unequal-scales"
+    if shadow.stages[key.stage].spoiled:
+        yield "arena.spoiled"
+    if destination is not None:
+        yield "arena.mismatch"
+    if shadow.buffers(key.cell)[0] not in written:
+        yield "arena.other-destination"
+    yield from _in_order(shadow, ref.slot, "dW")
+    if place.pool == first.pool and shadow.ranks[ref.slot, "dW"] <= shadow.ranks[leader, "dW"]:
+        yield "capture.out-of-order"
+    yield from _replay(shadow, key.stage, link)
+    yield from _unusable(shadow)
+
+
+def _group_wgrad(
+    shadow: Shadow,
+    key: TapeKey,
+    ref: TapeRef,
+    leader: int,
+    ticket: int,
+    link: int,
+    destination: Any,
+) -> Findings:
+    yield from _ready(shadow, key, ref)
+    flight = shadow.flights.get(ticket)
+    own = flight is not None and flight.ticket.action == "dW" and flight.slot == leader
+    if flight is None or not own or flight.stage != key.stage:
+        yield "ownership.unknown-ticket"
+    written = {buffer for buffer, serial in shadow.writing if serial == ticket}
+    yield from _one_product(shadow, key, ref, leader, written, destination, link)
+
+
+def _ungroup_wgrad(shadow: Shadow, key: TapeKey, ref: TapeRef, covered: Any) -> Findings:
+    """A tape's part of a dW ends after the dW; a lost tape has no part, and frees its slot."""
+    if not shadow.uses("arena"):
+        yield "arena.left-out"
+    yield from _transfer(shadow, key, ref, "group")
+    slot = shadow.slots[ref.slot]
+    if "group" not in slot.moving:
+        yield "ownership.not-grouped"
+    if slot.tape is not None and covered != shadow.configs[key.stage].matrices:
+        yield "ownership.matrix-coverage"
+    if slot.tape is not None and shadow.stages[key.stage].spoiled:
+        yield "arena.spoiled"
+    if any(buffer == shadow.buffers(key.cell)[0] for buffer, _ in shadow.writing):
+        yield "arena.in-flight"
 
 
 def _ticket(shadow: Shadow, ticket: Ticket) -> Findings:
@@ -895,6 +999,8 @@ _RULES: Mapping[str, Callable[..., Findings]] = {
     "abort_evaluation": _ticket,
     "check_dgrad": _check_dgrad,
     "check_wgrad": _check_wgrad,
+    "group_wgrad": _group_wgrad,
+    "ungroup_wgrad": _ungroup_wgrad,
     "read": _read,
     "finish_read": _finish_read,
     "post_receive": _post_receive,

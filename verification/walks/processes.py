@@ -216,6 +216,18 @@ PROCESSES: tuple[Process, ...] = (
         "scales of an epoch, carried",
         [_stage(microbatches=2, tape_scales="carried", scales="epoch", **_REPORTS)],
     ),
+    Process(
+        "grouped dW",
+        [
+            _stage(slots=3, scales="epoch"),
+            _stage(1, domain=1, microbatches=2, scales="epoch", **_SENDS),
+        ],
+        callers=("main", "side"),
+    ),
+    Process(
+        "one destination for each dW",
+        [_stage(slots=3, scales="epoch", destinations=_apart(0, 3))],
+    ),
     Process("without version", [_stage(0), _stage(1, microbatches=2)], omit={"version"}),
     Process("without order", [_stage(0, pool="p"), _stage(1, reduces=True)], omit={"order"}),
     Process("without arena", [_stage(0), _stage(1, microbatches=1)], omit={"arena"}),

@@ -310,7 +310,7 @@ def _visits(shadow: Shadow) -> Iterator[Call]:
             key, generation = slot.mover
             ref = evolve(shadow.ref(slot), generation=generation)
             link = a_link(shadow, key.stage)
-            for what in sorted(slot.moving):
+            for what in sorted(slot.moving - {"group"}):
                 name = "finish_receive" if what in ("in", "back") else "finish_read"
                 gradient = what in ("back", "grad")
                 yield Call(name, {"key": key, "ref": ref, "gradient": gradient, "link": link})
@@ -355,7 +355,7 @@ def progress(shadow: Shadow, pick: Pick) -> Plan | None:
         return None
     choice = choices[pick(len(choices))]
     for _ in range(2):
-        if choice.transition == "finish_read":
+        if choice.transition == "finish_read" or _may_take_more(shadow, choice):
             choice = choices[pick(len(choices))]  # a late reader outlives its stage's last dW
     return _carry_out(shadow, _spelled_out(shadow, choice, pick), pick)
 
@@ -377,7 +377,26 @@ def _spelled_out(shadow: Shadow, call: Call, pick: Pick) -> Call:
         given["first"] = buffer not in shadow.written
         if pick(2):
             given["first_of_tied"] = shared not in shadow.written
-    return Call(call.transition, given)
+    return _grouped(shadow, Call(call.transition, given), pick)
+
+
+def _may_take_more(shadow: Shadow, call: Call) -> bool:
+    """Whether a call is a dW that may take more tapes if it comes later."""
+    if call.transition != "check_wgrad":
+        return False
+    return shadow.configs[call.arguments["key"].stage].scales == "epoch"
+
+
+def _grouped(shadow: Shadow, call: Call, pick: Pick) -> Call:
+    """Return a dW that also takes tapes that one product can take; other calls as they are."""
+    if call.transition != "check_wgrad":
+        return call
+    for slot in shadow.live():
+        group = (*call.arguments.get("group", ()), (key_of(slot), shadow.ref(slot)))
+        larger = Call(call.transition, {**call.arguments, "group": group})
+        if _possible(shadow, larger) and pick(2):
+            call = larger
+    return call
 
 
 def _another_link(shadow: Shadow, call: Call, pick: Pick) -> int:
@@ -417,6 +436,9 @@ def _carry_out(shadow: Shadow, call: Call, pick: Pick) -> Plan:
             yield _abort(ticket)
         elif left < (32 if call.transition == "check_wgrad" else 48):
             yield from landed(shadow, ticket)
+        elif left > 54 and _may_take_more(shadow, call):
+            stage, epoch = call.arguments["key"].stage, max(shadow.epoch - left % 2, 0)
+            yield Call("fail", {"stage": stage, "epoch": epoch})
 
 
 def prepared(shadow: Shadow, call: Call) -> Plan:

@@ -18,9 +18,12 @@ from qeffect.stage_config import StageConfig
 
 from ..calls import Call
 from ..process import Process
-from .entities import Domain, Flight, Link, Pool, Reduction, Slot, Stage, Tape
+from .entities import USES, Domain, Flight, Link, Pool, Reduction, Slot, Stage, Tape
 
-__all__ = ["Shadow"]
+__all__ = ["Group", "Shadow"]
+
+#: The other tapes that a dW takes.
+Group = tuple[tuple[TapeKey, TapeRef], ...]
 
 
 class Shadow:
@@ -137,6 +140,13 @@ class Shadow:
         moving = [first[d] for d, domain in enumerate(self.domains) if domain.gathered]
         return moving if self.uses("order") else []
 
+    def may_take_more(self) -> bool:
+        """Whether a dW in flight may take more tapes: scales move once per epoch."""
+        flights = self.flights.values()
+        return any(
+            f.ticket.action == "dW" and self.configs[f.stage].scales == "epoch" for f in flights
+        )
+
     def buffers(self, cell: Cell) -> tuple[Hashable, Hashable]:
         """The buffers of a cell's gradients: that of its stage, and the shared buffer."""
         own = self.configs[cell[0]].destinations
@@ -230,9 +240,11 @@ class Shadow:
     def _bind(self, _: Any, key: TapeKey, destination: Any) -> None:
         self.bound.add(key.cell)
 
-    def _take_off(self, ticket: Ticket, stage: int, slot: Slot | None, filling: bool) -> None:
+    def _take_off(
+        self, ticket: Ticket, stage: int, slot: Slot | None, filling: bool, group: Group = ()
+    ) -> None:
         self.flights[ticket.serial] = Flight(
-            ticket, stage, None if slot is None else slot.index, filling
+            ticket, stage, None if slot is None else slot.index, filling, group
         )
         if slot is not None:
             slot.flight = ticket.serial
@@ -279,11 +291,15 @@ class Shadow:
         first: bool | None,
         first_of_tied: bool | None,
         link: int,
+        group: Group = (),
     ) -> None:
         place = self.slots[ref.slot]
         self.pools[place.pool].replayed.append(self.ranks[place.index, "dW"])
         self.writing.update((buffer, ticket.serial) for buffer in self.buffers(key.cell))
-        self._take_off(ticket, key.stage, place, False)
+        self._take_off(ticket, key.stage, place, False, group)
+        for other, tape in group:
+            self.slots[tape.slot].moving.add("group")
+            self.slots[tape.slot].mover = (other, tape.generation)
 
     def _land(self, ticket: Ticket) -> tuple[Flight, Stage, Domain, Slot | None]:
         flight = self.flights.pop(ticket.serial)
@@ -341,6 +357,7 @@ class Shadow:
             stage.wrote = slot.vacated = self.clock
             self.written.update(self.buffers(slot.tape.key.cell))
             self._visit(slot, "dW")
+            self._ungroup(flight.group)
         if ticket.action != "dW":
             slot.wrote = self.clock
             domain.updates += 1
@@ -351,7 +368,7 @@ class Shadow:
     _commit_evaluation = _commit
 
     def _abort(self, _: Any, ticket: Ticket) -> None:
-        _flight, stage, domain, slot = self._land(ticket)
+        flight, stage, domain, slot = self._land(ticket)
         if ticket.action != "dW":
             domain.poisoned = True
         if ticket.action == "evaluation":
@@ -360,9 +377,30 @@ class Shadow:
             stage.spoiled = True
             slot.vacated = domain.replayed = self.clock
             self._lose(slot)
+            self._ungroup(flight.group)
 
     _abort_refresh = _abort_forward = _abort_dgrad = _abort_wgrad = _abort
     _abort_evaluation = _abort
+
+    def _ungroup(self, group: Group) -> None:
+        """End the part of every tape that a dW took; in a spoiled epoch the tape is lost."""
+        for key, ref in group:
+            slot, stage = self.slots[ref.slot], self.stages[key.stage]
+            if slot.tape is not None and stage.spoiled:
+                self._drop(None, key, ref)
+            slot.moving.remove("group")
+            slot.vacated = self.clock
+            if slot.tape is not None:
+                stage.wgrads += 1
+                self._visit(slot, "dW")
+            else:
+                self._unused(slot)
+
+    def _unused(self, slot: Slot) -> None:
+        """End a use of a lost tape; the last one frees its capture memory."""
+        if not slot.moving & USES:
+            self.pools[slot.pool].tapes -= 1
+        self._vacant(slot)
 
     def _visit(self, slot: Slot, consumer: str) -> None:
         assert slot.tape is not None
@@ -372,9 +410,9 @@ class Shadow:
             self._release(slot)
 
     def _lose(self, slot: Slot) -> None:
-        """Lose a tape; a transfer that still reads it keeps its capture memory."""
+        """Lose a tape; whatever still reads it keeps its capture memory."""
         assert slot.tape is not None
-        if not slot.moving & {"out", "grad"}:
+        if not slot.moving & USES:
             self.pools[slot.pool].tapes -= 1
         self._release(slot)
 
@@ -412,9 +450,7 @@ class Shadow:
         if slot.tape is not None:
             self._visit(slot, what)
         else:
-            if not slot.moving & {"out", "grad"}:
-                self.pools[slot.pool].tapes -= 1
-            self._vacant(slot)
+            self._unused(slot)
 
     def _drop(self, _: Any, key: TapeKey, ref: TapeRef) -> None:
         slot = self.slots[ref.slot]

@@ -52,7 +52,7 @@ class CallRecord:
             key = ticket.key
         if kind in _KINDS:
             letter = _KINDS[kind]
-            end = {"check": "(", "commit": ")", "abort": "x"}[phase]
+            end = {"check": "(", "commit": ")", "abort": "x", "group": "+", "ungroup": "-"}[phase]
         else:
             letter, end = _LETTERS.get(self.call.transition, "?"), ""
         number = "" if key is None else str(key.microbatch)
@@ -86,9 +86,10 @@ _LETTERS = {
 }
 _LEGEND = (
     "F forward, I dgrad, W wgrad, R refresh, C update, each with ( checked, ) committed, x "
-    "aborted; ! refused; v reserve, b bind, r read, d done reading, D drop, P purge, i "
-    "invalidate, s submit, j join, w wait, h host drains the device, Z finalize, a reduction, n "
-    "read of weights, g read of gradients, M scales move, E late fault, K checkpoint, R restore"
+    "aborted; W+ taken into a group, W- out of it; ! refused; v reserve, b bind, r read, d done "
+    "reading, D drop, P purge, i invalidate, s submit, j join, w wait, h host drains the device, "
+    "Z finalize, a reduction, n read of weights, g read of gradients, M scales move, E late fault, "
+    "K checkpoint, R restore"
 )
 
 

@@ -35,7 +35,7 @@ from .restarts import checkpoint, restore
 from .streams import drain, join, submit, wait
 from .tapes import bind, drop, invalidate, reserve, skip
 from .transfers import finish_read, finish_receive, post_receive, read
-from .wgrad import abort_wgrad, check_wgrad, commit_wgrad
+from .wgrad import abort_wgrad, check_wgrad, commit_wgrad, group_wgrad, ungroup_wgrad
 
 __all__ = [
     "abort_dgrad",
@@ -68,6 +68,7 @@ __all__ = [
     "finish_receive",
     "finish_reduction",
     "finish_weights_read",
+    "group_wgrad",
     "invalidate",
     "join",
     "move_scales",
@@ -81,5 +82,6 @@ __all__ = [
     "start_reduction",
     "start_weights_read",
     "submit",
+    "ungroup_wgrad",
     "wait",
 ]

@@ -1,0 +1,140 @@
+"""
+Grouped dW: the tapes that one dW takes beside its own, from its check to its commit or abort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..explain import explain
+from ..keys import TapeKey, TapeRef
+from ..refusals import Refused
+from ..text import shown
+from .pool import Pool
+from .runner import FAILURES, Runner
+
+__all__ = ["Groups", "Members"]
+
+#: The other tapes of a grouped dW: their keys and references.
+Members = tuple[tuple[TapeKey, TapeRef], ...]
+
+#: Accepted transitions that the observer has yet to hear of: their names and arguments.
+_Events = list[tuple[str, tuple[Any, ...]]]
+
+
+class Groups:
+    """
+    The groups of all dW in flight; `Contract.check_wgrad` documents their refusals.
+
+    The observer may raise. So all transitions of a call run before the observer hears of the first.
+
+    Args:
+        runner: Runs the transitions.
+        pool: The free slots; a slot returns there when its tape's part has ended.
+
+    Attributes:
+        open: By ticket, the members of each group in flight.
+    """
+
+    __slots__ = ("_pool", "_runner", "open")
+
+    def __init__(self, runner: Runner, pool: Pool) -> None:
+        self._runner = runner
+        self._pool = pool
+        self.open: dict[int, Members] = {}
+
+    def rehearse(self, check: tuple[Any, ...], group: Iterable[Any]) -> Members:
+        """
+        Return the members of a group after a rehearsal on a copy of the memory.
+
+        So a check that a member's guard refuses changes nothing.
+
+        Args:
+            check: The arguments of the dW's check.
+            group: The other tapes, as pairs of key and reference.
+
+        Raises:
+            Refused: A guard of the check, or of a member.
+            TypeError: The group is no collection of pairs of key and reference.
+        """
+        members = self._members(group)
+        copied = self._runner.memory.copy()
+        functions = self._runner.transitions.functions
+        serial = functions["check_wgrad"](copied, *check)
+        for key, ref in members:
+            arguments = self._arguments(check, serial, key, ref)
+            try:
+                functions["group_wgrad"](copied, *arguments)
+            except FAILURES as error:
+                if isinstance(error, Refused):
+                    raise explain(error, "group_wgrad", copied, arguments) from None
+                raise self._runner.arguments.unusable(error, "group_wgrad", arguments) from None
+        return members
+
+    def take(self, check: tuple[Any, ...], serial: int, members: Members) -> _Events:
+        """Let the dW that was just checked take the members of its group."""
+        self.open[serial] = members
+        events: _Events = []
+        for key, ref in members:
+            arguments = self._arguments(check, serial, key, ref)
+            self._run("group_wgrad", arguments, events)
+        return events
+
+    def commit(self, serial: int, covered: Any) -> _Events:
+        """After the dW has committed: count the part of each member of its group, if it has one."""
+        events: _Events = []
+        for key, ref in self.open.pop(serial, ()):
+            if self._runner.memory.spoiled[key.stage] == key.epoch:
+                self._drop(key, ref, events)
+            self._end(key, ref, covered, events)
+        return events
+
+    def abort(self, serial: int) -> _Events:
+        """After the dW has failed: abort the tape of each member of its group, if it has one."""
+        events: _Events = []
+        for key, ref in self.open.pop(serial, ()):
+            self._drop(key, ref, events)
+            self._end(key, ref, self._runner.memory.matrices[key.stage], events)
+        return events
+
+    def tell(self, events: _Events) -> None:
+        """Tell the observer of accepted transitions."""
+        for name, arguments in events:
+            self._runner.tell(name, arguments, None)
+
+    def _drop(self, key: TapeKey, ref: TapeRef, events: _Events) -> None:
+        """Abort a member's tape, unless it was dropped before."""
+        if self._runner.memory.generation[ref.slot] == ref.generation:
+            self._run("drop", (key, ref), events)
+
+    def _end(self, key: TapeKey, ref: TapeRef, covered: Any, events: _Events) -> None:
+        """End a member's part; its slot is free afterwards if no reader holds it."""
+        self._run("ungroup_wgrad", (key, ref, covered), events)
+        self._pool.reclaim(ref.slot)
+
+    def _run(self, name: str, arguments: tuple[Any, ...], events: _Events) -> None:
+        self._runner.apply(name, *arguments)
+        events.append((name, arguments))
+
+    def _arguments(
+        self, check: tuple[Any, ...], serial: int, key: TapeKey, ref: TapeRef
+    ) -> tuple[Any, ...]:
+        _, leader, link, _, _ = check
+        destination = self._runner.memory.destination_of[key.cell]
+        return key, ref, leader.slot, serial, link, destination
+
+    def _members(self, group: Iterable[Any]) -> Members:
+        """Return a group's members, if they are pairs of a configured key and a reference."""
+        if isinstance(group, str) or not isinstance(group, Iterable):
+            raise TypeError(f"check_wgrad: group must be a collection of pairs, got {shown(group)}")
+        members = tuple(group)
+        for pair in members:
+            if not isinstance(pair, tuple) or [*map(type, pair)] != [TapeKey, TapeRef]:
+                raise TypeError(
+                    "check_wgrad: each member of group must be a pair (key, ref), the key and the "
+                    f"reference of a tape, got {shown(pair)}"
+                )
+            self._runner.arguments.key("group_wgrad", pair[0])
+            self._runner.arguments.tape("group_wgrad", *pair)
+        return members
