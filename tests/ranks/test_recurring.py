@@ -57,8 +57,8 @@ def held(whole: Any, at: str = "contract") -> Iterator[tuple[str, Any]]:
 
 #: The parts of a contract; whatever else it holds is a value.
 OWN = {
-    "Contract", "Memory", "Runner", "Arguments", "Pool", "Tapes", "Streams", "Epochs", "Restarts",
-    "ExpectedCounts", "RecordedSteps", "FreeSlots",
+    "Contract", "Memory", "Runner", "Arguments", "Pool", "Tapes", "Groups", "Streams", "Epochs",
+    "Restarts", "ExpectedCounts", "RecordedSteps", "FreeSlots",
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeKey
 from qeffect.refusals import Refused
 from qeffect.relations.constants import NEVER
+from qeffect.spec.transitions import TRANSITIONS as WRITTEN
 
 from ..calls import Action, Call
 from ..concrete_run import ConcreteRun
@@ -154,8 +155,9 @@ def legal_schedules(
     schedules written by hand.
 
     Args:
-        omit: Relations left out. A call that is legal with a relation is legal without it; the
-            exception is a refresh without version, which has no notion of fresh.
+        omit: Relations left out. A call that is legal with a relation is legal without it, with two
+            exceptions: a refresh without version, which has no notion of fresh, and a grouped dW
+            without the arena. Without the arena, the schedules with a grouped dW are left out.
     """
     pairs = [(own, _walked(own, without_version="version" in omit)) for own in MUTANT_PROCESSES]
     walked = [
@@ -172,7 +174,9 @@ def legal_schedules(
     ]
     own, process = pairs[0]
     told = [(own, telling(process, life)) for life in _walk(process, 0).lives()]
-    return (*walked, *written, *told)
+    refused = {call.name for call in WRITTEN if call.relation in omit}
+    found = (*walked, *written, *told)
+    return tuple((own, life) for own, life in found if not refused & {name for name, _ in life})
 
 
 def _walked(process: Process, *, without_version: bool) -> Process:
