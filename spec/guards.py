@@ -195,7 +195,6 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "capture.out-of-order",
         "completion.wrong-stream",
         "completion.caller-to-graph",
-        "epoch.half-updated",
     ),
     "ungroup_wgrad": (
         "ownership.foreign-incarnation",

@@ -29,6 +29,9 @@ _WRITES: Final = {
     (0, True): OPENS,
 }
 
+#: The default group of a dW: no other tape.
+_ALONE: Final[tuple[tuple[TapeKey, TapeRef], ...]] = ()
+
 _new = object.__new__
 
 
@@ -210,7 +213,7 @@ class Checks(ContractParts):
         first: bool | None = None,
         first_of_tied: bool | None = None,
         link: int = 0,
-        group: Iterable[tuple[TapeKey, TapeRef]] = (),
+        group: Iterable[tuple[TapeKey, TapeRef]] = _ALONE,
     ) -> Ticket:
         """
         Reserve a tape and its destinations for dW, and the further tapes of a grouped dW.
@@ -242,6 +245,7 @@ class Checks(ContractParts):
         try:
             st = self.memory
             run = self._check_wgrad
+            members = _ALONE if group is _ALONE else self._groups.members(group)
             try:
                 if type(key) is not TapeKey or type(ref) is not TapeRef or ref.slot < 0:
                     raise IndexError(ref)  # a column raises for a slot beyond the last
@@ -254,16 +258,16 @@ class Checks(ContractParts):
                 overwrites = 1 if first else 0
                 if self._shares or first_of_tied is not None:
                     overwrites = self._writes(key, overwrites, first_of_tied)
-                if group:
+                if members:
                     check = (key, ref, link, destination, overwrites)
-                    members = self._groups.rehearse(check, group)
+                    self._groups.rehearse(check, members)
                 serial = run(st, key, ref, link, destination, overwrites)
             except FAILURES as error:
                 if isinstance(error, Refused) and error.transition:
                     raise  # a member of the group is refused, and the refusal says so
                 given = (key, ref, link, destination, first)
                 raise self._runner.failure(error, "check_wgrad", given) from None
-            taken = self._groups.take(check, serial, members) if group else None
+            taken = self._groups.take(check, serial, members) if members else None
             if self._observer is not None:
                 self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
             if self._counted is not None:

@@ -266,7 +266,7 @@ def _median(function: Callable[[], Any], rounds: int = 5) -> float:
 
 
 def schedules() -> dict[str, Any]:
-    """Measure the check of ZB-V at PP=8, M=64, and the replayer."""
+    """Measure the check of ZB-V at PP=8, M=64, and the replay of an event log."""
     from ..log.recorder import Recorder
     from ..log.replayer import replay_lines
     from ..schedule.check import check

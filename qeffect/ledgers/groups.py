@@ -44,21 +44,19 @@ class Groups:
         self._pool = pool
         self.open: dict[int, Members] = {}
 
-    def rehearse(self, check: tuple[Any, ...], group: Iterable[Any]) -> Members:
+    def rehearse(self, check: tuple[Any, ...], members: Members) -> None:
         """
-        Return the members of a group after a rehearsal on a copy of the memory.
+        Check a dW and take its members on a copy of the memory.
 
         So a check that a member's guard refuses changes nothing.
 
         Args:
             check: The arguments of the dW's check.
-            group: The other tapes, as pairs of key and reference.
+            members: The other tapes of its group.
 
         Raises:
             Refused: A guard of the check, or of a member.
-            TypeError: The group is no collection of pairs of key and reference.
         """
-        members = self._members(group)
         copied = self._runner.memory.copy()
         functions = self._runner.transitions.functions
         serial = functions["check_wgrad"](copied, *check)
@@ -70,7 +68,6 @@ class Groups:
                 if isinstance(error, Refused):
                     raise explain(error, "group_wgrad", copied, arguments) from None
                 raise self._runner.arguments.unusable(error, "group_wgrad", arguments) from None
-        return members
 
     def take(self, check: tuple[Any, ...], serial: int, members: Members) -> _Events:
         """Let the dW that was just checked take the members of its group."""
@@ -124,8 +121,14 @@ class Groups:
         destination = self._runner.memory.destination_of[key.cell]
         return key, ref, leader.slot, serial, link, destination
 
-    def _members(self, group: Iterable[Any]) -> Members:
-        """Return a group's members, if they are pairs of a configured key and a reference."""
+    def members(self, group: Iterable[Any]) -> Members:
+        """
+        Return a group's members.
+
+        Raises:
+            Refused: ``ownership.unknown-key`` or ``ownership.unknown-slot``.
+            TypeError: The group is no collection of pairs of key and reference.
+        """
         if isinstance(group, str) or not isinstance(group, Iterable):
             raise TypeError(f"check_wgrad: group must be a collection of pairs, got {shown(group)}")
         members = tuple(group)

@@ -96,11 +96,6 @@ def abort_dgrad_writes(st: State, slot, ticket):
     st.spoiled[s] = st.epoch_at[slot]
 
 
-def group_wgrad_guards(st: State, key, ref, leader, ticket, link, destination):
-    if st.half_updated[0] != 0:
-        raise Refused("epoch.half-updated")
-
-
 def ungroup_wgrad_writes(st: State, key, ref, covered):
     slot = ref.slot
     s = key.stage

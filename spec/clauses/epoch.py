@@ -228,9 +228,10 @@ proved.""",
             id="epoch.half-updated",
             number="8.10",
             title="Half-updated weights are not used",
-            invariant="After an update failed half way, or after a late fault of an epoch whose "
-            "update began, no action, bind, walk, evaluation, update, or read of weights or "
-            "gradients on another stream begins before a restore.",
+            invariant="Weights are half updated after an update failed half way, or after a fault "
+            "of an earlier action was seen only when the update of its epoch had begun. Until a "
+            "restore, nothing then begins that uses or changes them: no action, bind, walk over "
+            "the microbatches, evaluation or update, and no read on another stream.",
             transitions=(
                 "reserve",
                 "bind",
@@ -238,7 +239,6 @@ proved.""",
                 "check_forward",
                 "check_dgrad",
                 "check_wgrad",
-                "group_wgrad",
                 "start_weights_read",
                 "start_gradients_read",
                 "next_walk",

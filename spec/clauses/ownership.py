@@ -293,10 +293,10 @@ once.""",
             "has taken the tape into its group.",
             transitions=("check_wgrad", "group_wgrad"),
             argument="key",
-            unchanged="The tape, which its reader still holds, and the gradient already written.",
+            unchanged="The tape, and every gradient already written.",
             section="III-A",
             cause="dW has already run, and the tape is live only because a reader has not "
-            "finished; or a group names the tape twice.",
+            "finished; or the dW of a group under way has taken it; or a group names it twice.",
             remedy="Remove the repeated dW: it would add the gradient a second time.",
         ),
         Clause(

@@ -532,7 +532,8 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("epoch.written", "finalize", c="cell")
 def written(st: State, h: History, a: Args, c: Index) -> Truth:
-    """When a stage is finalized, the first cell that writes each of its destinations ran its dW."""
+    """When a stage is finalized, every destination of the stage was written: the dW ran that writes
+    it first."""
     first = st.keeper_of[st.buffer_of[c]]
     return implies(st.stage_of[c] == a.stage, h.ran_wgrad[first] == 1)
 
@@ -930,7 +931,6 @@ def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
     "check_evaluation",
     "check_dgrad",
     "check_wgrad",
-    "group_wgrad",
     "start_weights_read",
     "start_gradients_read",
     "next_walk",

@@ -142,7 +142,6 @@ def of_these_weights(st: State, h: History, a: Args) -> Truth:
     "check_forward",
     "check_dgrad",
     "check_wgrad",
-    "group_wgrad",
 )
 def whole_weights(st: State, h: History, a: Args) -> Truth:
     """No update is in flight, and no weights are half updated."""

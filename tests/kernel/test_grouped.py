@@ -167,7 +167,7 @@ class TestRefusals:
         with pytest.raises(Refused, match=r"ownership\.not-grouped"):
             of.transitions.ungroup_wgrad(of.memory, key, ref, MATRICES)
 
-    @pytest.mark.parametrize("group", [3, "ab", [1], [(1, 2)], [("a", "b", "c")]])
+    @pytest.mark.parametrize("group", [3, 0, None, "", "ab", [1], [(1, 2)], [("a", "b", "c")]])
     def test_a_group_that_is_none(self, group: Any) -> None:
         """The message says what a member is."""
         of = contract(scales="epoch")

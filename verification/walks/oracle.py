@@ -557,7 +557,6 @@ def _one_product(
     if place.pool == first.pool and shadow.ranks[ref.slot, "dW"] <= shadow.ranks[leader, "dW"]:
         yield "capture.out-of-order"
     yield from _replay(shadow, key.stage, link)
-    yield from _unusable(shadow)
 
 
 def _group_wgrad(

@@ -96,7 +96,7 @@ def group_wgrad(st, key, ref, leader, ticket, link, destination):
     After the check of a dW and before its commit: the same product takes this tape too. `leader` is
     the slot, and `ticket` the ticket, of the dW that was checked.
 
-    Guards: ownership, order, arena, capture, completion, epoch.
+    Guards: ownership, order, arena, capture, completion.
     Writes: ownership.
     """
     # ownership.group_wgrad_guards
@@ -146,9 +146,6 @@ def group_wgrad(st, key, ref, leader, ticket, link, destination):
         raise Refused("completion.wrong-stream")
     if st.joined[link] != st.submitted[link]:
         raise Refused("completion.caller-to-graph")
-    # epoch.group_wgrad_guards
-    if st.half_updated[0] != 0:
-        raise Refused("epoch.half-updated")
     # ownership.group_wgrad_writes
     st.moving[slot] = moving | GROUP_BIT
 
