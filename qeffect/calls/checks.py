@@ -10,7 +10,6 @@ from typing import Final
 from ..destinations import Destination
 from ..keys import TapeKey, TapeRef
 from ..ledgers.runner import FAILURES
-from ..refusals import Refused
 from ..relations.constants import ADDS, JOINS, OPENS, OVERWRITES
 from ..threads import ConcurrentCallError, exclusive_call
 from ..tickets import Ticket, issue
@@ -263,8 +262,6 @@ class Checks(ContractParts):
                     self._groups.rehearse(check, members)
                 serial = run(st, key, ref, link, destination, overwrites)
             except FAILURES as error:
-                if isinstance(error, Refused) and error.transition:
-                    raise  # a member of the group is refused, and the refusal says so
                 given = (key, ref, link, destination, first)
                 raise self._runner.failure(error, "check_wgrad", given) from None
             taken = self._groups.take(check, serial, members) if members else None

@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..explain import explain
 from ..keys import TapeKey, TapeRef
-from ..refusals import Refused
 from ..text import shown
 from .pool import Pool
 from .runner import FAILURES, Runner
@@ -65,9 +63,7 @@ class Groups:
             try:
                 functions["group_wgrad"](copied, *arguments)
             except FAILURES as error:
-                if isinstance(error, Refused):
-                    raise explain(error, "group_wgrad", copied, arguments) from None
-                raise self._runner.arguments.unusable(error, "group_wgrad", arguments) from None
+                raise self._runner.failure(error, "group_wgrad", arguments, copied) from None
 
     def take(self, check: tuple[Any, ...], serial: int, members: Members) -> _Events:
         """Let the dW that was just checked take the members of its group."""
@@ -127,7 +123,7 @@ class Groups:
 
         Raises:
             Refused: ``ownership.unknown-key`` or ``ownership.unknown-slot``.
-            TypeError: The group is no collection of pairs of key and reference.
+            TypeError: The group is not a collection of pairs of key and reference.
         """
         if isinstance(group, str) or not isinstance(group, Iterable):
             raise TypeError(f"check_wgrad: group must be a collection of pairs, got {shown(group)}")

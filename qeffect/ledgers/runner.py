@@ -73,17 +73,28 @@ class Runner:
         if self.observer is not None:
             self.observer(transition, arguments, result)
 
-    def failure(self, error: Exception, transition: str, arguments: tuple[Any, ...]) -> Exception:
+    def failure(
+        self,
+        error: Exception,
+        transition: str,
+        arguments: tuple[Any, ...],
+        memory: Memory | None = None,
+    ) -> Exception:
         """
         Return the exception for a transition that did not run.
+
+        A refusal that already names its transition stays as it is.
 
         Args:
             error: One of `FAILURES`, as the transition raised it.
             transition: The transition.
             arguments: The transition's arguments; None if the contract would have chosen one.
+            memory: The memory that the transition would have changed; by default the contract's.
         """
         if isinstance(error, Refused):
-            return explain(error, transition, self.memory, arguments)
+            if error.transition:
+                return error
+            return explain(error, transition, self.memory if memory is None else memory, arguments)
         return self.arguments.unusable(error, transition, arguments)
 
     def on_link(self, transition: str) -> Callable[[int], None]:

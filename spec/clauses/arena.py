@@ -225,9 +225,8 @@ that path leaves this part out and keeps all others.""",
             unchanged=_BUFFER,
             section="design",
             cause="The stage keeps the gradient of each microbatch in a buffer of its own "
-            "(`per_microbatch`), or the dW has already ended.",
-            remedy="Group dW only where the stage's gradients accumulate in one buffer, and name "
-            "all tapes of the group in the check of its dW.",
+            "(`per_microbatch`).",
+            remedy="Group dW only where the stage's gradients accumulate in one buffer.",
         ),
         Clause(
             id="arena.left-out",

@@ -470,8 +470,8 @@ def right_destination(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.one-product", "group_wgrad")
 def one_product(st: State, h: History, a: Args) -> Truth:
-    """A dW takes another tape only if the tape is of its own stage, and the dW is the one that is
-    writing the tape's bound destination."""
+    """A dW takes another tape only if the tape is of its own stage, while the dW is writing the
+    tape's bound destination."""
     b, own = st.buffer_of[a.key.cell], st.buffer_of[h.tenant[a.leader]]
     writes = (h.writers[b] == 1) & ((own == b) | (st.shared_of[own] == b))
     here = (st.slot_stage[a.leader] == a.key.stage) & (h.acting[a.leader] == 1)

@@ -299,7 +299,7 @@ class Maker:
         yield Frame(another, choices, (), where, fits=False)
 
     def led(self, frame: Frame) -> Iterator[Frame]:
-        """The frame with the dW in flight on each slot; a wrong ticket is none, or unissued."""
+        """The frame with the dW in flight on each slot; a wrong ticket is 0 or not yet issued."""
         for leader in range(self.n["slot"]):
             right = {**frame.right, "leader": leader, "ticket": Rel("held", leader)}
             wrong = (({"ticket": 0}, ()), ({"ticket": Rel("serial", 0, 1)}, ()))
