@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .layers import LayerConfig
 from .protocol import BackendError
-from .split_head import SplitHead
+from .split_head import Join, SplitHead
 
 __all__ = ["DynamicHead", "library"]
 
@@ -96,3 +96,8 @@ class DynamicHead(SplitHead):
             scaling_granularity=granted.scaling_granularity,
             round_scales_to_power_of_2=config.round_scales_to_power_of_2,
         )
+
+    @property
+    def join(self) -> Join | None:
+        """None: each microbatch's casts have scales of their own."""
+        return None

@@ -128,11 +128,23 @@ class NonMatrix:
 
 @attrs.define(eq=False)
 class DeferredWork:
-    """One unit's retained operands and the function that multiplies them."""
+    """
+    One unit's retained operands and the function that multiplies them.
+
+    Args:
+        unit: The unit.
+        operands: The operands, as `compute` takes them.
+        compute: The function.
+        join: Makes the operands of one product over several microbatches from the operands of
+            each, in that order: the rows (tokens) of all, one behind the other. It may assume that
+            all were quantized with the same scales. None if such a product does not exist, because
+            each microbatch has its own scales; then each is multiplied by itself.
+    """
 
     unit: WgradUnit
     operands: Sequence[Any]
     compute: Callable[..., Any]
+    join: Callable[[Sequence[Any]], Sequence[Any]] | None = None
 
 
 @attrs.define(eq=False)
@@ -287,6 +299,38 @@ class Wgrads:
     by_unit: Mapping[str, Tensor]
 
 
+def products(tape: Tape, others: Sequence[Tape]) -> Iterable[DeferredWork]:
+    """
+    The products of a dW over one or several tapes of a stage, in the order of the first tape.
+
+    With several tapes, a unit has one product if its operands can be joined, else one per tape.
+
+    Args:
+        tape: The first tape.
+        others: Further tapes, whose rows follow in this order.
+
+    Raises:
+        BackendError: A tape has deferred other units than the first.
+    """
+    for at, work in enumerate(tape.work):
+        if not others:
+            yield work
+            continue
+        parts = [work]
+        for other in others:
+            if other.queued != tape.queued:
+                raise BackendError(
+                    f"slot {other.slot} has deferred {other.queued}, but slot {tape.slot} of the "
+                    f"same dW {tape.queued}; group tapes of one stage after their dI"
+                )
+            parts.append(other.work[at])
+        if work.join is None:
+            yield from parts
+        else:
+            joined = work.join([part.operands for part in parts])
+            yield DeferredWork(work.unit, joined, work.compute)
+
+
 class Accumulation:
     """
     Whether each product of a dW adds to its destination; a second one into the same always adds.
@@ -421,6 +465,7 @@ class StageBackend(Protocol):
         accumulate: bool,
         keep: bool = False,
         joining: Collection[str] = (),
+        others: Sequence[Tape] = (),
     ) -> Wgrads:
         """
         dW: run the tape's deferred work into its bound destinations.
@@ -432,6 +477,9 @@ class StageBackend(Protocol):
             accumulate: Add to the destination instead of overwriting it.
             keep: Leave the work on the tape, to capture it a second time.
             joining: Units that add in any case; passed only if weights of two stages are tied.
+            others: Further tapes of the stage, whose dI have run under the same scales: the work of
+                all tapes is one product where it can be (`products`), into the destinations of the
+                first tape. Passed only if the stage's `groups_wgrads` is True.
         """
 
     def refresh_cache(self) -> None:

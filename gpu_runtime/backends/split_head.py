@@ -9,6 +9,7 @@ computes in the type of the activations (bf16), as most models do; `DynamicHead`
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ _SPREAD = 0.02
 
 Store = deque[tuple["SplitHead", tuple[Any, Any]]]
 """Deferred operands in the order in which dI queued them."""
+
+Join = Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
+"""Makes the operands of one product from the operands of each microbatch."""
 
 
 class SplitHead(torch.nn.Module):
@@ -119,6 +123,11 @@ class SplitHead(torch.nn.Module):
         """dW: the gradient of the matrix, from the operands that F and dI have cast."""
         return torch.mm(wanted.t(), given)
 
+    @property
+    def join(self) -> Join | None:
+        """Joins the operands of several microbatches; None if each has a scale of its own."""
+        return _one_behind_the_other
+
     @staticmethod
     def write(value: Tensor, destination: Tensor, *, accumulate: bool) -> Tensor:
         """Store a gradient, or add it, as autograd adds to `.grad`."""
@@ -126,6 +135,11 @@ class SplitHead(torch.nn.Module):
 
     def refresh(self) -> None:
         """Nothing: F reads the weight itself."""
+
+
+def _one_behind_the_other(operands: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """The rows (tokens) of all microbatches, in order, for each place of the product."""
+    return [torch.cat(list(parts)) for parts in zip(*operands, strict=True)]
 
 
 class _Split(torch.autograd.Function):

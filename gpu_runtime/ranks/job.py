@@ -63,6 +63,8 @@ class Job:
         amax: Source of the amax behind the scales: each `replica`, or all `replicas`.
         dropout: Probability with which each layer drops elements; only the reference backend has
             dropout.
+        wgrad_group: Microbatches whose weight gradients are one product; more than 1 needs
+            ``scales="epoch"``.
         scales: When scales move: at the end of every ``action``, or once an ``epoch``. With
             ``epoch``, seeds and dropout's numbers follow from the layer, and the process is set up
             for deterministic kernels and, on a CPU, one thread.
@@ -82,6 +84,7 @@ class Job:
     seed: int = 0
     amax: str = "replica"
     dropout: float = 0.0
+    wgrad_group: int = 1
     scales: Scales = "action"
 
     @property

@@ -66,6 +66,8 @@ class Passage:
             stage.
         source: The rank that sends the input by message; None without a message.
         target: The rank that receives the output by message; None without a message.
+        others: The passages whose dW runs with this passage's, as one product; empty if this one's
+            runs alone, or with an earlier one's.
     """
 
     stage: StageBackend
@@ -74,6 +76,7 @@ class Passage:
     reader: Passage | None = None
     source: int | None = None
     target: int | None = None
+    others: tuple[Passage, ...] = ()
     opens: bool = False
     last: bool = False
     key: TapeKey = attrs.field(init=False)
@@ -163,6 +166,8 @@ class Pipeline:
                 )
             first = row.order.microbatches(index, Kind.FORWARD)[0]
             found[index, first].opens = True
+        for (index, m), passage in found.items():
+            passage.others = tuple(found[index, other] for other in row.slots.members(m)[1:])
         for index, fed in row.feeds.items():
             for m in range(table.num_microbatches):
                 found[index, m].reader = found[fed, m]
@@ -182,10 +187,13 @@ class Pipeline:
             Kind.WGRAD: self.wgrad,
             Kind.REDUCE_GRAD: self.finalize_stage,
         }
+        members = self.row.slots.members
         return [
             Entry(acts[a.kind], self.passages[a.stage, max(a.microbatch, 0)], a)
             for a in self.row.atoms
             if a.kind in acts  # a reduction is awaited at the end of the step
+            # The first dW of a group takes the others.
+            and (a.kind is not Kind.WGRAD or members(a.microbatch))
         ]
 
     @contextmanager
@@ -485,8 +493,9 @@ class Pipeline:
         self.runtime.actions.finish_dgrads(p.key, p.ref)
 
     def wgrad(self, p: Passage) -> None:
-        """dW."""
-        self.runtime.actions.wgrad(p.key, p.ref)
+        """dW, of several microbatches as one product if the configuration groups them."""
+        group = [(other.key, other.ref) for other in p.others]
+        self.runtime.actions.wgrad(p.key, p.ref, group=group)
 
     # The end of a stage
 

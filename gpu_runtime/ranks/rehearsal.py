@@ -22,6 +22,7 @@ from qeffect.steps import RecordedStep, Recording, StepObserver
 from ..backends.protocol import BackendError
 from ..step.eager import Executor, StageMemory
 from ..step.effects import Effects
+from ..step.graphs import Product, product_of
 from ..step.memory.slots import Slot
 from ..step.plan.slots import WgradVariant
 from ..step.reductions import Reduction
@@ -37,7 +38,11 @@ class CaptureRecord(Protocol):
 
     @property
     def slots(self) -> Mapping[int, Any]:
-        """By slot, the reports of F, dI and each variant of dW."""
+        """By slot, the reports of F and dI."""
+
+    @property
+    def wgrads(self) -> Mapping[Product, Any]:
+        """The evidence of each dW."""
 
     @property
     def refreshed(self) -> Mapping[int, Effects]:
@@ -69,8 +74,14 @@ class _RehearsalExecutor:
         found: tuple[tuple[str, ...], Effects] = self.record.slots[slot.index].queued
         return found
 
-    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
-        found: tuple[str, ...] = self.record.slots[slot.index].covered[variant]
+    def wgrad(
+        self,
+        memory: StageMemory,
+        slot: Slot,
+        variant: WgradVariant,
+        others: Sequence[Slot] = (),
+    ) -> tuple[str, ...]:
+        found: tuple[str, ...] = self.record.wgrads[product_of(slot, variant, others)].covered
         return found
 
 

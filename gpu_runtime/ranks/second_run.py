@@ -107,11 +107,12 @@ class _Actions:
         self.performer.executor.dgrad(memory, slot, memory.variants[key.microbatch])
         memory.keep(key.microbatch, slot)
 
-    def wgrad(self, key: TapeKey, ref: Any) -> None:
+    def wgrad(self, key: TapeKey, ref: Any, *, group: Sequence[tuple[TapeKey, Any]] = ()) -> None:
         """dW, which adds in later walks."""
         memory, slot = self._of(key)
         variants = memory.later_variants if self._run.walk else memory.variants
-        self.performer.executor.wgrad(memory, slot, variants[key.microbatch])
+        others = [self._of(other)[1] for other, _ in group]
+        self.performer.executor.wgrad(memory, slot, variants[key.microbatch], others)
         if not memory.arena.direct:
             memory.arena.keep_copies(key.microbatch, slot.wgrads)
 

@@ -184,7 +184,7 @@ class Worker:
             BackendError: The number of ranks does not fit the table.
         """
         member, pp = self.member, self.pp
-        self.table = walked(schedule, config.provisioning)
+        self.table = walked(schedule, config.provisioning, config.group)
         if self.table.num_ranks != pp:
             raise BackendError(
                 f"{schedule.source} is for {self.table.num_ranks} ranks, this pipeline has {pp}; "
@@ -202,7 +202,7 @@ class Worker:
             for replica in range(member.world // pp)
             for ends in channels_of(self.table, [replica * pp + rank for rank in range(pp)])
         ]
-        self.row = Row.of(self.table, place, config.provisioning)
+        self.row = Row.of(self.table, place, config.provisioning, config.group)
 
     def _completed(self, config: RuntimeConfig) -> RuntimeConfig:
         """The configuration with what follows from this rank's row, replicas and ties."""

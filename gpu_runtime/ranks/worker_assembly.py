@@ -69,6 +69,7 @@ def build_worker(
         mode=mode,
         amax=job.amax,
         walks=job.walks,
+        group=job.wgrad_group,
     )
     worker = Worker(
         member,

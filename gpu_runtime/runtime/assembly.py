@@ -77,6 +77,7 @@ class Assembly:
             )
         self.tied = TiedWeights.of(stages, config.tied)
         self._require_shareable()
+        self._require_groups()
         if moves_once(self.domain):
             self._require_sums()
         self._require_amax()
@@ -91,8 +92,15 @@ class Assembly:
             reduces=reduces,
         )
         plan = (
-            plan_slots(order, config.provisioning, feeds=config.feeds) if row is None else row.slots
+            plan_slots(order, config.provisioning, feeds=config.feeds, group=config.group)
+            if row is None
+            else row.slots
         )
+        if plan.group != config.group:
+            raise BackendError(
+                f"the row was made for group={plan.group}, but the configuration has "
+                f"group={config.group}; make the table and the row with the same group"
+            )
         self.plan: SlotPlan = attrs.evolve(plan, sharers=self.tied.sharers, walks=config.walks)
 
     def warm(self, handoff: Handoff) -> None:
@@ -296,6 +304,26 @@ class Assembly:
                 "shared bucket, but each bucket of this runtime belongs to one stage: tie matrices "
                 "of one stage, or reduce the gradients that finalize returns"
             )
+
+    def _require_groups(self) -> None:
+        """Refuse grouped dW if a stage has no such product, or the order does not group its dW."""
+        if self.config.group == 1:
+            return
+        for index, stage in self.stages.items():
+            if not getattr(stage, "groups_wgrads", False):
+                raise BackendError(
+                    f"group is {self.config.group}, but stage {index} of the {self.domain.name} "
+                    "backend cannot compute the weight gradients of several microbatches as one "
+                    "product: that needs delayed scaling with scales that move once an epoch; "
+                    "make its domain with scales='epoch', or set group=1"
+                )
+        if self.tied.names:
+            raise BackendError(
+                f"group is {self.config.group}, but the stages {sorted(self.tied.names)} have tied "
+                "weights with one destination; name them as copies (the ties of a Worker), or set "
+                "group=1"
+            )
+        self.order.require_groups(self.config.group)
 
     def _out_of_order(self, stage: int, kind: Kind) -> str:
         """A stage's microbatches in the order of an action; empty if that order is ascending."""

@@ -166,6 +166,8 @@ class EpochRuntime(RuntimeParts):
 
     def _short_walk_obstacle(self) -> str:
         """Why no walk of this runtime can be shortened; empty if walks can be."""
+        if self.config.group > 1:
+            return f"group is {self.config.group}; set group=1"
         if self.config.rule != "accumulate":
             return f"rule is {self.config.rule!r}; set rule='accumulate'"
         if self.config.declared and "order" in self.relations:

@@ -121,6 +121,12 @@ class RuntimeConfig:
         walks: Largest number of walks over the order in an epoch, at least 1. With more than one,
             gradients accumulate over the walks, which `Runtime.next_walk` separates; needs the rule
             ``accumulate``, and a mode other than ``one launch``.
+        group: Microbatches whose weight gradients one product computes: consecutive ones, so it
+            must divide the microbatches of a walk. 1 computes each by itself. More than 1 needs
+            scales that move once an epoch, since one product has one set of scales, the rule
+            ``accumulate``, and an order whose dW of a group follow one another
+            (`qeffect.schedule.grouping`). In bf16 it changes the bits: one rounding replaces
+            several.
         dtype: Type of the destinations; needs master weights if the parameters have another type.
         provisioning: How slots are counted.
         readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
@@ -169,6 +175,7 @@ class RuntimeConfig:
     )
     rule: Rule = "accumulate"
     walks: int = 1
+    group: int = 1
     dtype: torch.dtype = torch.bfloat16
     provisioning: Provisioning = "live"
     readers: bool = False
@@ -207,6 +214,16 @@ class RuntimeConfig:
             raise BackendError(
                 f"walks is {self.walks} and rule is {self.rule!r}: only the rule 'accumulate' adds "
                 "the gradients of several walks in the order of their dW; set rule='accumulate'"
+            )
+        if type(self.group) is not int or self.group < 1:
+            raise BackendError(
+                f"group is {shown(self.group)}; expected a positive integer, the number of "
+                "microbatches whose weight gradients are one product"
+            )
+        if self.group > 1 and self.rule != "accumulate":
+            raise BackendError(
+                f"group is {self.group} and rule is {self.rule!r}: one product of several "
+                "microbatches writes one destination; set rule='accumulate', or group=1"
             )
         if self.mode == "one launch" and (why := walks_obstacle(self.walks)) is not None:
             raise BackendError(f"mode is 'one launch', but {why}, or set mode='replays'")

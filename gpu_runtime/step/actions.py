@@ -48,6 +48,8 @@ class _Place:
         opens: Whether its dW overwrites the destinations that its stage shares with another
             stage; None if the stage shares none.
         later: What its dW does in later walks of an epoch; None if an epoch has one walk.
+        group: The microbatches whose dW runs as one with this one's, itself included; empty if
+            another microbatch's dW takes it.
     """
 
     memory: StageMemory
@@ -55,6 +57,7 @@ class _Place:
     variant: WgradVariant | None
     opens: bool | None = None
     later: WgradVariant | None = None
+    group: tuple[int, ...] = ()
 
 
 #: Why no action may run after an update that failed half way.
@@ -62,6 +65,20 @@ HALF_UPDATED: Final = (
     "an update of the weights failed half way, or used the gradients of a fault that was found "
     "only later: some weights may be wrong; load a checkpoint into a fresh runtime"
 )
+
+
+def _not_grouped(key: TapeKey, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """The message of a dW whose tapes are not a group of the configuration."""
+    where = f"dW of stage {key.stage}"
+    if not expected:
+        return (
+            f"{where}: the product of another microbatch's dW takes microbatch {key.microbatch}; "
+            "pass it in the group of the first microbatch of its group"
+        )
+    return (
+        f"{where}: expected one dW of microbatches {list(expected)}, as the configuration's group "
+        f"says, found {list(found)}; pass the others as group=[(key, ref), ...]"
+    )
 
 
 @attrs.define(eq=False)
@@ -100,7 +117,8 @@ class GuardedActions:
             for m, (index, variant) in enumerate(zip(memory.slot_of, memory.variants, strict=True)):
                 opens = not variant.accumulate and not variant.joins if memory.shared else None
                 later = memory.later_variants[m] if memory.later_variants else None
-                self._places[stage, m, 0, 0] = _Place(memory, index, variant, opens, later)
+                group = memory.groups[m]
+                self._places[stage, m, 0, 0] = _Place(memory, index, variant, opens, later, group)
 
     def refresh(self, stage: int, *, caller: Hashable = "main") -> None:
         """
@@ -387,17 +405,34 @@ class GuardedActions:
             place = self._known(key)
         self.contract.bind(key, place.memory.arena.present(key.microbatch))
 
-    def wgrad(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
+    def wgrad(
+        self,
+        key: TapeKey,
+        ref: TapeRef,
+        *,
+        group: Sequence[tuple[TapeKey, TapeRef]] = (),
+        caller: Hashable = "main",
+    ) -> None:
         """
         dW: run the tape's deferred work into the key's destination, and release the tape.
 
+        Args:
+            key: The execution's name.
+            ref: What its F returned.
+            group: With `RuntimeConfig.group` above 1, the other tapes of the microbatch's group, in
+                ascending order: one product over all of them replaces the dW of each.
+            caller: Name of the calling stream.
+
         Raises:
-            Refused: A clause of ownership, version, arena, capture or completion, or
+            Refused: A clause of ownership, version, order, arena, capture or completion, or
                 `ownership.matrix-coverage` if any matrix was not covered exactly once.
+            BackendError: The tapes are not a group of the configuration; nothing was changed.
         """
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:
             place = self._known(key)
+        if (found := (key.microbatch, *(k.microbatch for k, _ in group))) != place.group:
+            raise BackendError(_not_grouped(key, found, place.group))
         memory, variant, opens = place.memory, place.variant, place.opens
         if self._walk[0]:
             variant, opens = place.later, None if opens is None else False
@@ -416,19 +451,21 @@ class GuardedActions:
                 first=not variant.accumulate,
                 first_of_tied=opens,
                 link=link,
+                group=group,
             )
             slot = self._slots[ticket.slot]
+            others = [(k, self._slots[r.slot]) for k, r in group]
             try:
-                covered = executor.wgrad(memory, slot, variant)
+                covered = executor.wgrad(memory, slot, variant, [other for _, other in others])
                 if not arena.direct:
                     arena.keep_copies(microbatch, slot.wgrads)
                     handoff.record_tail()
                 elif not executor.marks_tail:  # a graph has marked its own tail
                     handoff.record_tail()
             except BaseException:
-                self._abort(ticket, slot)
+                self._abort(ticket, slot, others)
                 raise
-            self._commit(ticket, slot, covered)
+            self._commit(ticket, slot, covered, others=others)
         finally:
             handoff.cross_back(back)
         contract.wait(link)
@@ -532,6 +569,7 @@ class GuardedActions:
         slot: Slot | None,
         evidence: tuple[str, ...],
         effects: Effects = UNREPORTED,
+        others: Sequence[tuple[TapeKey, Slot]] = (),
     ) -> TapeRef | None:
         """Tell the kernel what an action did; incomplete evidence fails the step."""
         names, updates, scales, draws, weight = effects
@@ -550,8 +588,7 @@ class GuardedActions:
             )
         except BaseException:
             # The kernel has aborted the ticket whose evidence failed.
-            if slot is not None:
-                self._discard(ticket.key, slot)
+            self._discard_all(ticket, slot, others)
             self.abort_outstanding()
             raise
 
@@ -576,11 +613,21 @@ class GuardedActions:
             aborted += 1
         return aborted
 
-    def _abort(self, ticket: Ticket, slot: Slot | None) -> None:
+    def _abort(
+        self, ticket: Ticket, slot: Slot | None, others: Sequence[tuple[TapeKey, Slot]] = ()
+    ) -> None:
         self.contract.abort(ticket)
+        self._discard_all(ticket, slot, others)
+        self.abort_outstanding()
+
+    def _discard_all(
+        self, ticket: Ticket, slot: Slot | None, others: Sequence[tuple[TapeKey, Slot]]
+    ) -> None:
+        """Drop the work of a failed action's tape, and of the other tapes of its group."""
         if slot is not None:
             self._discard(ticket.key, slot)
-        self.abort_outstanding()
+        for key, other in others:
+            self._discard(key, other)
 
     def _discard(self, key: TapeKey | None, slot: Slot) -> None:
         """Drop the work of an aborted tape, and the half-written copy of its gradients."""

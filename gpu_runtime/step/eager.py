@@ -10,7 +10,7 @@ the same guards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -47,6 +47,8 @@ class StageMemory:
         all_units: Names of its units, in the order in which dI queues them.
         all_matrices: Names of its matrices, sorted; the kernel's own tuple once that exists.
         shared: Units whose destination another stage also writes.
+        groups: By microbatch, the microbatches whose dW runs as one with its own, itself included;
+            empty if an earlier microbatch's dW takes it. Each alone by default.
         kept: By microbatch, its non-matrix gradients, to be summed in the order of microbatches at
             the end; None if `sums` adds them in dI order, because that order is the same or does
             not matter.
@@ -61,6 +63,11 @@ class StageMemory:
     shared: frozenset[str] = frozenset()
     later_variants: Sequence[WgradVariant] = ()
     places: Sequence[int] = ()
+    groups: Sequence[tuple[int, ...]] = attrs.field(
+        default=attrs.Factory(
+            lambda self: tuple((m,) for m in range(len(self.slot_of))), takes_self=True
+        )
+    )
     kept: dict[int, tuple[Tensor, ...]] | None = None
     sums: list[Tensor] = attrs.field(init=False)
     all_units: tuple[str, ...] = attrs.field(init=False)
@@ -157,6 +164,7 @@ class StageMemory:
             reports or StageReports(),
             shared,
             tuple(variant.adding() for variant in variants) if plan.walks > 1 else (),
+            groups=tuple(map(plan.members, microbatches)),
         )
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -189,8 +197,18 @@ class Executor(Protocol):
     ) -> tuple[tuple[str, ...], Effects]:
         """dI from the slot's gradient buffers; also returns the matrices whose work is queued."""
 
-    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
-        """dW into the variant's destination; returns the matrices it covered."""
+    def wgrad(
+        self,
+        memory: StageMemory,
+        slot: Slot,
+        variant: WgradVariant,
+        others: Sequence[Slot] = (),
+    ) -> tuple[str, ...]:
+        """
+        dW of one slot, or of several as one product, into the variant's destination.
+
+        Returns the matrices it covered.
+        """
 
 
 class EagerExecutor:
@@ -249,23 +267,44 @@ class EagerExecutor:
         effects = Effects(None, reports.since(before), scales, draws, weight)
         return memory.evidence_of(result.queued), effects
 
-    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
+    def wgrad(
+        self,
+        memory: StageMemory,
+        slot: Slot,
+        variant: WgradVariant,
+        others: Sequence[Slot] = (),
+    ) -> tuple[str, ...]:
         """dW."""
-        return self.wgrad_keeping(memory, slot, variant, keep=False)
+        return self.wgrad_keeping(memory, slot, variant, others, keep=False)
 
     def wgrad_keeping(
-        self, memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool
+        self,
+        memory: StageMemory,
+        slot: Slot,
+        variant: WgradVariant,
+        others: Sequence[Slot] = (),
+        *,
+        keep: bool,
     ) -> tuple[str, ...]:
         """dW that may keep the deferred work, for the capture of another variant."""
-        result = self.run_work(memory, slot, variant, keep=keep)
+        result = self.run_work(memory, slot, variant, others, keep=keep)
         self._count("dW", slot.index, variant.writes, memory.located(variant.destination))
         return memory.evidence(result.covered)
 
     @staticmethod
-    def run_work(memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool) -> Wgrads:
-        """Run a tape's deferred work for one variant; with `keep` it stays for another variant."""
+    def run_work(
+        memory: StageMemory,
+        slot: Slot,
+        variant: WgradVariant,
+        others: Sequence[Slot] = (),
+        *,
+        keep: bool,
+    ) -> Wgrads:
+        """Run the tapes' deferred work for one variant; with `keep` it stays for another."""
         slot.tape.bound = memory.arena.buffers(variant.destination)
-        given = {"joining": memory.shared} if variant.joins else {}
+        given: dict[str, Any] = {"joining": memory.shared} if variant.joins else {}
+        if others:  # a backend without grouped dW lacks this argument
+            given["others"] = [other.tape for other in others]
         result = memory.stage.wgrad(slot.tape, accumulate=variant.accumulate, keep=keep, **given)
         slot.wgrads = {} if memory.arena.direct else result.by_unit
         return result

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -35,16 +35,42 @@ from .streams import GraphStream, Handoff
 
 @attrs.define(eq=False)
 class SlotGraphs:
-    """One slot's graphs, with the evidence and results that the capture recorded."""
+    """One slot's graphs of F and dI, with the reports and results that the capture recorded."""
 
     forward: torch.cuda.CUDAGraph
     dgrad: torch.cuda.CUDAGraph
-    wgrad: dict[WgradVariant, torch.cuda.CUDAGraph]
     ran: Effects
     queued: tuple[tuple[str, ...], Effects]
-    covered: dict[WgradVariant, tuple[str, ...]]
     static: Slot
-    wgrads: dict[WgradVariant, Mapping[str, torch.Tensor]]
+
+
+class Product(NamedTuple):
+    """
+    Names a dW among the captured ones.
+
+    Args:
+        slots: The slots that it reads, as the kernel counts them.
+        variant: Where and how it writes.
+    """
+
+    slots: tuple[int, ...]
+    variant: WgradVariant
+
+
+@attrs.frozen(eq=False)
+class WgradGraph:
+    """
+    The graph of a dW, with the evidence and results that the capture recorded.
+
+    Args:
+        graph: The graph.
+        covered: The matrices whose gradient it computes.
+        wgrads: Gradients in the library's memory, under `copied`.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    covered: tuple[str, ...]
+    wgrads: Mapping[str, torch.Tensor]
 
 
 @attrs.define
@@ -129,6 +155,7 @@ class GraphExecutor:
         self.report = report
         self.num_replays = 0
         self.slots: dict[int, SlotGraphs] = {}
+        self.wgrads: dict[Product, WgradGraph] = {}
         self.refreshes: dict[int, torch.cuda.CUDAGraph] = {}
         self.refreshed: dict[int, Effects] = {}
         self.baked: dict[int, BakedAddresses] = {}
@@ -165,13 +192,19 @@ class GraphExecutor:
         slot.non_matrix = graphs.static.non_matrix
         return graphs.queued
 
-    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
-        """Replay dW of one variant."""
-        graphs = self.slots[slot.index]
+    def wgrad(
+        self,
+        memory: StageMemory,
+        slot: Slot,
+        variant: WgradVariant,
+        others: Sequence[Slot] = (),
+    ) -> tuple[str, ...]:
+        """Replay the dW of one or several slots, of one variant."""
+        captured = self.wgrads[product_of(slot, variant, others)]
         self.num_replays += 1
-        graphs.wgrad[variant].replay()
-        slot.wgrads = graphs.wgrads[variant]
-        return graphs.covered[variant]
+        captured.graph.replay()
+        slot.wgrads = captured.wgrads
+        return captured.covered
 
     def check_addresses(self, memory: StageMemory) -> None:
         """
@@ -182,6 +215,18 @@ class GraphExecutor:
         """
         self.domain.check_membership()
         self.baked[memory.stage.index].check(memory)
+
+
+def product_of(slot: Slot, variant: WgradVariant, others: Sequence[Slot]) -> Product:
+    """Name a dW of one slot, or of several as one product."""
+    return Product((slot.index, *(other.index for other in others)), variant)
+
+
+def product_at(memory: StageMemory, microbatch: int) -> Product | None:
+    """Name the dW of a microbatch in an epoch's first walk; None if another one's takes it."""
+    if not (group := memory.groups[microbatch]):
+        return None
+    return Product(tuple(memory.slot_of[m] for m in group), memory.variants[microbatch])
 
 
 def capture(
@@ -238,8 +283,8 @@ def capture(
                 torch.cuda.graph_pool_handle(),
                 partial(_refresh, eager, memory, executor.refreshed),
             )
-        build = _per_slot if shared_pool is None else _shared
-        executor.slots = build(recorder, memories, plan, eager)
+        build = _per_stage if shared_pool is None else _shared
+        executor.slots, executor.wgrads = build(recorder, memories, plan, eager)
         handoff.synchronize()
         report.capture_seconds = time.perf_counter() - started
         for memory in memories.values():
@@ -272,23 +317,24 @@ def no_collection() -> Iterator[None]:
 
 def warm_up(memory: StageMemory, report: CaptureReport) -> None:
     """
-    Run a stage's refresh, F, dI and every kind of dW once, on the stage's first slot.
+    Run a stage's refresh, F, dI and every kind of dW once, on the stage's first slot or group.
 
     Variants of dW that differ only in their destination are one kind: they use the same kernels.
     """
     eager = EagerExecutor()
-    slot = next(iter(memory.table))
+    slot, *further = list(memory.table)[: max(map(len, memory.groups))]
     each = [*memory.variants, *memory.later_variants]
     kinds = list({variant.accumulate: variant for variant in each}.values())
     with report.phase("warmup refresh"):
         eager.refresh(memory)
-    with report.phase("warmup F"):
-        eager.forward(memory, slot)
-    with report.phase("warmup dI"):
-        eager.dgrad(memory, slot, kinds[0])
+    for used in (slot, *further):
+        with report.phase("warmup F"):
+            eager.forward(memory, used)
+        with report.phase("warmup dI"):
+            eager.dgrad(memory, used, kinds[0])
     with report.phase("warmup dW"):
         for n, variant in enumerate(kinds):
-            eager.run_work(memory, slot, variant, keep=n + 1 < len(kinds))
+            eager.run_work(memory, slot, variant, further, keep=n + 1 < len(kinds))
 
 
 class _Recorder:
@@ -317,28 +363,24 @@ class _Recorder:
 
 
 class _SlotCapture:
-    """The three steps of capturing one slot, in the given memory pools."""
+    """The steps of capturing one slot, in the given memory pools."""
 
     def __init__(
         self,
         recorder: _Recorder,
         memory: StageMemory,
         slot: Slot,
-        plan: SlotPlan,
         eager: EagerExecutor,
     ) -> None:
         self.recorder = recorder
         self.memory = memory
         self.slot = slot
-        local = slot.index - memory.table.first_index
-        self.variants = plan.variants(memory.stage.index, local, memory.arena.rule)
+        used = memory.slot_of.index(slot.index)
+        self.bound = memory.variants[used]
         self.eager = eager
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.ran = UNREPORTED
         self.queued: tuple[tuple[str, ...], Effects] = ((), UNREPORTED)
-        self.covered: dict[WgradVariant, tuple[str, ...]] = {}
-        self.wgrads: dict[WgradVariant, Mapping[str, torch.Tensor]] = {}
-        self.wgrad: dict[WgradVariant, torch.cuda.CUDAGraph] = {}
         # Kept as long as the graphs: the pool gives freed memory to the next capture.
         self.outputs: tuple[torch.Tensor, ...] = ()
 
@@ -351,19 +393,9 @@ class _SlotCapture:
 
     def capture_dgrad(self, pool: Any) -> None:
         def act() -> None:
-            self.queued = self.eager.dgrad(self.memory, self.slot, self.variants[0])
+            self.queued = self.eager.dgrad(self.memory, self.slot, self.bound)
 
         self.graphs["dI"] = self.recorder.record("dI", pool, act)
-
-    def capture_wgrads(self, pool: Any) -> None:
-        for n, variant in enumerate(self.variants):
-            keep = n + 1 < len(self.variants)
-            act = partial(self._wgrad, variant, keep)
-            self.wgrad[variant] = self.recorder.record("dW", pool, act)
-
-    def _wgrad(self, variant: WgradVariant, keep: bool) -> None:
-        self.covered[variant] = self.eager.wgrad_keeping(self.memory, self.slot, variant, keep=keep)
-        self.wgrads[variant] = dict(self.slot.wgrads)
 
     def finish(self) -> SlotGraphs:
         static = attrs.evolve(self.slot, tape=self.memory.stage.new_tape(self.slot.index))
@@ -371,47 +403,103 @@ class _SlotCapture:
         return SlotGraphs(
             self.graphs["F"],
             self.graphs["dI"],
-            self.wgrad,
             self.ran,
             self.queued,
-            self.covered,
             static,
-            self.wgrads,
         )
 
 
-def _captures(
-    recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan, eager: EagerExecutor
+#: The captured graphs of a process: by slot, and by dW.
+_Captured = tuple[dict[int, SlotGraphs], dict[Product, WgradGraph]]
+
+
+class _WgradCapture:
+    """Captures every dW that the plan has for a stage."""
+
+    def __init__(
+        self, recorder: _Recorder, memory: StageMemory, plan: SlotPlan, eager: EagerExecutor
+    ) -> None:
+        self.recorder = recorder
+        self.memory = memory
+        self.eager = eager
+        first = memory.table.first_index
+        self.products = [
+            Product(tuple(first + local for local in slots), variant)
+            for slots, variant in plan.products(memory.stage.index, memory.arena.rule)
+        ]
+
+    def of(self, slots: tuple[int, ...]) -> list[Product]:
+        """Every dW of these slots, as one product."""
+        return [product for product in self.products if product.slots == slots]
+
+    def capture(self, product: Product, pool: Any, *, keep: bool) -> WgradGraph:
+        """
+        Capture one dW.
+
+        Args:
+            product: The dW.
+            pool: The memory pool of its intermediate results.
+            keep: Whether the deferred work stays on the tapes, for another capture.
+        """
+        slot, *others = (self.memory.table[index] for index in product.slots)
+        covered: list[tuple[str, ...]] = []
+
+        def act() -> None:
+            covered.append(
+                self.eager.wgrad_keeping(self.memory, slot, product.variant, others, keep=keep)
+            )
+
+        graph = self.recorder.record("dW", pool, act)
+        return WgradGraph(graph, covered[0], dict(slot.wgrads))
+
+
+def _slot_captures(
+    recorder: _Recorder, memory: StageMemory, eager: EagerExecutor
 ) -> list[_SlotCapture]:
-    return [
-        _SlotCapture(recorder, memory, slot, plan, eager)
-        for memory in memories.values()
-        for slot in memory.table
-    ]
+    return [_SlotCapture(recorder, memory, slot, eager) for slot in memory.table]
 
 
-def _per_slot(
+def _per_stage(
     recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan, eager: EagerExecutor
-) -> dict[int, SlotGraphs]:
-    finished = {}
-    for slot in _captures(recorder, memories, plan, eager):
-        pool = torch.cuda.graph_pool_handle()
-        slot.capture_forward(pool)
-        slot.capture_dgrad(pool)
-        slot.capture_wgrads(pool)
-        finished[slot.slot.index] = slot.finish()
-    return finished
+) -> _Captured:
+    """
+    Capture each slot in a pool of its own, and the dW of several slots in one further pool.
+
+    A dW of several slots reads what their dI retained, so it is captured when all of them are; the
+    pools of the slots then have no further capture that could take that memory. The graphs in the
+    further pool use it for intermediate results only, and one stream replays them.
+    """
+    finished: dict[int, SlotGraphs] = {}
+    wgrads: dict[Product, WgradGraph] = {}
+    for memory in memories.values():
+        own = _WgradCapture(recorder, memory, plan, eager)
+        for slot in _slot_captures(recorder, memory, eager):
+            pool = torch.cuda.graph_pool_handle()
+            slot.capture_forward(pool)
+            slot.capture_dgrad(pool)
+            alone = own.of((slot.slot.index,))
+            for n, product in enumerate(alone):
+                wgrads[product] = own.capture(product, pool, keep=n + 1 < len(alone))
+            finished[slot.slot.index] = slot.finish()
+        several = [product for product in own.products if len(product.slots) > 1]
+        shared = torch.cuda.graph_pool_handle() if several else None
+        for product in several:
+            wgrads[product] = own.capture(product, shared, keep=True)
+    return finished, wgrads
 
 
 def _shared(
     recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan, eager: EagerExecutor
-) -> dict[int, SlotGraphs]:
-    captures = _captures(recorder, memories, plan, eager)
+) -> _Captured:
+    captures = [one for m in memories.values() for one in _slot_captures(recorder, m, eager)]
+    wgrads: dict[Product, WgradGraph] = {}
     pool = torch.cuda.graph_pool_handle()
     for slot in captures:
         slot.capture_forward(pool)
     for slot in captures:
         slot.capture_dgrad(pool)
-    for slot in captures:
-        slot.capture_wgrads(pool)
-    return {slot.slot.index: slot.finish() for slot in captures}
+    for memory in memories.values():
+        own = _WgradCapture(recorder, memory, plan, eager)
+        for product in own.products:
+            wgrads[product] = own.capture(product, pool, keep=True)
+    return {slot.slot.index: slot.finish() for slot in captures}, wgrads

@@ -111,6 +111,11 @@ class Model:
             update of weights. `epoch` needs `deterministic` of `[run]`. With
             `rule = "accumulate"` it also needs a schedule whose dI and dW run in the order of
             microbatches.
+        wgrad_group: Microbatches whose weight gradients are one product, a divisor of the
+            microbatches of a walk. A larger group reads and writes gradients less often, but keeps
+            more tapes live; `qeffect plan TABLE --group 2` says how many. More than 1 needs
+            `scales = "epoch"` and `rule = "accumulate"` of `[parallel]`. In bf16 it changes the
+            bits of gradients.
     """
 
     vocabulary: int = whole(32768, 16, 2**31, unit="tokens", resume=SAME)
@@ -132,6 +137,7 @@ class Model:
     dropout: float = fraction(0.0, resume=SAME)
     head: str = one_of("te", *HEADS, resume=SAME)
     scales: str = one_of("action", *SCALES, resume=SAME)
+    wgrad_group: int = whole(1, unit="microbatches", resume=SAME)
 
     def layer(self, batch: int = 16) -> LayerConfig:
         """

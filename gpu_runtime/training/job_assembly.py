@@ -11,6 +11,7 @@ import attrs
 
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
+from qeffect.schedule.grouping import require_group
 
 from ..backends.dynamic_head import library
 from ..backends.protocol import BackendError
@@ -53,6 +54,7 @@ def job_of(config: Config) -> LanguageJob:
         except BackendError as error:
             raise UnusableError(f"{source}: [model] head: {error}") from None
     _require_dropout(config)
+    _require_grouped(config)
     steps, layer = config.optimizer.decay_steps or config.run.steps, config.layer()
     try:
         job = LanguageJob(
@@ -72,6 +74,7 @@ def job_of(config: Config) -> LanguageJob:
             tied=model.tied,
             dropout=model.dropout,
             scales=model.scales,  # type: ignore[arg-type]
+            wgrad_group=model.wgrad_group,
             head=model.head,
             rate=Rate(
                 peak=config.optimizer.rate,
@@ -85,7 +88,7 @@ def job_of(config: Config) -> LanguageJob:
             skip_nonfinite=config.optimizer.skip_nonfinite,
         )
         job.table()
-        RuntimeConfig(rule=job.rule, walks=job.walks)
+        RuntimeConfig(rule=job.rule, walks=job.walks, group=job.wgrad_group)
     except (ScheduleError, BackendError, ValueError) as error:
         raise UnusableError(f"{source}: [parallel] {error}") from None
     cut = _cut(config, job.num_stages)
@@ -108,6 +111,23 @@ def _require_dropout(config: Config) -> None:
             f"random numbers on the host, which a graph cannot, found {config.parallel.mode!r}; "
             "set mode, or leave dropout out"
         )
+
+
+def _require_grouped(config: Config) -> None:
+    """Require what one product over several microbatches needs, if the file asks for it."""
+    group, parallel = config.model.wgrad_group, config.parallel
+    if group == 1:
+        return
+    where = f"{config.source}: [model] wgrad_group"
+    if config.model.scales != "epoch":
+        raise UnusableError(
+            f"{where}: expected scales = 'epoch', as one product has one set of scales, found "
+            f"scales = {config.model.scales!r}; set scales, or leave wgrad_group out"
+        )
+    try:
+        require_group(group, parallel.microbatches // parallel.walks)
+    except ScheduleError as error:
+        raise UnusableError(f"{where}: {error}") from None
 
 
 def _cut(config: Config, stages: int) -> tuple[int, ...]:

@@ -38,7 +38,10 @@ _TRAINING = ("model", "data", "optimizer")
 #: Fields of `[model]` that earlier releases lacked, with the values that those releases used.
 _LATER = {
     name: getattr(Model(), name)
-    for name in ("dropout", "scales", "kv_heads", "norm", "activation", "positions", "bias")
+    for name in (
+        *("dropout", "scales", "kv_heads", "norm", "activation", "positions", "bias"),
+        "wgrad_group",
+    )
 }
 
 

@@ -13,6 +13,12 @@ exceptions:
 Traceback (most recent call last):
   ...
 qeffect.schedule.actions.ScheduleError: durations: stages.0.F: expected a number from 0 to ...
+
+`grouped_W` gives the time of one product over the dW of several microbatches of a stage:
+
+>>> grouped = parse_durations({**given, "grouped_W": {"4": 0.5}})
+>>> grouped.product(0, 4), grouped.product(0, 8)
+(0.5, None)
 """
 
 from __future__ import annotations
@@ -40,8 +46,10 @@ Time = int | float | Fraction
 _COMPUTATIONS = ("F", "I", "W")
 _OPTIONAL = ("refresh", "message", "reduce", "update", "consent", "host", "launch")
 _OF_STAGE = (*_COMPUTATIONS, "refresh", "reduce")
+_GROUPED = "grouped_W"
 _OF_RANK = ("update", "host", "launch")
 _INDEX = r"(?:0|[1-9][0-9]{0,5})"
+_GROUP = r"(?:[2-9]|[1-9][0-9]{1,5})"
 
 
 @attrs.frozen
@@ -58,6 +66,9 @@ class Durations:
         stages: By stage, times that differ there: `F`, `I`, `W`, `refresh`, `reduce`.
         ranks: By rank, times that differ there: `update`, `host`, `launch`.
         links: By directed pair of ranks, the time of a message between them, if it differs.
+        grouped: By number of microbatches, the time of one product over the dW of so many
+            microbatches of a stage: the whole product, with the packing of its operands.
+        grouped_stages: By stage, such times that differ there.
     """
 
     times: Mapping[str, Time]
@@ -65,10 +76,25 @@ class Durations:
     stages: Mapping[int, Mapping[str, Time]] = attrs.field(factory=dict)
     ranks: Mapping[int, Mapping[str, Time]] = attrs.field(factory=dict)
     links: Mapping[tuple[int, int], Time] = attrs.field(factory=dict)
+    grouped: Mapping[int, Time] = attrs.field(factory=dict)
+    grouped_stages: Mapping[int, Mapping[int, Time]] = attrs.field(factory=dict)
 
     def of(self, kind: Kind, stage: int) -> Time:
         """Time of an F, I or W of a stage."""
         return self.stages.get(stage, {}).get(kind.value, self.times[kind.value])
+
+    def product(self, stage: int, group: int) -> Time | None:
+        """
+        Time of one product over the dW of `group` microbatches of a stage.
+
+        `None` if the durations do not give this time: neither for the stage, nor for all stages. A
+        stage with its own `W` needs its own time, because the time for all stages belongs to
+        another `W`.
+        """
+        own = self.grouped_stages.get(stage, {}).get(group)
+        if own is not None or Kind.WGRAD.value in self.stages.get(stage, {}):
+            return own
+        return self.grouped.get(group)
 
     def refresh(self, stage: int) -> Time:
         """Time in which a stage quantizes its weights, before its first F of a step."""
@@ -100,7 +126,7 @@ class Durations:
         """
         stages, ranks = range(schedule.num_stages), range(schedule.num_ranks)
         for name, given, known in (
-            ("stages", self.stages, stages),
+            ("stages", {*self.stages, *self.grouped_stages}, stages),
             ("ranks", self.ranks, ranks),
             ("links", [rank for link in self.links for rank in link], ranks),
         ):
@@ -159,7 +185,8 @@ def parse_durations(given: object, *, source: str = "durations") -> Durations:
     """
     parser = _Parser(source)
     top = parser.an_object("", given)
-    parser.names("", top, ("unit", *_COMPUTATIONS, *_OPTIONAL, "stages", "ranks", "links"))
+    known = ("unit", *_COMPUTATIONS, _GROUPED, *_OPTIONAL, "stages", "ranks", "links")
+    parser.names("", top, known)
     for name in ("unit", *_COMPUTATIONS):
         if name not in top:
             wanted = f"one of {', '.join(UNITS)}" if name == "unit" else "a time"
@@ -168,12 +195,20 @@ def parse_durations(given: object, *, source: str = "durations") -> Durations:
         parser.refuse("unit", f"one of {', '.join(UNITS)}", _shown(top["unit"]), "name the unit")
     times = {n: parser.time(n, top[n]) for n in (*_COMPUTATIONS, *_OPTIONAL) if n in top}
     links = parser.keyed("links", top, f"{_INDEX}->{_INDEX}", 'two ranks, as in "0->1"')
+    stages = parser.table("stages", top, (*_OF_STAGE, _GROUPED))
+    grouped_stages = {
+        stage: parser.products(f"stages.{stage}", inner)
+        for stage, inner in stages.items()
+        if _GROUPED in inner
+    }
     return Durations(
         times,
         top["unit"],
-        parser.table("stages", top, _OF_STAGE),
-        parser.table("ranks", top, _OF_RANK),
+        parser.timed("stages", stages),
+        parser.timed("ranks", parser.table("ranks", top, _OF_RANK)),
         {_link(key): parser.time(f"links.{key}", time) for key, time in links.items()},
+        parser.products("", top),
+        grouped_stages,
     )
 
 
@@ -210,9 +245,10 @@ class _Parser:
         )
 
     def keyed(
-        self, field: str, top: Mapping[str, Any], pattern: str, wanted: str
+        self, name: str, outer: Mapping[str, Any], pattern: str, wanted: str, place: str = ""
     ) -> Mapping[str, Any]:
-        given = self.an_object(field, top.get(field, {}))
+        field = place or name
+        given = self.an_object(field, outer.get(name, {}))
         for key in given:
             if not isinstance(key, str) or not re.fullmatch(pattern, key, re.ASCII):
                 self.refuse(
@@ -222,13 +258,27 @@ class _Parser:
 
     def table(
         self, field: str, top: Mapping[str, Any], known: Collection[str]
-    ) -> dict[int, dict[str, Time]]:
+    ) -> dict[int, Mapping[str, Any]]:
         found = {}
         for key, inner in self.keyed(field, top, _INDEX, 'numbers, as in "0"').items():
             place = f"{field}.{key}"
             self.names(place, self.an_object(place, inner), known)
-            found[int(key)] = {n: self.time(f"{place}.{n}", time) for n, time in inner.items()}
+            found[int(key)] = inner
         return found
+
+    def timed(
+        self, field: str, table: Mapping[int, Mapping[str, Any]]
+    ) -> dict[int, dict[str, Time]]:
+        return {
+            key: {n: self.time(f"{field}.{key}.{n}", t) for n, t in inner.items() if n != _GROUPED}
+            for key, inner in table.items()
+        }
+
+    def products(self, field: str, given: Mapping[str, Any]) -> dict[int, Time]:
+        place = f"{field}.{_GROUPED}" if field else _GROUPED
+        wanted = 'numbers of microbatches from 2, as in "4"'
+        found = self.keyed(_GROUPED, given, _GROUP, wanted, place)
+        return {int(key): self.time(f"{place}.{key}", time) for key, time in found.items()}
 
 
 def _link(key: str) -> tuple[int, int]:

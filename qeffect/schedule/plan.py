@@ -15,6 +15,10 @@ of torch 2.15 await every send of a gradient at the end of the row, which keeps 
 microbatches live; `max_outstanding_sends` reduces this. torch's own
 `analyze_pipeline_activation_liveness` leaves sends out: it counts the tapes that computations keep
 live, `StagePlan.peak_live - StagePlan.held_by_sends`.
+
+QEffect's own runtime keeps a tape live for longer (`runtime_slots`). A tape there begins with the
+receive of its input. If a stage hands over to the next stage on the same rank without a message,
+both stages read each other's results directly, and so both are readers of the other's tape.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import Any
 import attrs
 
 from .actions import SEND_WAITS, SENDS, Kind, Schedule, ScheduleError
-from .slots import assign, own_readers
+from .slots import assign, assign_walked, own_readers
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 GRAPHS_PER_TAPE = 3
@@ -193,6 +197,31 @@ def plan(schedule: Schedule, layers: Layers | None = None) -> Plan:
         ranks=tuple(_plan_rank(schedule, rank, layers) for rank in range(schedule.num_ranks)),
         layers=layers,
     )
+
+
+def runtime_slots(schedule: Schedule) -> dict[int, int] | None:
+    """
+    Return the slots of each stage in QEffect's own runtime, with live provisioning.
+
+    A tape takes its slot at the receive of its input, or at its forward. The slot is free after the
+    tape's weight gradient, its sends, the forward of the stage that it feeds on the same rank, and
+    the dI of the stage that feeds it on the same rank.
+
+    Args:
+        schedule: A table that `qeffect.schedule.grouping.group_wgrads` returned.
+
+    Returns:
+        The slots by stage; `None` if the runtime does not take the table, because ranks or messages
+        are missing.
+    """
+    several = len(set(schedule.stage_to_rank.values())) > 1
+    if not schedule.complete or (several and not schedule.has_comms):
+        return None
+    found: dict[int, int] = {}
+    for atoms in schedule.atoms:
+        steps = [(atom.kind, atom.stage, atom.microbatch) for atom in atoms]
+        found.update(assign_walked(steps, awaits_sends=schedule.awaits_sends).num_slots)
+    return dict(sorted(found.items()))
 
 
 def _outstanding(schedule: Schedule, rank: int) -> int | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from .actions import Kind
+from .actions import SEND_WAITS, SENDS, Kind
 from .index import Event
 
 Tape = tuple[int, int]
@@ -108,3 +108,31 @@ def assign(
                 total -= 1
                 heapq.heappush(free[tape[0]], slot_of[tape])
     return Assignment(slot_of, dict(num_slots), dict(peaks), peak)
+
+
+def assign_walked(steps: Sequence[Event], *, awaits_sends: bool, reuse: bool = True) -> Assignment:
+    """
+    Walk over a rank's steps as QEffect's own runtime does.
+
+    A tape takes its slot at the receive of its input, or at its forward. The slot is free after the
+    tape's weight gradient, its sends, the forward of the stage that it feeds on the same rank, and
+    the dI of the stage that feeds it on the same rank.
+
+    Args:
+        steps: The rank's computations and messages, in order.
+        awaits_sends: Whether the table says where a send has ended; else it ends where it is
+            posted.
+        reuse: Whether slots are reused.
+    """
+    ends = SEND_WAITS if awaits_sends else SENDS
+    local = {stage for _, stage, _ in steps}
+    readers: dict[Event, list[Tape]] = {}
+    for kind, stage, microbatch in steps:
+        read = [stage] if kind is Kind.WGRAD or kind in ends else []
+        if kind is Kind.FORWARD and stage - 1 in local:
+            read.append(stage - 1)
+        if kind is Kind.DGRAD and stage + 1 in local:
+            read.append(stage + 1)
+        if read:
+            readers[kind, stage, microbatch] = [(one, microbatch) for one in read]
+    return assign(steps, readers, reuse=reuse, begins=(Kind.RECV_F, Kind.FORWARD))

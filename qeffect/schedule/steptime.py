@@ -22,6 +22,9 @@ A dry run gives a time to every action and message (`step_time`). It assumes:
   a table without reductions, after the last W of its stage. WAIT_REDUCE_GRAD and the update wait
   for it.
 * A rank's `host` issues one F, I or W after the other, ahead of the device, which waits for it.
+* With grouped dW, one product computes the dW of g microbatches. Each of these dW takes 1/g of the
+  product's time, and only the first dW has a `host` and a `launch`. If the durations give no time
+  for the product, each dW takes W and has its own `host` and `launch`.
 * A rank's `update` follows its row and its reductions; with `consent`, it follows the rows and
   reductions of all ranks, and the agreement. Sharding takes no time.
 
@@ -40,6 +43,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -57,6 +61,7 @@ from .actions import (
     ScheduleError,
 )
 from .durations import Durations, Time
+from .grouping import require_group
 from .index import Event
 from .messages import COUNTERPART, INPUTS
 from .processes import Processes
@@ -186,7 +191,13 @@ class StepTime:
         }
 
 
-def step_time(schedule: Schedule, durations: Durations, transport: Transport = DEFAULT) -> StepTime:
+def step_time(
+    schedule: Schedule,
+    durations: Durations,
+    transport: Transport = DEFAULT,
+    *,
+    group: int = 1,
+) -> StepTime:
     """
     Time every action and message of a schedule, in time linear in the table.
 
@@ -194,10 +205,13 @@ def step_time(schedule: Schedule, durations: Durations, transport: Transport = D
         schedule: The schedule, of all ranks, that `qeffect.schedule.ranks.check_ranks` accepts.
         durations: The durations of actions and messages.
         transport: How messages are carried; only its `queues` and `rendezvous` matter.
+        group: Microbatches whose dW is one product. The schedule is then a table that
+            `qeffect.schedule.grouping.group_wgrads` returned for this group.
 
     Raises:
         ScheduleError: The table lacks ranks, names an action twice, or lacks an action that it
-            needs; ranks wait for each other; or the durations are for another schedule.
+            needs; ranks wait for each other; the durations are for another schedule; or the group
+            does not divide the number of microbatches.
     """
     if not schedule.complete:
         raise ScheduleError(
@@ -205,7 +219,8 @@ def step_time(schedule: Schedule, durations: Durations, transport: Transport = D
             "some; use the table of all ranks"
         )
     durations.require(schedule)
-    lanes = _Rows(schedule, durations, transport).lay()
+    require_group(group, schedule.num_microbatches)
+    lanes = _Rows(schedule, durations, transport, group).lay()
     lanes.run()
     spans = tuple(task.span() for task in lanes.every())
     return StepTime(schedule, durations.unit, spans, lanes.critical())
@@ -286,6 +301,7 @@ class _Rows:
     schedule: Schedule
     durations: Durations
     transport: Transport
+    group: int = 1
     lanes: _Lanes = attrs.field(factory=_Lanes)
     made: dict[Event, _Task] = attrs.field(factory=dict)
     #: Needs whose tasks may be put down later, from another rank's row.
@@ -337,13 +353,14 @@ class _Rows:
         kind, stage, microbatch = atom.kind, atom.stage, atom.microbatch
         if kind is Kind.FORWARD and stage not in self.opened:
             self.opened.add(stage)
-            if length := self.durations.refresh(stage):
-                refresh = _Task("refresh", f"{stage}REFRESH", rank, atom.step, length)
+            if time := self.durations.refresh(stage):
+                refresh = _Task("refresh", f"{stage}REFRESH", rank, atom.step, time)
                 self.held[rank] = self._put(rank, refresh)
-        task = _Task("computation", name, rank, atom.step, self.durations.of(kind, stage))
-        task.gap = self.durations.on(rank, "launch")
+        length, launched = self._length(atom)
+        task = _Task("computation", name, rank, atom.step, length)
+        task.gap = self.durations.on(rank, "launch") if launched else 0
         host = self.durations.on(rank, "host")
-        if host:
+        if host and launched:
             issued = _Task("host", name, rank, atom.step, host)
             task.needs.append(self.lanes.put(("host", rank), issued))
         self.held[rank] = self._put(rank, task)
@@ -358,6 +375,14 @@ class _Rows:
             target = self.schedule.stage_to_rank.get(stage + COUNTERPART[_SENT_AS[kind]][1])
             if target not in (None, rank):
                 self._message(rank, None, (_SENT_AS[kind], stage, microbatch), [task])
+
+    def _length(self, atom: Atom) -> tuple[Time, bool]:
+        """Time of a computation, and whether it is launched by itself or first in its product."""
+        if atom.kind is Kind.WGRAD and self.group > 1:
+            product = self.durations.product(atom.stage, self.group)
+            if product is not None:
+                return Fraction(product) / self.group, atom.microbatch % self.group == 0
+        return self.durations.of(atom.kind, atom.stage), True
 
     def _send(self, rank: int, step: int, event: Event) -> None:
         kind, stage, microbatch = event

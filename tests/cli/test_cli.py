@@ -67,7 +67,8 @@ OPTIONS = {
     "check-all": {"tables", "--pairing", "--queues", "--html", "--github"},
     "faults": set(),
     "plan": SOURCE
-    | {"--hidden", "--ffn", "--layers", "--dtype", "--durations", "--svg", "--trace"},
+    | {"--hidden", "--ffn", "--layers", "--dtype", "--durations", "--svg", "--trace"}
+    | {"--wgrad-group"},
     "replay": {"log"},
     "bench": {"--kernel", "--out"},
     "failures": {"names"},

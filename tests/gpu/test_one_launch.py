@@ -45,11 +45,16 @@ def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(TWO, marks=two_gpus),
         pytest.param(Job(schedule="il", pp=2, microbatches=4, config=CONFIG), marks=two_gpus),
         pytest.param(Job(schedule="izb", pp=2, microbatches=4, config=CONFIG), marks=two_gpus),
+        attrs.evolve(ONE, scales="epoch", wgrad_group=4),
+        pytest.param(attrs.evolve(TWO, scales="epoch", wgrad_group=2), marks=two_gpus),
         pytest.param(REPLICAS, marks=two_gpus),
         pytest.param(attrs.evolve(REPLICAS, amax="replica"), marks=two_gpus),
         pytest.param(FOUR, marks=four_gpus),
     ],
-    ids=["one rank", "zbv", "il", "izb", "replicas", "replicas of their own amax", "four ranks"],
+    ids=[
+        *("one rank", "zbv", "il", "izb", "one rank, grouped", "zbv, grouped", "replicas"),
+        *("replicas of their own amax", "four ranks"),
+    ],
 )
 def test_launches_leave_the_bits_of_replays(job: Job, tmp_path: Path) -> None:
     """Parameters, AdamW with its step counts, scales and histories, after five of them."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -36,6 +37,7 @@ from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from qeffect.gpu_runtime.runtime import RuntimeConfig
+from qeffect.gpu_runtime.step.graphs import product_of
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.training.checkpoint import agreement
@@ -521,7 +523,6 @@ class _Kept:
 
     def __init__(self) -> None:
         self.ran: Any = None
-        self.covered: dict[Any, Any] = {}
         self.queue: list[Any] = []
 
     @property
@@ -537,6 +538,7 @@ class _Noting:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.slots: dict[int, Any] = {}
+        self.wgrads: dict[Any, Any] = {}
         self.refreshed: dict[int, Any] = {}
 
     def _of(self, slot: Any) -> Any:
@@ -555,8 +557,9 @@ class _Noting:
         self._of(slot).queue.append(found)
         return found
 
-    def wgrad(self, memory: Any, slot: Any, variant: Any) -> Any:
-        found = self._of(slot).covered[variant] = self.inner.wgrad(memory, slot, variant)
+    def wgrad(self, memory: Any, slot: Any, variant: Any, others: Any = ()) -> Any:
+        found = self.inner.wgrad(memory, slot, variant, others)
+        self.wgrads[product_of(slot, variant, others)] = SimpleNamespace(covered=found)
         return found
 
     def check_addresses(self, memory: Any) -> None:

@@ -17,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -41,6 +41,7 @@ from qeffect.gpu_runtime.runtime import step_mode
 from qeffect.gpu_runtime.step import graphs
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.step.effects import Effects
+from qeffect.gpu_runtime.step.graphs import Product, product_of
 from qeffect.gpu_runtime.step.memory.slots import Slot
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.slots import WgradVariant
@@ -241,10 +242,11 @@ class RecordingExecutor(EagerExecutor):
     def __init__(self, inner: EagerExecutor) -> None:
         super().__init__(inner.counters)
         self.slots: dict[int, Any] = {}
+        self.wgrads: dict[Product, Any] = {}
         self.refreshed: dict[int, Effects] = {}
 
     def _of(self, slot: Slot) -> Any:
-        return self.slots.setdefault(slot.index, SimpleNamespace(covered={}))
+        return self.slots.setdefault(slot.index, SimpleNamespace())
 
     def refresh(self, memory: StageMemory) -> Effects:
         found = self.refreshed[memory.stage.index] = super().refresh(memory)
@@ -261,8 +263,15 @@ class RecordingExecutor(EagerExecutor):
         found = self._of(slot).queued = super().dgrad(memory, slot, variant)
         return found
 
-    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
-        found = self._of(slot).covered[variant] = super().wgrad(memory, slot, variant)
+    def wgrad(
+        self,
+        memory: StageMemory,
+        slot: Slot,
+        variant: WgradVariant,
+        others: Sequence[Slot] = (),
+    ) -> tuple[str, ...]:
+        found = super().wgrad(memory, slot, variant, others)
+        self.wgrads[product_of(slot, variant, others)] = SimpleNamespace(covered=found)
         return found
 
     def check_addresses(self, memory: StageMemory) -> None:

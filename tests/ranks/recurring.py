@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from qeffect.gpu_runtime.ranks.pipeline import Pipeline
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.effects import Effects
+from qeffect.gpu_runtime.step.graphs import product_at
 from qeffect.gpu_runtime.step.plan.rows import Row, walked
 from qeffect.schedule.actions import Schedule
 
@@ -56,12 +58,12 @@ class _Slot:
     def __init__(self, runtime: Runtime, stage: int, index: int) -> None:
         memory = runtime.memories[stage]
         self.contract, self.index, self.matrices = runtime.contract, index, memory.all_matrices
-        self.ran = Effects((), 1, None)
-        self.covered = dict.fromkeys(memory.variants, self.matrices)
+        self.moves = int(memory.stage.domain.scales == "action")  # type: ignore[attr-defined]
+        self.ran = Effects((), self.moves, None)
 
     @property
     def queued(self) -> tuple[tuple[str, ...], Effects]:
-        return self.matrices, Effects((), 1, self.contract.memory.scaled_at[self.index])
+        return self.matrices, Effects((), self.moves, self.contract.memory.scaled_at[self.index])
 
 
 class Told:
@@ -73,6 +75,12 @@ class Told:
             slot.index: _Slot(runtime, stage, slot.index)
             for stage, memory in runtime.memories.items()
             for slot in memory.table
+        }
+        self.wgrads = {
+            product: SimpleNamespace(covered=memory.all_matrices)
+            for memory in runtime.memories.values()
+            for m in range(len(memory.slot_of))
+            if (product := product_at(memory, m)) is not None
         }
         self.refreshed = {
             stage: Effects(memory.all_matrices, None, None)
@@ -106,7 +114,9 @@ class Rank:
         late: bool = False,
         reduced: bool = False,
     ) -> None:
-        row = Row.of(table or walked(job.table(), job.provisioning), rank, job.provisioning)
+        group = job.wgrad_group
+        table = table or walked(job.table(), job.provisioning, group)
+        row = Row.of(table, rank, job.provisioning, group)
         self.runtime = Runtime(
             job.stages(row.stages, CPU, "reference"),
             row.order,
@@ -114,6 +124,7 @@ class Rank:
                 rule=job.rule,
                 provisioning=job.provisioning,
                 counts="next step" if late else None,
+                group=group,
                 copies={t.name: own for t in job.ties if (own := t.of(row.stages))},
             ),
             reducer=(lambda bucket, gradients: None) if reduced else None,

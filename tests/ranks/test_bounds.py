@@ -9,6 +9,7 @@ import pytest
 
 from qeffect.gpu_runtime.lab.runner.rank_parts import bound_ms, graph_of
 from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.step.graphs import Product
 from qeffect.gpu_runtime.step.plan.order import Kind
 from qeffect.gpu_runtime.step.plan.rows import Row, walked
 
@@ -18,22 +19,23 @@ FIRST = 100  # index of each stage's first slot in a pool, far from a local one
 def replayed(row: Row) -> list[tuple[Any, Any]]:
     """Each step of a row, and the name of the graph that stands for it."""
     plan, microbatches = row.slots, range(row.order.num_microbatches)
-    executor: Any = SimpleNamespace(slots={})
+    executor: Any = SimpleNamespace(slots={}, wgrads={})
     memories: dict[int, Any] = {}
     for stage in row.stages:
         first = FIRST * stage
         memories[stage] = SimpleNamespace(
             slot_of=[first + plan.slot_of[stage, m] for m in microbatches],
             variants=[plan.variant(stage, m, "accumulate") for m in microbatches],
+            groups=[plan.members(m) for m in microbatches],
         )
+        for (local,), variant in plan.products(stage, "accumulate"):
+            product = Product((first + local,), variant)
+            graph = Kind.WGRAD, first + local, variant.accumulate
+            executor.wgrads[product] = SimpleNamespace(graph=graph)
         for local in range(plan.num_slots[stage]):
             executor.slots[first + local] = SimpleNamespace(
                 forward=(Kind.FORWARD, first + local),
                 dgrad=(Kind.DGRAD, first + local),
-                wgrad={
-                    variant: (Kind.WGRAD, first + local, variant.accumulate)
-                    for variant in plan.variants(stage, local, "accumulate")
-                },
             )
     return [(step, graph_of(step, memories[step.stage], executor)) for step in row.order.steps]
 

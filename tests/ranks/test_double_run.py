@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from qeffect.gpu_runtime.ranks.causes import WEIGHT
@@ -24,6 +25,7 @@ PIPE = Job(schedule="zbv", pp=2, microbatches=2)
         (PIPE, {"clip_norm": 0.01, "counts": "commit"}),
         (Job(schedule="1f1b", pp=2, vpp=1, microbatches=4, walks=2), {"counts": "next step"}),
         (Job(schedule="zbv", pp=2, microbatches=2, dropout=0.2), {}),
+        (attrs.evolve(PIPE, scales="epoch", wgrad_group=2), {"counts": "commit"}),
         pytest.param(
             Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=2, amax="replicas"),
             {"mean": True, "clip_norm": 0.01},
@@ -38,7 +40,7 @@ PIPE = Job(schedule="zbv", pp=2, microbatches=2)
             marks=pytest.mark.nightly,
         ),
     ],
-    ids=["counted", "two walks", "dropout", "replicas", "copied", "per_microbatch"],
+    ids=["counted", "two walks", "dropout", "grouped", "replicas", "copied", "per_microbatch"],
 )
 def test_steps_that_run_twice_leave_the_bits_of_steps_that_run_once(
     job: Job, options: dict[str, Any], tmp_path: Path

@@ -50,11 +50,12 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Replayed:
         (REPLICAS, {"clip_norm": 0.01, "mean": True}),
         pytest.param(FOUR, {"clip_norm": 0.01}, marks=pytest.mark.ci),
         (attrs.evolve(PIPE, scales="epoch"), {"clip_norm": 0.01}),
+        (attrs.evolve(PIPE, scales="epoch", wgrad_group=2), {"clip_norm": 0.01}),
         pytest.param(
             attrs.evolve(FOUR, scales="epoch"), {"clip_norm": 0.01}, marks=pytest.mark.nightly
         ),
     ],
-    ids=["pipeline", "replicas", "both", "epoch scales", "both, epoch scales"],
+    ids=["pipeline", "replicas", "both", "epoch scales", "grouped", "both, epoch scales"],
 )
 def test_launches_leave_the_bits_of_replays(
     job: Job, options: dict[str, Any], tmp_path: Path

@@ -64,7 +64,7 @@ OWN = {
 
 def pair(job: Job, rank: int, **options: Any) -> tuple[Rank, Rank]:
     """Two of one rank, which cannot be told apart."""
-    table = walked(job.table(), job.provisioning)
+    table = walked(job.table(), job.provisioning, job.wgrad_group)
     one, each = (Rank(job, rank, table=table, **options) for _ in range(2))
     each.contract.memory.incarnation[0] = one.contract.incarnation
     each.every_action = True
@@ -100,6 +100,21 @@ def test_the_whole_state_is_that_of_action_by_action(schedule: str, pp: int, rul
         assert not one.step()
         assert not each.step()
         assert state(one.contract) == state(each.contract)
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_so_is_that_of_a_step_with_grouped_weight_gradients(group: int) -> None:
+    """Each recurring step takes and ends the same groups."""
+    job = Job(schedule="zbv", microbatches=4, config=SMALL, scales="epoch", wgrad_group=group)
+    for rank in range(2):
+        one, each = pair(job, rank, late=True)
+        for step in range(STEPS):
+            assert one.step() == (step >= FIRST), one.rehearsal.difference
+            assert not each.step()
+            assert state(one.contract) == state(each.contract)
+        assert one.rehearsal.recurs is not None
+        told = [transition for transition, _ in one.rehearsal.recurs.events]
+        assert told.count("group_wgrad") == 2 * 4 // group * (group - 1)
 
 
 @pytest.mark.parametrize("schedule", ["il", "zbv"])

@@ -39,6 +39,18 @@ def test_the_rehearsed_step_has_the_transitions_of_a_guarded_one(
         assert said.words[rank]["posted"] == 0
 
 
+@pytest.mark.parametrize("group", [2, 4])
+def test_so_has_a_rehearsed_step_with_grouped_weight_gradients(group: int, tmp_path: Path) -> None:
+    """Each product takes its group's tapes, in a rehearsal as in a guarded step."""
+    job = Job(schedule="zbv", scales="epoch", wgrad_group=group)
+    said = launch(2, tmp_path, bodies.rehearsed, job, None)
+
+    assert said.codes == [0] * 2
+    for rank in range(2):
+        lines = rehearsed_as_guarded(said.words[rank])
+        assert sum("ungroup_wgrad" in str(line) for line in lines) == 2 * 4 // group * (group - 1)
+
+
 @pytest.mark.parametrize(
     ("action", "rank", "clause"),
     [

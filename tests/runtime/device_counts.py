@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -39,14 +41,16 @@ class Replays:
     def __init__(self, executor: GraphExecutor) -> None:
         self.ran: list[tuple[str, int, Replay]] = []
         self.instead: dict[int, list[Replay]] = {}
-        self.variants: dict[int, dict[int, Replay]] = {
-            index: {v.writes: graph.replay for v, graph in slot.wgrad.items()}
-            for index, slot in executor.slots.items()
-        }
+        self.variants: dict[int, dict[int, Replay]] = {}
+        for product, captured in executor.wgrads.items():
+            index = product.slots[0]
+            held = self.variants.setdefault(index, {})
+            held[product.variant.writes] = captured.graph.replay
+            graph: Any = self._of("dW", index, captured.graph)
+            executor.wgrads[product] = attrs.evolve(captured, graph=graph)
         for index, slot in executor.slots.items():
             slot.forward = self._of("F", index, slot.forward)
             slot.dgrad = self._of("dI", index, slot.dgrad)
-            slot.wgrad = {v: self._of("dW", index, graph) for v, graph in slot.wgrad.items()}
         for stage, graph in executor.refreshes.items():
             executor.refreshes[stage] = self._of("refresh", stage, graph)
 

@@ -13,8 +13,9 @@ slots, tapes, runtimes or backends. Its quantization is its own:
   the scale.
 * A weight is cast once an epoch, before its first use.
 
-Weight gradients add up in the order of microbatches, rounded to bf16 after each; other gradients
-add up in bf16.
+Weight gradients add up in the order of microbatches, rounded to bf16 after each product; other
+gradients add up in bf16. In a recipe with groups, the casts of several microbatches, one behind the
+other, are the operands of one product.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ class Gauge:
 class Linear:
     """A product with its three gauges, its weight as cast at the epoch's begin, and its dW."""
 
-    def __init__(self, weight: Tensor, bias: Tensor, length: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor, length: int, group: int) -> None:
         self.weight, self.bias = weight, bias
+        self.group = group
+        self.kept: list[tuple[Tensor, Tensor]] = []
         self.x, self.w = Gauge(E4M3, length), Gauge(E4M3, length)
         self.g = Gauge(E5M2, length)
         self.cached: tuple[Tensor, Tensor] | None = None
@@ -72,8 +75,14 @@ class Linear:
         made = _Multiply.apply(flat, self.bias, self)  # type: ignore[no-untyped-call]
         return made.reshape(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
-    def add(self, product: Tensor) -> None:
-        """Add a microbatch's weight gradient, and round."""
+    def add(self, gradient: Tensor, x: Tensor, factor: Tensor) -> None:
+        """Keep a microbatch's casts; multiply those of a whole group, add, and round."""
+        self.kept.append((gradient, x))
+        if len(self.kept) < self.group:
+            return
+        gradients, inputs = (torch.cat(one) for one in zip(*self.kept, strict=True))
+        self.kept.clear()
+        product = (gradients.t() @ inputs) * factor
         if self.total is None:
             self.total = product.bfloat16()
         else:
@@ -96,7 +105,7 @@ class _Multiply(torch.autograd.Function):
         linear, x, x_inverse, weight, weight_inverse = ctx.kept
         (gradient,) = gradients
         quantized, inverse = linear.g.cast(gradient)
-        linear.add((quantized.t() @ x) * (inverse * x_inverse))
+        linear.add(quantized, x, inverse * x_inverse)
         dx = (quantized @ weight) * (inverse * weight_inverse)
         return dx.bfloat16(), gradient.float().sum(0).bfloat16(), None
 
@@ -109,16 +118,19 @@ class Oracle:
         weights: Initial values by name: ``layers.0.qkv.weight`` and so on.
         heads: Attention heads.
         length: Epochs that a history covers.
+        group: Microbatches whose weight gradient is one product.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], heads: int, length: int) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], heads: int, length: int, group: int = 1
+    ) -> None:
         self.heads = heads
         self.named = {
             name: value.detach().clone().requires_grad_() for name, value in weights.items()
         }
         self.linears = {
             name.removesuffix(".weight"): Linear(
-                self.named[name], self.named[name.replace("weight", "bias")], length
+                self.named[name], self.named[name.replace("weight", "bias")], length, group
             )
             for name, value in self.named.items()
             if value.dim() == 2

@@ -156,9 +156,62 @@ class Workspace:
         }
 
 
+class Float8TensorStorage:
+    """A quantized operand of a deferred product, with the library's names and usages."""
+
+    def __init__(
+        self,
+        *,
+        data: Tensor | None,
+        fp8_scale_inv: Tensor,
+        fp8_dtype: torch.dtype,
+        data_transpose: Tensor | None = None,
+        quantizer: Any = None,
+    ) -> None:
+        self._data, self._transpose = data, data_transpose
+        self._transpose_invalid = data_transpose is None
+        self._scale_inv, self._fp8_dtype, self._quantizer = fp8_scale_inv, fp8_dtype, quantizer
+
+    @classmethod
+    def of(cls, operand: QuantizedTensor, *, rowwise: bool) -> Float8TensorStorage:
+        """An operand of dW: with its transpose, and perhaps without its rows."""
+        found = cls(
+            data=operand.data.view(torch.uint8),
+            fp8_scale_inv=operand.scale_inv,
+            fp8_dtype=operand.data.dtype,
+        )
+        found.update_usage(columnwise_usage=True)
+        if not rowwise:
+            found._data = None
+        return found
+
+    def update_usage(self, *, columnwise_usage: bool) -> None:
+        """Create the transpose, as the library does where its product reads one."""
+        if columnwise_usage and (self._transpose is None or self._transpose_invalid):
+            assert self._data is not None
+            self._transpose, self._transpose_invalid = self._data.t().contiguous(), False
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {
+            "data": self._data,
+            "fp8_scale_inv": self._scale_inv,
+            "fp8_dtype": self._fp8_dtype,
+            "data_transpose": self._transpose,
+            "quantizer": self._quantizer,
+        }
+
+    def transposed(self) -> QuantizedTensor:
+        """What a product of layout NT reads: the transpose."""
+        assert self._transpose is not None
+        assert not self._transpose_invalid
+        values = self._transpose.view(self._fp8_dtype).t().contiguous()
+        return QuantizedTensor(values, self._scale_inv)
+
+
 def general_gemm(
-    x: QuantizedTensor,
-    dy: QuantizedTensor,
+    x: Float8TensorStorage,
+    dy: Float8TensorStorage,
     *,
     out: Tensor | None = None,
     accumulate: bool = False,
@@ -166,7 +219,7 @@ def general_gemm(
     layout: str = "NT",
 ) -> tuple[Tensor, None]:
     """A weight-gradient product."""
-    value = product(dy, x, a_t=True)
+    value = product(dy.transposed(), x.transposed(), a_t=True)
     if out is None:
         return value.to(out_dtype), None
     write_gradient(value, out, accumulate=accumulate)
@@ -205,15 +258,21 @@ class _Product(torch.autograd.Function):
             "layout": "NT",
         }
 
-        def wgrad_gemm(x: QuantizedTensor, dy: QuantizedTensor) -> tuple[Tensor, None]:
+        def wgrad_gemm(x: Float8TensorStorage, dy: Float8TensorStorage) -> tuple[Tensor, None]:
             return general_gemm(x, dy, **wgrad_gemm_kwargs)
+
+        # The input keeps its transpose alone; dI has read the rows of the output gradient.
+        operands = [
+            Float8TensorStorage.of(quantized, rowwise=False),
+            Float8TensorStorage.of(dy, rowwise=True),
+        ]
 
         sizes = [weight.shape[0] for weight in call.weights]
         weights: Sequence[Tensor | None] = [None] * len(sizes)
         if store.delay_wgrad_compute():
-            store.put([quantized, dy], wgrad_gemm)
+            store.put(operands, wgrad_gemm)
         else:
-            dw, _ = wgrad_gemm(quantized, dy)
+            dw, _ = wgrad_gemm(*operands)
             if not fuse:
                 weights = torch.split(dw, sizes)
         if ctx.rolls:

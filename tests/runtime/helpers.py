@@ -116,6 +116,7 @@ def guarded_run(
     reducer: Reducer | None = None,
     counts: Counts | None = None,
     scales: Scales = "action",
+    group: int = 1,
 ) -> GuardedRun:
     """A fresh guarded runtime over reference stages, with data and an optimizer."""
     stages = reference_stages(
@@ -131,6 +132,7 @@ def guarded_run(
             readers=readers,
             mode="replays" if captured else "eager",
             counts=counts,
+            group=group,
         ),
         event_log=event_log,
         reducer=reducer,

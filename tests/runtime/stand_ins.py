@@ -63,8 +63,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
         slot.non_matrix = place.keep(slot, "non-matrix", slot.non_matrix)
         return queued
 
-    def static_work(memory: StageMemory, slot: Slot, variant: Any, *, keep: bool) -> Any:
-        result = work(memory, slot, variant, keep=keep)
+    def static_work(
+        memory: StageMemory, slot: Slot, variant: Any, others: Sequence[Slot] = (), *, keep: bool
+    ) -> Any:
+        result = work(memory, slot, variant, others, keep=keep)
         names = list(slot.wgrads)
         kept = place.keep(slot, "dW", list(slot.wgrads.values()))
         slot.wgrads = dict(zip(names, kept, strict=True))

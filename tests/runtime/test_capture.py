@@ -113,9 +113,11 @@ class TestWhatIsCaptured:
         pools = [graph.pool for graph in graphs]
 
         assert slots + len(ORDER.stages) == len(set(pools))
-        for slot in executor_of(run).slots.values():
-            own = {g.pool for g in (slot.forward, slot.dgrad, *slot.wgrad.values())}
-            assert 1 == len(own)
+        wgrads = executor_of(run).wgrads
+        for index, slot in executor_of(run).slots.items():
+            own: list[Any] = [slot.forward, slot.dgrad]
+            own += [w.graph for product, w in wgrads.items() if product.slots == (index,)]
+            assert 1 == len({graph.pool for graph in own})
 
     def test_only_the_first_writer_has_two(self, graphs: list[StandInGraph]) -> None:
         """One F, one dI and one dW a slot, a refresh a stage, an overwriting dW a stage."""
@@ -133,9 +135,11 @@ class TestWhatIsCaptured:
         ran: list[bool] = []
         work = EagerExecutor.run_work
 
-        def counted(memory: StageMemory, slot: Slot, variant: Any, *, keep: bool) -> Any:
+        def counted(
+            memory: StageMemory, slot: Slot, variant: Any, others: Any = (), *, keep: bool
+        ) -> Any:
             ran.append(variant.accumulate)
-            return work(memory, slot, variant, keep=keep)
+            return work(memory, slot, variant, others, keep=keep)
 
         monkeypatch.setattr(EagerExecutor, "run_work", staticmethod(counted))
         run = captured_run(Order.parse("1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2"), rule)

@@ -5,6 +5,8 @@ actions count as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -121,14 +123,16 @@ class TestEager:
         run.run(1)
         wgrad = executor.wgrad
 
-        def elsewhere(held: StageMemory, at: Slot, variant: WgradVariant) -> tuple[str, ...]:
+        def elsewhere(
+            held: StageMemory, at: Slot, variant: WgradVariant, others: Sequence[Slot] = ()
+        ) -> tuple[str, ...]:
             wrong = held is memory and at.index == slot and variant == own
             if wrong and not told:  # as marks were that did not tell destinations apart
                 at.tape.bound = memory.arena.buffers(other.destination)
                 covered = memory.stage.wgrad(at.tape, accumulate=False).covered
                 executor._count("dW", at.index, own.writes, memory.located(own.destination))
                 return memory.evidence(covered)
-            return wgrad(held, at, other if wrong else variant)
+            return wgrad(held, at, other if wrong else variant, others)
 
         executor.wgrad = elsewhere  # type: ignore[method-assign]
         if told:

@@ -19,14 +19,24 @@ import torch
 
 from qeffect import gpu_runtime
 from qeffect.gpu_runtime import doctor
+from qeffect.gpu_runtime.backends.ends import Ends
 from qeffect.gpu_runtime.backends.epoch_scales import SCALES, Scales
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, StateDomain, matrices
+from qeffect.gpu_runtime.backends.protocol import (
+    BackendError,
+    StageBackend,
+    StateDomain,
+    Tape,
+    matrices,
+    products,
+)
+from qeffect.gpu_runtime.backends.split_head import SplitHead
 from qeffect.gpu_runtime.backends.te import (
     baselines as te_baselines,
 )
 from qeffect.gpu_runtime.backends.te import (
     deferred_gradients,
+    packing,
 )
 from qeffect.gpu_runtime.backends.te import (
     domain as te,
@@ -215,6 +225,223 @@ class TestEpochScales:
         TransformerEngineDomain("delayed", 4, CPU)
         with pytest.raises(BackendError, match=one.path.rsplit(".", 1)[-1]):
             TransformerEngineDomain("delayed", 4, CPU, "epoch")
+
+
+def stage_with_head(kind: str = "bf16", scales: Scales = "epoch") -> TransformerEngineStage:
+    """A warm stage with a head, alone in its domain."""
+    te.reset_process()
+    domain = TransformerEngineDomain("delayed", 4, CPU, scales)
+    ends = Ends(vocabulary=64, head=True, kind=kind)
+    stage = TransformerEngineStage(0, domain, FUSED, ends=ends, fuse_wgrad_accumulation=False)
+    stage.warm()
+    return stage
+
+
+def taped(
+    stage: TransformerEngineStage,
+    count: int,
+    destinations: dict[str, torch.Tensor] | None,
+) -> list[Tape]:
+    """Tapes of as many microbatches, after F and dI."""
+    tapes = [stage.new_tape(slot) for slot in range(count)]
+    for n, tape in enumerate(tapes):
+        drawn = torch.Generator().manual_seed(n)
+        inputs = [spec.buffer() for spec in stage.inputs]
+        with torch.no_grad():
+            inputs[0].copy_(torch.randn(inputs[0].shape, generator=drawn))
+        outputs = stage.forward(tape, inputs)
+        stage.bind(tape, destinations)
+        stage.dgrad(tape, [torch.randn(o.shape, generator=drawn).to(o.dtype) for o in outputs])
+    return tapes
+
+
+def names_of(stage: TransformerEngineStage) -> Callable[[str], int]:
+    """The place of a matrix among those of a stage."""
+    return [matrix.name for matrix in matrices(stage)].index
+
+
+def destinations_of(stage: TransformerEngineStage) -> dict[str, torch.Tensor]:
+    """Zeroed fp32 destinations."""
+    return {unit.name: torch.zeros(unit.shape) for unit in stage.units}
+
+
+class TestGroupedWgrad:
+    """One dW over the tapes of several microbatches."""
+
+    @pytest.mark.parametrize("kind", ["te", "bf16"])
+    def test_one_product_over_all_tokens(self, kind: str) -> None:
+        """It runs once per unit, into the first tape's destinations; each tape is empty then."""
+        stage = stage_with_head(kind)
+        alone, joined = destinations_of(stage), destinations_of(stage)
+        for n, tape in enumerate(taped(stage, 3, alone)):
+            stage.wgrad(tape, accumulate=n > 0)
+        first, *others = taped(stage, 3, joined)
+        assert len(list(products(first, others))) == len(stage.units)
+
+        result = stage.wgrad(first, accumulate=False, others=others)
+
+        assert [m.name for m in matrices(stage)] == sorted(result.covered, key=names_of(stage))
+        assert all(result.by_unit[name] is joined[name] for name in joined)
+        assert not any(tape.work for tape in (first, *others))
+        for name, wanted in alone.items():
+            assert wanted.abs().max() > 0
+            # The head's products round to bf16: three times alone, once if joined.
+            near = 0.02 if (kind, name) == ("bf16", "head") else 1e-4
+            assert (joined[name] - wanted).norm() < near * wanted.norm()
+
+    def test_the_bits_are_those_of_concatenated_operands(self) -> None:
+        """In the order of the tapes, on top of what the destinations hold."""
+        stage = stage_with_head()
+        bound = destinations_of(stage)
+        first, second = taped(stage, 2, bound)
+        expected = {}
+        for name, one, other in zip(first.queued, first.work, second.work, strict=True):
+            if name == "head":
+                dy, x = (torch.cat(both) for both in zip(one.operands, other.operands, strict=True))
+                expected[name] = SplitHead.product(dy, x).float() + 1
+                continue
+            x, dy = (
+                torch.cat([part.transposed().data.float() for part in both])
+                for both in zip(one.operands, other.operands, strict=True)
+            )
+            scale = one.operands[0]._scale_inv * one.operands[1]._scale_inv
+            expected[name] = (dy.t() @ x).mul_(scale) + 1
+        for tensor in bound.values():
+            tensor.fill_(1)
+
+        stage.wgrad(first, accumulate=True, others=[second])
+
+        assert all(same_bits(bound[name], wanted) for name, wanted in expected.items())
+
+    def test_kept_work_runs_again(self) -> None:
+        """The operands stay on their tapes, for the capture of another variant."""
+        stage = stage_with_head()
+        bound = destinations_of(stage)
+        first, *others = taped(stage, 2, bound)
+        stage.wgrad(first, accumulate=False, keep=True, others=others)
+        once = {name: tensor.clone() for name, tensor in bound.items()}
+
+        stage.wgrad(first, accumulate=False, others=others)
+
+        assert all(same_bits(once[name], bound[name]) for name in bound)
+
+    @pytest.mark.parametrize("direct", [False, True])
+    def test_operands_that_cannot_be_joined(
+        self, direct: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A head with a scale per microbatch is multiplied once per tape, and covered once."""
+        monkeypatch.setattr(SplitHead, "join", None)
+        stage = stage_with_head()
+        bound = destinations_of(stage) if direct else None
+        tapes = taped(stage, 3, bound)
+        with torch.no_grad():
+            parts = [tape.work[-1].compute(*tape.work[-1].operands) for tape in tapes]
+        expected = torch.zeros(parts[0].shape, dtype=FP32 if direct else BF16)
+        for part in parts:
+            expected.add_(part)
+
+        result = stage.wgrad(tapes[0], accumulate=False, others=tapes[1:])
+
+        assert same_bits(result.by_unit["head"], expected)
+        assert len(set(result.covered)) == len(result.covered) == len(matrices(stage))
+
+    def test_a_dynamic_head_cannot_join(self) -> None:
+        """Each of its casts has a scale of its own."""
+        pytest.importorskip("torchao")
+        stage = stage_with_head("torchao")
+        assert stage.split_head is not None
+        assert stage.split_head.join is None
+
+    def test_only_scales_of_an_epoch_group(self) -> None:
+        """Scales that move at each F and dI differ between microbatches."""
+        assert stage_with_head(scales="epoch").groups_wgrads
+        assert not stage_with_head(scales="action").groups_wgrads
+
+    def test_tapes_of_other_work_are_refused(self) -> None:
+        """For example a tape whose dI has not run."""
+        stage = stage_with_head()
+        (first,) = taped(stage, 1, destinations_of(stage))
+        with pytest.raises(BackendError, match="group tapes of one stage after their dI"):
+            stage.wgrad(first, accumulate=False, others=[stage.new_tape(1)])
+
+
+class TestPacking:
+    """Operands of several microbatches as one."""
+
+    @staticmethod
+    def quantized(fill: int, **changes: Any) -> fake_te.Float8TensorStorage:
+        """An operand of 16 tokens and 32 features, with rows alone."""
+        data = (torch.arange(16 * 32).view(2, 8, 32) * 7 + fill).to(torch.uint8)
+        given = {"data": data, "fp8_scale_inv": torch.ones(1), "fp8_dtype": torch.float8_e4m3fn}
+        return fake_te.Float8TensorStorage(**{**given, **changes})
+
+    def transposed(self, fill: int, *, rows: bool) -> fake_te.Float8TensorStorage:
+        """The same operand with its transpose, `[features, 2, 8]` as the library makes it."""
+        made = self.quantized(fill)
+        assert made._data is not None
+        turned = made._data.permute(2, 0, 1).contiguous()
+        return self.quantized(fill, data=made._data if rows else None, data_transpose=turned)
+
+    def expected(self, *fills: int) -> torch.Tensor:
+        """The transposes side by side."""
+        rows = [self.quantized(fill)._data for fill in fills]
+        return torch.cat([row.view(16, 32) for row in rows if row is not None]).t()
+
+    @pytest.mark.parametrize("rows", [False, True])
+    def test_transposes(self, rows: bool) -> None:
+        """Side by side, under the scale and quantizer of the first operand, which is not copied."""
+        parts = [self.transposed(n, rows=rows) for n in range(3)]
+        (joined,) = packing.join([[part] for part in parts])
+
+        assert same_bits(joined._transpose, self.expected(0, 1, 2))
+        assert (joined._data, joined._transpose_invalid) == (None, False)
+        assert joined._scale_inv is parts[0]._scale_inv
+        assert joined._fp8_dtype == parts[0]._fp8_dtype
+
+    def test_rows(self) -> None:
+        """Operands without a valid transpose: the library transposes the joined rows."""
+        stale = self.transposed(1, rows=True)
+        stale._transpose_invalid = True
+        (joined,) = packing.join([[self.quantized(0)], [stale]])
+
+        assert same_bits(joined._data, self.expected(0, 1).t())
+        assert same_bits(joined._transpose, self.expected(0, 1))
+        assert stale._transpose_invalid
+
+    def test_rows_and_transposes(self) -> None:
+        """A missing transpose is made; the operand itself stays as it was."""
+        rows = self.quantized(1)
+        flat = self.quantized(1)
+        assert flat._data is not None
+        rows._data = flat._data.view(16, 32)
+        (joined,) = packing.join([[self.transposed(0, rows=False)], [rows]])
+
+        assert same_bits(joined._transpose, self.expected(0, 1))
+        assert rows._transpose is None
+
+    def test_plain_tensors(self) -> None:
+        """Their rows, one behind the other."""
+        parts = [torch.randn(2, 8, 4), torch.randn(16, 4)]
+        (joined,) = packing.join([[part] for part in parts])
+        assert torch.equal(joined, torch.cat([part.view(16, 4) for part in parts]))
+
+    def test_what_cannot_be_joined(self) -> None:
+        """Each is refused with what was found."""
+        good = self.transposed(0, rows=False)
+        for bad, message in (
+            (torch.zeros(16, 32), "partly quantized"),
+            (self.quantized(0, fp8_dtype=torch.float8_e5m2), "have FP8 types"),
+            (self.quantized(0, data=None), "neither rows nor a valid transpose"),
+            (object(), "cannot join operands of type object"),
+            (self.quantized(0, data=None, data_transpose=torch.zeros(8, 16)), "features"),
+        ):
+            with pytest.raises(BackendError, match=message):
+                packing.join([[good], [bad]])
+
+    def test_the_kernel_is_for_devices(self) -> None:
+        """On a CPU nothing is compiled."""
+        assert packing.prepare(CPU, 256) == "256 tokens on cpu"
+        assert not packing.suits([torch.zeros(4, 8, dtype=torch.uint8)])
 
 
 class TestAgainstNative:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -235,8 +236,8 @@ class TestOneDestination:
         order = Order.parse(FOLLOWS)
         runtime = _runtime(order, _stages(order), rule)
         place = runtime.actions._places[0, 0, 0, 0]
-        runtime.actions._places[0, 0, 0, 0] = type(place)(
-            place.memory, place.index, WgradVariant(0, False), opens=True
+        runtime.actions._places[0, 0, 0, 0] = attrs.evolve(
+            place, variant=WgradVariant(0, False), opens=True
         )
         run = GuardedRun(runtime, Workload(), Optimizer([*runtime.stages.values()]))
 

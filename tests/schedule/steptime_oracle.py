@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from fractions import Fraction
 from graphlib import TopologicalSorter
 
 from qeffect.schedule.actions import Schedule
@@ -20,10 +21,21 @@ Name = tuple[object, ...]
 
 
 def longest_paths(
-    schedule: Schedule, durations: Durations, queues: str, rendezvous: str | None
+    schedule: Schedule,
+    durations: Durations,
+    queues: str,
+    rendezvous: str | None,
+    group: int = 1,
 ) -> dict[Name, tuple[Time, Time]]:
     """
     When everything begins and ends, by name: `("0F1",)`, `("0SEND_F1",)`, `("update", 2)`.
+
+    Args:
+        schedule: The table; with a group above 1, a table with grouped dW.
+        durations: The durations.
+        queues: Which messages share a queue.
+        rendezvous: What a send blocks.
+        group: Microbatches whose dW is one product.
 
     Raises:
         graphlib.CycleError: Something waits for itself.
@@ -40,6 +52,14 @@ def longest_paths(
     def of(letter: str, stage: int) -> Time:
         special = durations.stages.get(stage, {})
         return special.get(letter, durations.times[letter])
+
+    def whole(stage: int) -> Time | None:
+        """The time of a whole product, if it is given."""
+        own = durations.grouped_stages.get(stage, {})
+        if group in own:
+            return own[group]
+        has_own_w = "W" in durations.stages.get(stage, {})
+        return None if has_own_w else durations.grouped.get(group)
 
     def rank_time(rank: int, name: str) -> Time:
         return durations.ranks.get(rank, {}).get(name, durations.times.get(name, 0))
@@ -89,9 +109,14 @@ def longest_paths(
                         before = refresh
                 if kind in own:
                     takes[name] = of(kind, stage)
-                    late[name] = rank_time(rank, "launch")
+                    alone = True
+                    if kind == "W" and group > 1 and whole(stage) is not None:
+                        # The parts of the product follow each other, so the first could take all.
+                        takes[name] = whole(stage) * Fraction(1, group)  # type: ignore[operator]
+                        alone = mb in range(0, schedule.num_microbatches, group)
+                    late[name] = rank_time(rank, "launch") if alone else 0
                     places[name] = step
-                    if rank_time(rank, "host"):
+                    if rank_time(rank, "host") and alone:
                         call: Name = ("host", part)
                         takes[call] = rank_time(rank, "host")
                         if issued:

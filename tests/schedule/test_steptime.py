@@ -24,6 +24,7 @@ import qeffect.schedule.durations as durations_module
 from qeffect.cli import main
 from qeffect.schedule.actions import Schedule, ScheduleError
 from qeffect.schedule.durations import Durations, parse_durations, read_durations
+from qeffect.schedule.grouping import group_wgrads
 from qeffect.schedule.index import index_of
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.layout import timed_layout
@@ -334,6 +335,91 @@ class TestLaws:
             assert found == sorted(found)
 
 
+@st.composite
+def grouped(draw: st.DrawFn, schedule: Schedule) -> tuple[int, Durations]:
+    """A group of a schedule, and durations that may have times for it, of all or some stages."""
+    whole = schedule.num_microbatches
+    group = draw(st.sampled_from([g for g in range(1, whole + 1) if whole % g == 0]))
+    products = st.dictionaries(st.just(group) if group > 1 else st.just(2), st.integers(0, 50))
+    stages = st.integers(0, schedule.num_stages - 1)
+    return group, attrs.evolve(
+        draw(times(schedule)),
+        grouped=draw(products),
+        grouped_stages=draw(st.dictionaries(stages, products, max_size=3)),
+    )
+
+
+class TestGrouped:
+    """Grouped dW: one product takes the time of the dW of its group."""
+
+    @given(data=st.data())
+    def test_every_grouped_table_takes_its_longest_path(self, data: st.DataObject) -> None:
+        """The simulator and the oracle agree exactly on grouped tables."""
+        schedule = tables()[data.draw(st.sampled_from(sorted(tables())))]
+        group, durations = data.draw(grouped(schedule))
+        transport = data.draw(ending)
+        table = group_wgrads(schedule, group)
+        timed = step_time(table, durations, transport, group=group)
+        when = longest_paths(table, durations, transport.queues, transport.rendezvous, group)
+
+        assert max(end for _, end in when.values()) == timed.time
+        found = names(timed)
+        assert found == {name: when[name] for name in found}
+
+    def test_a_product_takes_its_time_once(self) -> None:
+        """Product, launch and host: the two dW of the group together, to the unit."""
+        table = group_wgrads(from_actions([["0F0", "0F1", "0B0", "0B1"]]), 2)
+        one = Durations({"F": 10, "I": 10, "W": 10, "launch": 1}, grouped={2: 15})
+        alone = step_time(table, one)
+        product = step_time(table, one, group=2)
+
+        assert (66, 60) == (alone.time, alone.bound)
+        assert (60, 55) == (product.time, product.bound)
+        assert [Fraction(15, 2)] * 2 == [
+            span.end - span.start for span in product.spans if "W" in span.name
+        ]
+        hosts = step_time(table, attrs.evolve(one, times={**one.times, "host": 1}), group=2)
+        issued = [span.name for span in hosts.spans if span.what == "host"]
+        assert ["0F0", "0F1", "0I0", "0I1", "0W0"] == issued
+
+    def test_thirds_stay_exact(self) -> None:
+        """A product of three takes its whole time, though a third of it is no decimal."""
+        row = [f"0{kind}{m}" for kind in "FB" for m in range(3)]
+        table = group_wgrads(from_actions([row]), 3)
+
+        assert (
+            7 == step_time(table, Durations({"F": 1, "I": 1, "W": 9}, grouped={3: 1}), group=3).time
+        )
+
+    def test_without_its_time_a_product_is_as_many_dw(self) -> None:
+        """Times of other groups do not count, and a stage with a W of its own has no other's."""
+        table = group_wgrads(read_fixture(ZBV), 4)
+        times = {"F": 5, "I": 7, "W": 4, "host": 1, "launch": 1}
+        plain = step_time(table, Durations(times))
+        other = step_time(table, Durations(times, grouped={2: 1}), group=4)
+        own = {stage: {"W": 4} for stage in range(4)}
+        special = step_time(table, Durations(times, stages=own, grouped={4: 1}), group=4)
+
+        assert plain.time == other.time == special.time
+        assert [None, 3] == [
+            Durations(times, stages=own, grouped={4: 1}, grouped_stages={1: {4: 3}}).product(s, 4)
+            for s in (0, 1)
+        ]
+
+    def test_split_backwards_change_no_time(self) -> None:
+        """Group 1 is the table as it was, so that a comparison with it is fair."""
+        durations = Durations({"F": 5, "I": 7, "W": 4, "message": 3, "reduce": 2, "update": 1})
+        for schedule in tables().values():
+            split = step_time(group_wgrads(schedule, 1), durations)
+            assert step_time(schedule, durations).time == split.time, schedule.source
+
+    @pytest.mark.parametrize("group", [0, -1, 3, True])
+    def test_a_bad_group(self, group: int) -> None:
+        """The group divides the microbatches."""
+        with pytest.raises(ScheduleError, match="group: expected a divisor of the 4 microbatches"):
+            step_time(read_fixture(ZBV), THIRDS, group=group)
+
+
 class TestDeadlock:
     """A table has a step time exactly when its ranks do not wait for each other."""
 
@@ -415,6 +501,7 @@ class TestRefusals:
         ("given", "said"),
         [
             (Durations(THIRDS.times, stages={4: {"F": 1}}), "stages of the schedule, 0 to 3"),
+            (Durations(THIRDS.times, grouped_stages={4: {2: 1}}), "stages of the schedule, 0 to 3"),
             (Durations(THIRDS.times, ranks={2: {"host": 1}}), "ranks of the schedule, 0 to 1"),
             (Durations(THIRDS.times, links={(0, 7): 1}), "links: expected ranks .* found 7"),
             (Durations(THIRDS.times, links={(1, 1): 1}), "expected two ranks, found 1->1"),
@@ -428,7 +515,9 @@ class TestRefusals:
 
 GOOD: dict[str, Any] = {
     "unit": "ms", "F": 0.3, "I": 0.3, "W": 0.25, "message": 0.04, "reduce": 0.5, "update": 0.2,
-    "consent": 0.1, "host": 0.01, "launch": 0.002, "stages": {"0": {"F": 0.4, "reduce": 0}},
+    "consent": 0.1, "host": 0.01, "launch": 0.002,
+    "stages": {"0": {"F": 0.4, "reduce": 0}, "2": {"grouped_W": {"4": 1, "16": 3.5}}},
+    "grouped_W": {"2": 0.4, "4": 0.8},
     "ranks": {"1": {"host": 0.02}}, "links": {"0->1": 0.08},
 }  # fmt: skip
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -447,6 +536,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stages": {"01": {}}}, 'stages: expected names that are numbers, as in "0", found "01"'),
     ({"stages": {"0": {"host": 1}}}, "stages.0.host: expected one of F, I, W, refresh, reduce"),
     ({"stages": {"0": {"F": None}}}, "stages.0.F: expected a number .* found null"),
+    ({"grouped_W": 0.5}, "grouped_W: expected an object, found 0.5"),
+    (
+        {"grouped_W": {"1": 0.3}},
+        'grouped_W: expected names that are numbers of microbatches from 2, as in "4", found "1"',
+    ),
+    ({"grouped_W": {"4": "x"}}, 'grouped_W.4: expected a number .* found "x"'),
+    ({"stages": {"0": {"grouped_W": []}}}, r"stages.0.grouped_W: expected an object, found \[\]"),
+    ({"stages": {"0": {"grouped_W": {"02": 1}}}}, 'stages.0.grouped_W: expected .* found "02"'),
+    ({"stages": {"0": {"grouped_W": {"2": -1}}}}, "stages.0.grouped_W.2: expected a number .* -1"),
+    ({"ranks": {"0": {"grouped_W": {"2": 1}}}}, "ranks.0.grouped_W: expected one of update, host"),
     ({"ranks": {"0": {"F": 1}}}, "ranks.0.F: expected one of update, host, launch"),
     ({"links": {"0-1": 1}}, 'links: expected names that are two ranks, as in "0->1", found "0-1"'),
     ({"links": {"0->1": []}}, "links.0->1: expected a number"),
@@ -466,6 +565,10 @@ class TestDurations:
             found.on(1, "host"), found.on(0, "host"), found.on(1, "launch")
         )  # fmt: skip
         assert (0, 0.5) == (found.reduction(0), found.reduction(1))
+        assert (0.8, 1, None, 3.5) == (
+            found.product(0, 4), found.product(2, 4), found.product(0, 16), found.product(2, 16)
+        )  # fmt: skip
+        assert {0: {"F": 0.4, "reduce": 0}, 2: {}} == found.stages
         assert 0 == parse_durations({"unit": "s", "F": 1, "I": 1, "W": 1}).consent
 
     @pytest.mark.parametrize(("wrong", "said"), WRONG, ids=[next(iter(w)) for w, _ in WRONG])
@@ -496,7 +599,9 @@ class TestDurations:
             st.text(max_size=3),
         )
         inner = st.dictionaries(st.sampled_from((*"FIWB", "reduce", "host", "update")), scalar)
-        keys = st.sampled_from(("0", "1", "01", "x", "0->1", "1->0", "-1", "1234567"))
+        keys = st.sampled_from(
+            ("0", "1", "01", "2", "12", "x", "0->1", "1->0", "-1", "1234567", "grouped_W")
+        )
         value = st.one_of(
             scalar, st.integers(0, 5), inner, st.dictionaries(keys, st.one_of(scalar, inner))
         )

@@ -131,6 +131,33 @@ def test_other_sums_have_one_digest_too(options: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.ci
+def test_grouped_weight_gradients_have_one_digest(tmp_path: Path) -> None:
+    """One product of two, or of all, microbatches; each group is a recipe of its own in bf16."""
+    path = noise(tmp_path)
+    groups = 2, 8
+    one = [job(path, "1f1b", 1, wgrad_group=group) for group in groups]
+    two = [job(path, name, 2, wgrad_group=group) for group in groups for name in ("zbv", "il")]
+    alone = [*results([*one, job(path, "gpipe", 1)], tmp_path / "one")]
+    pairs = results(two, tmp_path / "two")
+    found = [same([alone[n], *pairs[2 * n : 2 * n + 2]])["digest"] for n in range(2)]
+    assert len({*found, alone[2]["digest"]}) == 3
+
+
+@pytest.mark.nightly
+def test_every_schedule_has_the_digest_of_one_rank_with_groups(tmp_path: Path) -> None:
+    """GPipe, 1F1B, Interleaved 1F1B, ZB-V, Interleaved Zero Bubble and DualPipeV; two walks too."""
+    path = noise(tmp_path)
+    options: dict[str, Any] = {"wgrad_group": 4}
+    alone = [job(path, "1f1b", 1, **options), job(path, "1f1b", 1, walks=2, **options)]
+    found = results(alone, tmp_path / "one")
+    for pp in (2, 4):
+        names = ("gpipe", "1f1b", "il", "zbv", "izb", "dualpipev")
+        jobs = [job(path, name, pp, **options) for name in names]
+        found += results(jobs, tmp_path / str(pp))
+    same(found)
+
+
+@pytest.mark.ci
 def test_a_run_stopped_under_one_mapping_goes_on_under_others(tmp_path: Path) -> None:
     """ZB-V of two ranks, then four ranks, then one: the bits of a run that never stopped."""
     path, kept = noise(tmp_path), str(tmp_path / "kept")
@@ -162,6 +189,7 @@ def test_a_checkpoint_of_another_recipe_or_rule_is_refused(tmp_path: Path) -> No
     others = [
         (attrs.evolve(saved, scales="action", dropout=0.0), "saved with recipe.scales epoch"),
         (attrs.evolve(saved, rule="per_microbatch"), "saved with sums.rule accumulate"),
+        (attrs.evolve(saved, wgrad_group=4), "sums.group"),
     ]
     for n, (mapping, said_so) in enumerate([(saved, ""), *others]):
         folder = tmp_path / str(n)

@@ -309,5 +309,5 @@ def test_a_model_of_an_earlier_release_is_the_same_model() -> None:
     """A field that it lacked has the value that was in force."""
     assert _LATER == {
         **{"dropout": 0.0, "scales": "action", "kv_heads": 0, "norm": "layernorm"},
-        **{"activation": "gelu", "positions": "learned", "bias": True},
+        **{"activation": "gelu", "positions": "learned", "bias": True, "wgrad_group": 1},
     }

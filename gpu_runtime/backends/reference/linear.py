@@ -9,7 +9,7 @@ does not need it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -31,6 +31,11 @@ def product(
     right = b.data.float()
     result = (left.t() if a_t else left) @ (right.t() if b_t else right)
     return result.mul_(a.scale_inv * b.scale_inv)
+
+
+def joined(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """The rows of several operands that have the scale of the first, one behind the other."""
+    return QuantizedTensor(torch.cat([part.data for part in parts]), parts[0].scale_inv)
 
 
 def write_gradient(value: Tensor, destination: Tensor, *, accumulate: bool) -> None:
@@ -121,6 +126,14 @@ class ScaledLinear(torch.nn.Module):
     def product(wanted: QuantizedTensor, quantized: QuantizedTensor) -> Tensor:
         """dW, from the operands that dI retained."""
         return deferred_product(wanted, quantized)
+
+    @staticmethod
+    def join(
+        operands: Sequence[tuple[QuantizedTensor, QuantizedTensor]],
+    ) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """The operands of one product over several microbatches that have the same scales."""
+        first, second = zip(*operands, strict=True)
+        return joined(first), joined(second)
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:

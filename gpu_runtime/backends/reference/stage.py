@@ -32,6 +32,7 @@ from ..protocol import (
     Wgrads,
     WgradUnit,
     module_probe,
+    products,
 )
 from ..split_head import SplitHead
 from .layer import ReferenceHead, ReferenceLayer
@@ -148,6 +149,11 @@ class ReferenceStage(torch.nn.Module):
         self._uncached = 0
 
     @property
+    def groups_wgrads(self) -> bool:
+        """Whether one dW can take several tapes: their scales are equal until the update."""
+        return self.domain.scales == "epoch"
+
+    @property
     def _layers(self) -> tuple[ReferenceLayer | ReferenceHead | SplitHead, ...]:
         """All parts with products, in the order of F."""
         layers = tuple(layer for layer in self.layers if isinstance(layer, ReferenceLayer))
@@ -255,7 +261,7 @@ class ReferenceStage(torch.nn.Module):
         )
         tape.outputs = ()
         tape.work = [
-            DeferredWork(linear.unit, operands, linear.product)
+            DeferredWork(linear.unit, operands, linear.product, linear.join)
             for store in tape.stores
             for linear, operands in _drain(store)
         ]
@@ -300,12 +306,13 @@ class ReferenceStage(torch.nn.Module):
         accumulate: bool,
         keep: bool = False,
         joining: Collection[str] = (),
+        others: Sequence[Tape] = (),
     ) -> Wgrads:
         """dW: run each retained product once, into its destination or into fresh memory."""
         by_unit: dict[str, Tensor] = {}
         adds = Accumulation(accumulate, joining)
         with torch.no_grad():
-            for work in tape.work:
+            for work in products(tape, others):
                 value = work.compute(*work.operands)
                 if tape.bound is None:
                     by_unit[work.unit.name] = value.to(self.config.dtype)
@@ -314,7 +321,8 @@ class ReferenceStage(torch.nn.Module):
                     write_gradient(value, destination, accumulate=adds(work.unit, destination))
         covered = tuple(m.name for work in tape.work for m in work.unit.matrices)
         if not keep:
-            tape.clear()
+            for used in (tape, *others):
+                used.clear()
         return Wgrads(covered, by_unit)
 
     def refresh_cache(self) -> None:

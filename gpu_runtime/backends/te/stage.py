@@ -33,9 +33,10 @@ from ..protocol import (
     Wgrads,
     WgradUnit,
     module_probe,
+    products,
 )
 from ..split_head import SplitHead
-from . import deferred_gradients
+from . import deferred_gradients, packing
 from .domain import (
     TransformerEngineDomain,
     library,
@@ -212,6 +213,11 @@ class TransformerEngineStage:
         """
         return Reports(weights=weight_of(self.loss) is not None)
 
+    @property
+    def groups_wgrads(self) -> bool:
+        """Whether one dW can take several tapes: their scales are equal until the update."""
+        return self.domain.scaling == "delayed" and self.domain.scales == "epoch"
+
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
         """Modules that hold FP8 state once they are warm."""
         for name, module in self.root.named_modules():
@@ -252,6 +258,8 @@ class TransformerEngineStage:
         """
         Run one F that creates FP8 state and caches; numerical state moves.
 
+        Also compiles the kernel that a dW over several tapes needs.
+
         Raises:
             BackendError: F did not create state or caches, or created them under unknown names.
         """
@@ -261,6 +269,8 @@ class TransformerEngineStage:
         delayed = self.domain.scaling == "delayed"
         refuse_missing(self._lib.version, missing_state(self.layers[0], delayed=delayed))
         self.require_warm()
+        if self.groups_wgrads:
+            packing.prepare(self.domain.device, self.config.sequence * self.config.batch)
 
     def require_warm(self) -> None:
         """
@@ -331,7 +341,7 @@ class TransformerEngineStage:
         ]
         if self.split_head is not None:
             for head, operands in tape.stores[-1]:
-                tape.work.append(DeferredWork(head.unit, operands, head.product))
+                tape.work.append(DeferredWork(head.unit, operands, head.product, head.join))
             tape.stores[-1].clear()
         return Dgrads(
             gradients[: len(wanted)], gradients[len(wanted) :], tape.queued, weight=tape.weight
@@ -344,18 +354,25 @@ class TransformerEngineStage:
         accumulate: bool,
         keep: bool = False,
         joining: Collection[str] = (),
+        others: Sequence[Tape] = (),
     ) -> Wgrads:
         """dW: run every retained product once, into its destination or the library's memory."""
         by_unit: dict[str, Tensor] = {}
         adds = Accumulation(accumulate, joining)
         with torch.no_grad():
-            for work in tape.work:
-                destination = None if tape.bound is None else tape.bound[work.unit.name]
+            for work in products(tape, others):
+                name = work.unit.name
+                destination = None if tape.bound is None else tape.bound[name]
                 adding = adds(work.unit, destination)
-                by_unit[work.unit.name] = self._run_deferred(work, destination, adding)
+                gradient = self._run_deferred(work, destination, adding)
+                if destination is None and name in by_unit:  # a unit with one product per tape
+                    by_unit[name].add_(gradient)
+                else:
+                    by_unit[name] = gradient
         covered = tuple(m.name for work in tape.work for m in work.unit.matrices)
         if not keep:
-            tape.clear()
+            for used in (tape, *others):
+                used.clear()
         return Wgrads(covered, by_unit)
 
     def _run_deferred(self, work: DeferredWork, destination: Tensor | None, adds: bool) -> Tensor:

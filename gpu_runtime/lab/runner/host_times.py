@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from ...runtime import Runtime
-from ...step.graphs import GraphExecutor
+from ...step.graphs import GraphExecutor, product_at
 from ...step.memory.slots import fill
 from ...step.plan.order import Kind, Order
 from .action_parts import Clock, part_times
@@ -140,11 +140,12 @@ def replays(
             refreshed.add(stage)
             yield "refresh", executor.refreshes[stage].replay
         graphs = executor.slots[memory.slot_of[microbatch]]
-        graph = {
-            Kind.FORWARD: graphs.forward,
-            Kind.DGRAD: graphs.dgrad,
-            Kind.WGRAD: graphs.wgrad[memory.variants[microbatch]],
-        }[kind]
+        graph = {Kind.FORWARD: graphs.forward, Kind.DGRAD: graphs.dgrad}.get(kind)
+        if graph is None:
+            product = product_at(memory, microbatch)
+            if product is None:
+                continue  # an earlier dW of its group takes it
+            graph = executor.wgrads[product].graph
         yield _NAMES[kind], graph.replay
 
 

@@ -24,7 +24,7 @@ from ...ranks.job import Job
 from ...ranks.membership import Member
 from ...ranks.worker import Worker
 from ...step.eager import StageMemory
-from ...step.graphs import GraphExecutor, no_collection
+from ...step.graphs import GraphExecutor, no_collection, product_at
 from ...step.optimizer import Gradients
 from ...step.plan.order import ComputeAction, Order
 from ..statistics.summary import exact_median
@@ -64,15 +64,17 @@ def times_alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
         update = device_ms(lambda: worker.optimizer.step(gradients))
         for index, memory in worker.runtime.memories.items():
             graphs = executor.slots[next(iter(memory.table)).index]
-            slot_with = dict(zip(memory.variants, memory.slot_of, strict=True))
+            every = range(len(memory.slot_of))
+            ran = [product for m in every if (product := product_at(memory, m)) is not None]
+            one_of = {product.variant: product for product in ran}
             took = {
-                variant: device_ms(executor.slots[slot].wgrad[variant].replay)
-                for variant, slot in slot_with.items()
+                variant: device_ms(executor.wgrads[product].graph.replay)
+                for variant, product in one_of.items()
             }
             found[str(index)] = {
                 "F": device_ms(graphs.forward.replay),
                 "I": device_ms(graphs.dgrad.replay),
-                "W": statistics.mean(took[variant] for variant in memory.variants),
+                "W": sum(took[product.variant] for product in ran) / len(every),
                 "refresh": device_ms(executor.refreshes[index].replay),
             }
     return found, update
@@ -151,17 +153,24 @@ def _row(
         yield str(index), "refresh", executor.refreshes[index].replay
     for step in order.steps:
         graph = graph_of(step, memories[step.stage], executor)
+        if graph is None:
+            continue
         yield str(step.stage), step.kind.value, graph.replay
     yield "", "update", lambda: worker.optimizer.step(gradients)
 
 
 def graph_of(
     step: ComputeAction, memory: StageMemory, executor: GraphExecutor
-) -> torch.cuda.CUDAGraph:
-    """The graph that an action replays, by the slot of its microbatch and the variant of its dW."""
+) -> torch.cuda.CUDAGraph | None:
+    """
+    The graph that an action replays, by the slot of its microbatch and the variant of its dW.
+
+    None for a dW that an earlier one of its group takes.
+    """
     graphs = executor.slots[memory.slot_of[step.microbatch]]
     if step.kind is Kind.WGRAD:
-        return graphs.wgrad[memory.variants[step.microbatch]]
+        product = product_at(memory, step.microbatch)
+        return None if product is None else executor.wgrads[product].graph
     return graphs.forward if step.kind is Kind.FORWARD else graphs.dgrad
 
 

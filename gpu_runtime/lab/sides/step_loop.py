@@ -101,9 +101,14 @@ class StepLoop:
         elif step.kind is Kind.DGRAD:
             self._dgrad(key, step)
         else:
-            ref = self._refs[key]
-            self.calls.wgrad(key, ref)
-            self.after_wgrad(key, ref)
+            members = self.runtime.plan.members(step.microbatch)
+            if not members:
+                return  # an earlier dW of its group takes it
+            keys = [self.runtime.key(step.stage, m) for m in members]
+            first, *others = [(one, self._refs[one]) for one in keys]
+            self.calls.wgrad(*first, group=others)
+            for one, ref in (first, *others):
+                self.after_wgrad(one, ref)
 
     def ref(self, key: TapeKey) -> TapeRef:
         """The reference of a tape of this epoch."""

@@ -120,12 +120,15 @@ class UnguardedActions:
                 fill(slot.output_gradients, output_gradients)
             self.runtime.executor.dgrad(memory, slot, variant)
 
-    def wgrad(self, key: TapeKey, ref: TapeRef) -> None:
+    def wgrad(
+        self, key: TapeKey, ref: TapeRef, *, group: Sequence[tuple[TapeKey, TapeRef]] = ()
+    ) -> None:
         """dW."""
         memory, slot = self._slot(key)
         variant = memory.variants[key.microbatch]
+        others = [self._slot(other)[1] for other, _ in group]
         with self._on_graph_stream(after_copies=not memory.arena.direct):
-            self.runtime.executor.wgrad(memory, slot, variant)
+            self.runtime.executor.wgrad(memory, slot, variant, others)
             if not memory.arena.direct:
                 memory.arena.keep_copies(key.microbatch, slot.wgrads)
 

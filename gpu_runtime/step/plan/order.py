@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import attrs
 
-from qeffect.schedule.actions import COMPUTE, Action, Kind, Schedule
+from qeffect.schedule.actions import COMPUTE, Action, Kind, Schedule, ScheduleError
+from qeffect.schedule.grouping import group_of, grouped_row, require_group
 from qeffect.schedule.slots import assign, own_readers
 
 from ...backends.protocol import BackendError
@@ -120,6 +121,53 @@ class Order:
                         f"the order lacks {step}; expected F, dI and dW of microbatches 0 to "
                         f"{self.num_microbatches - 1} of every stage"
                     )
+
+    def require_groups(self, group: int) -> None:
+        """
+        Require that the dW of each group of microbatches follow one another, ascending.
+
+        Args:
+            group: Microbatches in each group; it divides the number of microbatches.
+
+        Raises:
+            BackendError: The group does not divide the number of microbatches, or the dW of a
+                group are apart.
+        """
+        try:
+            require_group(group, self.num_microbatches)
+        except ScheduleError as error:
+            raise BackendError(str(error)) from None
+        for stage in self.stages:
+            found = self.microbatches(stage, Kind.WGRAD)
+            steps = [s for s in self.steps if s.kind is Kind.WGRAD or s.stage == stage]
+            for first in found[::group]:
+                expected = [ComputeAction(Kind.WGRAD, stage, m) for m in group_of(first, group)]
+                at = steps.index(expected[0])
+                if steps[at : at + group] != expected:
+                    raise BackendError(
+                        f"{self.source or 'the order'}: expected the dW of microbatches "
+                        f"{list(group_of(first, group))} of stage {stage} one behind the other, "
+                        f"found {' '.join(map(str, steps[at : at + group]))}; take the table from "
+                        "qeffect.schedule.grouping.group_wgrads, or Order.grouped"
+                    )
+
+    def grouped(self, group: int) -> Order:
+        """
+        Return this order with the dW of each group one after another, behind the group's last dI.
+
+        >>> print(*Order.parse("0F0 0I0 0W0 0F1 0I1 0W1").grouped(2).steps)
+        0F0 0I0 0F1 0I1 0W0 0W1
+
+        Args:
+            group: Microbatches in each group.
+
+        Raises:
+            ScheduleError: The group does not divide the number of microbatches.
+        """
+        require_group(group, self.num_microbatches)
+        row = [Action(step.kind, step.stage, step.microbatch) for step in self.steps]
+        steps = (ComputeAction(a.kind, a.stage, a.microbatch) for a in grouped_row(row, group))
+        return Order(tuple(steps), self.source)
 
     @property
     def wgrads_follow_dgrads(self) -> bool:

@@ -10,14 +10,12 @@ posted, not at F, and messages count among its consumers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
 from qeffect.schedule.actions import (
-    SEND_WAITS,
     SENDS,
-    SHARDING,
     Action,
     Atom,
     Kind,
@@ -26,12 +24,13 @@ from qeffect.schedule.actions import (
 )
 from qeffect.schedule.check import check
 from qeffect.schedule.findings import Finding
+from qeffect.schedule.grouping import group_wgrads
 from qeffect.schedule.index import Event
-from qeffect.schedule.slots import Assignment, Tape, assign
+from qeffect.schedule.slots import Assignment, Tape, assign_walked
 from qeffect.schedule.transport import Transport
 
 from .order import Order
-from .slots import Provisioning, SlotPlan, local_readers
+from .slots import Provisioning, SlotPlan
 
 __all__ = ["Row", "ScheduleRefusedError", "feeds_of", "walked"]
 
@@ -41,7 +40,6 @@ TRANSPORT = Transport("edge", rendezvous="queue")
 
 _TAKES = (Kind.RECV_F, Kind.FORWARD)
 _WAIT_OF = {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
-_SOURCE_OF = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
 
 
 class ScheduleRefusedError(ScheduleError):
@@ -79,9 +77,11 @@ class Row:
     feeds: Mapping[int, int]
 
     @classmethod
-    def of(cls, table: Schedule, rank: int, provisioning: Provisioning = "live") -> Row:
+    def of(
+        cls, table: Schedule, rank: int, provisioning: Provisioning = "live", group: int = 1
+    ) -> Row:
         """
-        One rank's row of a table that `walked` returned.
+        One rank's row of a table that `walked` returned, for the same provisioning and group.
 
         Raises:
             ScheduleError: The table has no such rank, or the rank does nothing.
@@ -89,9 +89,9 @@ class Row:
         if not 0 <= rank < table.num_ranks or not table.stages_of(rank):
             raise ScheduleError(f"{table.source}: rank {rank} has no actions")
         atoms = table.atoms[rank]
-        made = _assign(table, rank, _steps(atoms), reuse=provisioning == "live")
+        made = _assign(table, _steps(atoms), reuse=provisioning == "live")
         order = Order.of_rank(table, rank)
-        slots = SlotPlan(order, provisioning, made.slot_of, dict(made.num_slots))
+        slots = SlotPlan(order, provisioning, made.slot_of, dict(made.num_slots), group=group)
         return cls(table, rank, atoms, order, slots, feeds_of(table, rank))
 
     @property
@@ -114,7 +114,7 @@ def feeds_of(table: Schedule, rank: int) -> dict[int, int]:
     return {stage: stage + 1 for stage in sorted(own) if stage + 1 in own}
 
 
-def walked(schedule: Schedule, provisioning: Provisioning = "live") -> Schedule:
+def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int = 1) -> Schedule:
     """
     Return a table in the form that ranks walk; `qeffect check` accepts it before and after.
 
@@ -131,10 +131,12 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live") -> Schedule:
     Args:
         schedule: A table of all ranks, with messages if there is more than one rank.
         provisioning: How slots are counted; sends from a slot that is not reused are awaited last.
+        group: Microbatches whose dW is one product; each group's dW then follow one another.
 
     Raises:
         ScheduleRefusedError: `qeffect check` refuses the table, or the walk over it.
-        ScheduleError: Ranks or messages are missing.
+        ScheduleError: Ranks or messages are missing, or the group does not divide the number of
+            microbatches.
     """
     if not schedule.complete:
         raise ScheduleError(f"{schedule.source}: some ranks are missing; give a table of all ranks")
@@ -144,7 +146,7 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live") -> Schedule:
             "and RECV_B (torch's pipeline_order_with_comms)"
         )
     _require(schedule)
-    table = attrs.evolve(schedule, rows=tuple(tuple(_split(row)) for row in schedule.rows))
+    table = group_wgrads(schedule, group)
     if not table.awaits_sends:
         rows = (_awaited(table, r, provisioning) for r in range(table.num_ranks))
         table = attrs.evolve(table, rows=tuple(rows))
@@ -158,28 +160,9 @@ def _require(table: Schedule) -> None:
         raise ScheduleRefusedError(verdict.finding)
 
 
-def _split(row: Iterable[Action | None]) -> Iterator[Action]:
-    """Split full backwards, and move each send directly behind the action that produces it."""
-    done: list[Action] = []
-    latest: list[Action] = []  # the latest computation, and its sends so far
-    for action in row:
-        if action is None or action.kind in SHARDING:
-            continue
-        if action.kind in SENDS:
-            source = Action(_SOURCE_OF[action.kind], action.stage, action.microbatch)
-            place = latest.index(source) + 1 if source in latest else len(latest)
-            while place < len(latest) and latest[place].kind in SENDS:
-                place += 1
-            latest.insert(place, action)
-            continue
-        done += latest
-        latest = [Action(a.kind, a.stage, a.microbatch) for a in action.atoms()]
-    return iter((*done, *latest))
-
-
 def _awaited(table: Schedule, rank: int, provisioning: Provisioning) -> tuple[Action, ...]:
     """A row with a wait for every send: before the send's slot is reused, or at the end."""
-    made = _assign(table, rank, _steps(table.atoms[rank]), reuse=provisioning == "live")
+    made = _assign(table, _steps(table.atoms[rank]), reuse=provisioning == "live")
     leaving: dict[tuple[int, int], list[Action]] = {}
     taken: set[Tape] = set()
     row: list[Action] = []
@@ -200,13 +183,6 @@ def _steps(atoms: Sequence[Atom]) -> list[Event]:
     return [(a.kind, a.stage, a.microbatch) for a in atoms]
 
 
-def _assign(table: Schedule, rank: int, steps: Sequence[Event], *, reuse: bool) -> Assignment:
+def _assign(table: Schedule, steps: Sequence[Event], *, reuse: bool) -> Assignment:
     """Assign slots from the receive on; free once dW, local readers and messages are done."""
-    ends = SEND_WAITS if table.awaits_sends else SENDS
-    readers = local_readers(
-        table.stages_of(rank), range(table.num_microbatches), feeds_of(table, rank)
-    )
-    for step in steps:
-        if step[0] in ends:
-            readers.setdefault(step, []).append((step[1], step[2]))
-    return assign(steps, readers, reuse=reuse, begins=_TAKES)
+    return assign_walked(steps, awaits_sends=table.awaits_sends, reuse=reuse)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import attrs
 
 from qeffect.relations.constants import ADDS, JOINS, OVERWRITES
+from qeffect.schedule.grouping import group_of
 from qeffect.schedule.index import Event
 from qeffect.schedule.slots import Tape, assign
 
@@ -63,6 +64,7 @@ class SlotPlan:
         sharers: By stage, the other stage that writes the same destination of tied weights.
         walks: Largest number of walks over the order in an epoch. In walks after the first, every
             dW adds.
+        group: Microbatches whose dW is one product, at the place of the first of them.
     """
 
     order: Order
@@ -71,6 +73,29 @@ class SlotPlan:
     num_slots: Mapping[int, int]
     sharers: Mapping[int, int] = attrs.field(factory=dict)
     walks: int = 1
+    group: int = 1
+
+    def members(self, microbatch: int) -> tuple[int, ...]:
+        """
+        The microbatches whose dW runs with that of `microbatch`, ascending and itself included.
+
+        Empty if an earlier member of its group takes it.
+        """
+        found = group_of(microbatch, self.group)
+        return found if found[0] == microbatch else ()
+
+    def products(self, stage: int, rule: Rule) -> tuple[tuple[tuple[int, ...], WgradVariant], ...]:
+        """Local slots and variant of every dW of a stage in an epoch, each pair once."""
+        found: dict[tuple[tuple[int, ...], WgradVariant], None] = {}
+        for microbatch in self.order.microbatches(stage, Kind.WGRAD):
+            if not (members := self.members(microbatch)):
+                continue
+            slots = tuple(self.slot_of[stage, m] for m in members)
+            variant = self.variant(stage, microbatch, rule)
+            found[slots, variant] = None
+            if self.walks > 1:
+                found[slots, variant.adding()] = None
+        return tuple(sorted(found))
 
     def variant(self, stage: int, microbatch: int, rule: Rule) -> WgradVariant:
         """What the dW of a microbatch does in the first walk, under a destination rule."""
@@ -94,17 +119,6 @@ class SlotPlan:
                 return True
         return False
 
-    def variants(self, stage: int, slot: int, rule: Rule) -> tuple[WgradVariant, ...]:
-        """All variants of one slot's dW in an epoch, each once."""
-        found = {
-            self.variant(stage, microbatch, rule)
-            for (owner, microbatch), used in self.slot_of.items()
-            if owner == stage and used == slot
-        }
-        if self.walks > 1:
-            found |= {variant.adding() for variant in found}
-        return tuple(sorted(found))
-
 
 def plan_slots(
     order: Order,
@@ -112,6 +126,7 @@ def plan_slots(
     *,
     available: Mapping[int, int] | None = None,
     feeds: Mapping[int, int] | None = None,
+    group: int = 1,
 ) -> SlotPlan:
     """
     Assign slots by walking the order: F takes the lowest free slot, until its tape is consumed.
@@ -129,6 +144,7 @@ def plan_slots(
         provisioning: `live` or `static`.
         available: Largest number of slots per stage; unlimited for a stage that is not named.
         feeds: Which local stage each local stage feeds.
+        group: Microbatches whose dW is one product.
 
     Raises:
         ValueError: The order needs more slots than are available, or names an unknown provisioning.
@@ -146,7 +162,7 @@ def plan_slots(
                 f"stage {stage} has {limit} slots, but this order needs {needed[stage]} with "
                 f"{provisioning} provisioning; give the stage {needed[stage]}"
             )
-    return SlotPlan(order, provisioning, made.slot_of, needed)
+    return SlotPlan(order, provisioning, made.slot_of, needed, group=group)
 
 
 def local_readers(

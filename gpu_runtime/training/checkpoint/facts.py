@@ -70,7 +70,8 @@ def requirements(worker: Worker) -> dict[str, Any]:
     domain, masters = worker.runtime.domain, worker.optimizer.master_dtype
     config = worker.runtime.config
     # With scales that move once an epoch, how gradients are summed belongs to the recipe.
-    sums = {"sums": {"rule": config.rule, "dtype": str(config.dtype)}}
+    grouped = {"group": config.group} if config.group > 1 else {}  # older checkpoints lack it
+    sums = {"sums": {"rule": config.rule, "dtype": str(config.dtype), **grouped}}
     return {
         "backend": domain.name,
         "recipe": plain(domain.recipe(), "recipe"),
