@@ -36,7 +36,7 @@ from qeffect.gpu_runtime.backends.te import (
 )
 from qeffect.gpu_runtime.backends.te import (
     deferred_gradients,
-    packing,
+    joining,
 )
 from qeffect.gpu_runtime.backends.te import (
     domain as te,
@@ -391,7 +391,7 @@ class TestPacking:
     def test_transposes(self, rows: bool) -> None:
         """Side by side, under the scale and quantizer of the first operand, which is not copied."""
         parts = [self.transposed(n, rows=rows) for n in range(3)]
-        (joined,) = packing.join([[part] for part in parts])
+        (joined,) = joining.join([[part] for part in parts])
 
         assert same_bits(joined._transpose, self.expected(0, 1, 2))
         assert (joined._data, joined._transpose_invalid) == (None, False)
@@ -402,7 +402,7 @@ class TestPacking:
         """Operands without a valid transpose: the library transposes the joined rows."""
         stale = self.transposed(1, rows=True)
         stale._transpose_invalid = True
-        (joined,) = packing.join([[self.quantized(0)], [stale]])
+        (joined,) = joining.join([[self.quantized(0)], [stale]])
 
         assert same_bits(joined._data, self.expected(0, 1).t())
         assert same_bits(joined._transpose, self.expected(0, 1))
@@ -414,7 +414,7 @@ class TestPacking:
         flat = self.quantized(1)
         assert flat._data is not None
         rows._data = flat._data.view(16, 32)
-        (joined,) = packing.join([[self.transposed(0, rows=False)], [rows]])
+        (joined,) = joining.join([[self.transposed(0, rows=False)], [rows]])
 
         assert same_bits(joined._transpose, self.expected(0, 1))
         assert rows._transpose is None
@@ -422,7 +422,7 @@ class TestPacking:
     def test_plain_tensors(self) -> None:
         """Their rows, one behind the other."""
         parts = [torch.randn(2, 8, 4), torch.randn(16, 4)]
-        (joined,) = packing.join([[part] for part in parts])
+        (joined,) = joining.join([[part] for part in parts])
         assert torch.equal(joined, torch.cat([part.view(16, 4) for part in parts]))
 
     def test_what_cannot_be_joined(self) -> None:
@@ -436,12 +436,7 @@ class TestPacking:
             (self.quantized(0, data=None, data_transpose=torch.zeros(8, 16)), "features"),
         ):
             with pytest.raises(BackendError, match=message):
-                packing.join([[good], [bad]])
-
-    def test_the_kernel_is_for_devices(self) -> None:
-        """On a CPU nothing is compiled."""
-        assert packing.prepare(CPU, 256) == "256 tokens on cpu"
-        assert not packing.suits([torch.zeros(4, 8, dtype=torch.uint8)])
+                joining.join([[good], [bad]])
 
 
 class TestAgainstNative:

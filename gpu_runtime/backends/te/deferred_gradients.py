@@ -5,7 +5,7 @@ The library queues closures over the operands of each product in a `WeightGradSt
 key or owner. Its own `backward_dw` pops the entries of the module's current store, overwrites
 `.grad` and loses the gradients of split QKV. Here, the end of dI takes every entry out of the
 slot's stores and matches it with its unit; dW runs it later into the bound destination, alone or
-joined with the same unit's entries of other slots (`packing`). This module does not import the
+joined with the same unit's entries of other slots (`joining`). This module does not import the
 library: it needs only a queue with `empty` and `get`, and closures over a dictionary of GEMM
 arguments.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ..protocol import BackendError, DeferredWork, WgradUnit
-from . import packing
+from . import joining
 
 GEMM_ARGUMENTS = "wgrad_gemm_kwargs"
 """Suffix of the closure variable that holds a deferred product's arguments."""
@@ -46,7 +46,7 @@ def take(store: Any, units: Sequence[WgradUnit]) -> list[DeferredWork]:
             f"{len(units)}: delayed weight gradients are off in that module, or a store is shared"
         )
     return [
-        DeferredWork(unit, operands, compute, packing.join)
+        DeferredWork(unit, operands, compute, joining.join)
         for unit, (operands, compute) in zip(units, entries, strict=True)
     ]
 

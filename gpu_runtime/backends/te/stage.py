@@ -36,7 +36,7 @@ from ..protocol import (
     products,
 )
 from ..split_head import SplitHead
-from . import deferred_gradients, packing
+from . import deferred_gradients
 from .domain import (
     TransformerEngineDomain,
     library,
@@ -269,8 +269,6 @@ class TransformerEngineStage:
         delayed = self.domain.scaling == "delayed"
         refuse_missing(self._lib.version, missing_state(self.layers[0], delayed=delayed))
         self.require_warm()
-        if self.groups_wgrads:
-            packing.prepare(self.domain.device, self.config.sequence * self.config.batch)
 
     def require_warm(self) -> None:
         """

@@ -1,4 +1,4 @@
-"""Operands of several microbatches as one on a device: the kernel's bytes, the product's bits."""
+"""Operands of several microbatches as one on a device: the bits of their product."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.te import packing
+from qeffect.gpu_runtime.backends.te import joining
+from qeffect.gpu_runtime.backends.te.domain import library
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 
 pytestmark = pytest.mark.gpu
@@ -22,71 +23,9 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def bytes_of(count: int, height: int, width: int) -> list[Tensor]:
-    """Matrices of random bytes."""
-    drawn = torch.Generator(device()).manual_seed(height + width)
-    shape = (height, width)
-    return [
-        torch.randint(0, 256, shape, generator=drawn, dtype=torch.uint8, device=device())
-        for _ in range(count)
-    ]
-
-
-@pytest.mark.parametrize("height", [64, 208, 4096])
-@pytest.mark.parametrize("width", [8, 48, 256, 1024, 4096])
-def test_the_kernel_writes_the_bytes_of_cat(width: int, height: int) -> None:
-    """For groups that need one launch, and for groups that need several; sources are left alone."""
-    assert packing.prepare(device(), width) == ""
-    for count in (2, 4, 8, 9, 17):
-        blocks = bytes_of(count, height, width)
-        before = [block.clone() for block in blocks]
-        assert packing.suits(blocks)
-
-        assert torch.equal(packing.pack(blocks), torch.cat(blocks, dim=1))
-        assert all(map(torch.equal, blocks, before))
-
-
-def test_other_memory_is_left_to_cat() -> None:
-    """Widths that are no words, addresses off 16 bytes, strided rows: the same bytes."""
-    whole = bytes_of(2, 64, 264)
-    for blocks in (
-        bytes_of(3, 64, 20),
-        [block[:, 8:] for block in whole],
-        [block.view(-1)[8 : 8 + 64 * 256].view(64, 256) for block in whole],
-    ):
-        assert not packing.suits(blocks)
-        assert torch.equal(packing.pack(blocks), torch.cat(blocks, dim=1))
-
-
-def test_a_replay_packs_again() -> None:
-    """A captured launch reads the same addresses at each replay."""
-    assert packing.prepare(device(), 256) == ""
-    blocks = bytes_of(4, 512, 256)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        packed = packing.pack(blocks)
-    for block in blocks:
-        block.bitwise_not_()
-    graph.replay()
-    assert torch.equal(packed, torch.cat(blocks, dim=1))
-
-
-def test_a_capture_compiles_nothing() -> None:
-    """Without a preparation a capture uses `torch.cat`."""
-    tokens = 1136  # of no other test
-    blocks = bytes_of(2, 64, tokens)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        packed = packing.pack(blocks)
-    assert (device(), tokens) not in packing._prepared
-    graph.replay()
-    assert torch.equal(packed, torch.cat(blocks, dim=1))
-
-
 def quantized(tensor: Tensor, kind: str) -> Any:
     """A tensor in FP8 under a fixed scale, as rows and as the transpose."""
+    library()  # the extension module can be imported only after the library
     import transformer_engine_torch as tex  # type: ignore[import-not-found,unused-ignore]
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -149,7 +88,7 @@ def test_the_joined_product_is_that_of_all_tokens(
             elif held != "both":
                 operand.update_usage(rowwise_usage=True, columnwise_usage=False)
 
-    joined = packing.join(each)
+    joined = joining.join(each)
 
     for made, wanted in zip(joined, whole, strict=True):
         if wanted._transpose is not None:
@@ -171,6 +110,6 @@ def test_one_product_is_near_the_sum_of_many(tokens: int) -> None:
     for n, pair in enumerate(each):
         product(pair, many, accumulate=n > 0)
 
-    one = product(packing.join(each), torch.zeros_like(many), accumulate=False)
+    one = product(joining.join(each), torch.zeros_like(many), accumulate=False)
 
     assert ((one - many).norm() / many.norm()).item() < 1e-3
