@@ -87,6 +87,7 @@ PARTS = (
     ("scale", "compare and time a pipeline over the ranks that torchrun started"),
     ("tables", "measure the paper's tables of complete steps over the ranks that torchrun started"),
     ("models", "measure TFLOP/s of whole decoders over the ranks that torchrun started"),
+    ("groups", "measure steps with one weight-gradient product for several microbatches"),
     ("peers", "measure torch's own pipeline and Megatron-core beside the guarded pipeline"),
     ("curves", "train guarded and native runs alternately, and report their loss curves"),
     ("restarts", "stop training, resume it from a checkpoint and compare every bit"),

@@ -121,6 +121,10 @@ OPTIONS = {
         *("--pp", "--cells", "--schedules", "--rounds", "--steps", "--native-steps"),
         *("--no-profile", "--device", *REPORT),
     },
+    "runtime report groups": {
+        *("--pp", "--cells", "--schedules", "--dtypes", "--groups", "--rounds", "--steps"),
+        *("--digests", "--limit", "--device", *REPORT),
+    },
     "runtime report plots": {"--reports", "--out", "--format"},
     "runtime report peers": {
         *("--cells", "--modes", "--limit", "--rounds", "--steps", "--native-steps"),

@@ -86,7 +86,7 @@ def test_a_model_of_the_common_kind_has_one_digest(tmp_path: Path) -> None:
 
 @two_gpus
 @pytest.mark.parametrize("group", [2, 8])
-def test_grouped_weight_gradients_have_one_digest(group: int, tmp_path: Path) -> None:
+def test_grouped_wgrads_have_one_digest(group: int, tmp_path: Path) -> None:
     """One product over two, or all, microbatches, in each mode, and with a head in bf16."""
     model = f'{MODEL}\nwgrad_group = {group}\nhead = "bf16"'
     found = digests(tmp_path, (ONE[0], ONE[3], ONE[4], TWO[2], TWO[3]), model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,46 +9,15 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.te import joining
-from qeffect.gpu_runtime.backends.te.domain import library
+from qeffect.gpu_runtime.backends.te.product import quantized, wgrad
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 
 pytestmark = pytest.mark.gpu
-
-SCALES = {"kFloat8E4M3": 64.0, "kFloat8E5M2": 4096.0}
 
 
 def device() -> torch.device:
     """The current CUDA device."""
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def quantized(tensor: Tensor, kind: str) -> Any:
-    """A tensor in FP8 under a fixed scale, as rows and as the transpose."""
-    library()  # the extension module can be imported only after the library
-    import transformer_engine_torch as tex  # type: ignore[import-not-found,unused-ignore]
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-    scale = torch.full((1,), SCALES[kind], device=device())
-    amax = torch.zeros(1, device=device())
-    quantizer = Float8Quantizer(scale=scale, amax=amax, fp8_dtype=getattr(tex.DType, kind))
-    quantizer.set_usage(rowwise=True, columnwise=True)
-    return quantizer(tensor)
-
-
-def product(operands: Sequence[Any], out: Tensor, *, accumulate: bool) -> Tensor:
-    """The library's dW, from the input and the output gradient."""
-    from transformer_engine.pytorch.cpp_extensions import general_gemm
-
-    general_gemm(
-        *operands,
-        out_dtype=out.dtype,
-        layout="NT",
-        out=out,
-        accumulate=accumulate,
-        use_split_accumulator=True,
-        grad=True,
-    )
-    return out
 
 
 def operands(
@@ -97,8 +65,8 @@ def test_the_joined_product_is_that_of_all_tokens(
     out = torch.ones(768, 512, dtype=dtype, device=device())
     expected = out.clone()
     for accumulate in (False, True):
-        product(joined, out, accumulate=accumulate)
-        product(whole, expected, accumulate=accumulate)
+        wgrad(joined, out, accumulate=accumulate)
+        wgrad(whole, expected, accumulate=accumulate)
         assert same_bits(out, expected)
 
 
@@ -108,8 +76,8 @@ def test_one_product_is_near_the_sum_of_many(tokens: int) -> None:
     each, _ = operands(tokens, 512, 768, 4)
     many = torch.zeros(768, 512, device=device())
     for n, pair in enumerate(each):
-        product(pair, many, accumulate=n > 0)
+        wgrad(pair, many, accumulate=n > 0)
 
-    one = product(joining.join(each), torch.zeros_like(many), accumulate=False)
+    one = wgrad(joining.join(each), torch.zeros_like(many), accumulate=False)
 
     assert ((one - many).norm() / many.norm()).item() < 1e-3

@@ -103,7 +103,7 @@ def test_the_whole_state_is_that_of_action_by_action(schedule: str, pp: int, rul
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_so_is_that_of_a_step_with_grouped_weight_gradients(group: int) -> None:
+def test_so_is_that_of_a_step_with_grouped_wgrads(group: int) -> None:
     """Each recurring step takes and ends the same groups."""
     job = Job(schedule="zbv", microbatches=4, config=SMALL, scales="epoch", wgrad_group=group)
     for rank in range(2):

@@ -40,7 +40,7 @@ def test_the_rehearsed_step_has_the_transitions_of_a_guarded_one(
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_so_has_a_rehearsed_step_with_grouped_weight_gradients(group: int, tmp_path: Path) -> None:
+def test_so_has_a_rehearsed_step_with_grouped_wgrads(group: int, tmp_path: Path) -> None:
     """Each product takes its group's tapes, in a rehearsal as in a guarded step."""
     job = Job(schedule="zbv", scales="epoch", wgrad_group=group)
     said = launch(2, tmp_path, bodies.rehearsed, job, None)

@@ -573,6 +573,58 @@ def models_report() -> dict[str, Any]:
     return Report("models", None, ENVIRONMENT, asked, {"rows": rows}).finish()
 
 
+def group_row(
+    schedule: str, dtype: str, group: int, ms: list[float], **more: Any
+) -> dict[str, Any]:
+    """A row over two ranks; group 0 is today."""
+    place = {"arena_bytes": 10, "capture_s": 1.0 + group}
+    facts = [
+        {**place, "slots": [4, 2], "slots_of": {"0": 4, "2": 2}},
+        {**place, "slots": [3, 1], "slots_of": {"1": 3, "3": 1}},
+    ]
+    return {
+        **{"cell": "h4096-s256-m8", "schedule": schedule, "dtype": dtype, "error": None},
+        **{"scales": "epoch" if group else "action", "group": group or 1, "mode": "one launch"},
+        **{"step_ms": ms, "single_ms": ms, "host_ms": ms, "construction_s": 1.0, "row_s": 2.0},
+        **{"peak_bytes": [5, 7], "facts": facts, "digest": str(group) * 64 if group else None},
+        **more,
+    }
+
+
+def groups_report() -> dict[str, Any]:
+    """Both schedules between rows of today; one digest differs, and one row found no memory."""
+    failed = {"cell": "h4096-s1024-m8", "schedule": "il", "dtype": "fp32", "scales": "epoch",
+              "group": 8, "error": "no memory"}  # fmt: skip
+    rows = [
+        group_row("il", "bf16", 0, [10.0, 11.0, 12.0]),
+        group_row("il", "bf16", 1, [10.0, 10.0, 10.0]),
+        group_row("il", "bf16", 8, [9.0, 9.0, 9.5]),
+        group_row("il", "bf16", 0, [8.0, 9.0, 9.0]),
+        group_row("zbv", "bf16", 0, [10.0, 10.0, 10.0]),
+        group_row("zbv", "bf16", 1, [9.0, 9.0, 9.0], digest="2" * 64),
+        group_row("zbv", "bf16", 8, [8.0, 8.0, 8.5]),
+        group_row("zbv", "bf16", 0, [10.0, 10.0, 10.0]),
+        group_row("il", "fp32", 0, [20.0, 20.0, 20.0]),
+        group_row("il", "fp32", 4, [15.0, 15.0, 15.0]),
+        failed,
+    ]
+    asked = {"pp": 2, "cells": ["h4096-s256-m8", "h4096-s1024-m8"], "schedules": ["il", "zbv"],
+             "dtypes": ["bf16", "fp32"], "groups": [1, 4, 8], "device": "cuda",
+             "backend": "transformer-engine", "mode": "one launch", "rounds": 3,
+             "steps": {"h4096-s256-m8": 15}, "digests": ["h4096-s256-m8"],
+             "settling_steps": 4}  # fmt: skip
+    products = [
+        {
+            **{"cell": "h4096-s256-m8", "dtype": dtype, "tokens": 256, "microbatches": 8},
+            **{"matrices": 4, "ms": {"each": each, "join": 0.07, "one": 0.5}},
+            **{"apart": {"each": 0.004, "one": 0.0016}, "same_bits": 0 if dtype == "bf16" else 4},
+        }
+        for dtype, each in (("bf16", 1.9), ("fp32", 3.7))
+    ]
+    raw = {"products": products, "rows": rows}
+    return Report("groups", None, ENVIRONMENT, asked, raw).finish()
+
+
 def train_report(*, differ: int = 0) -> dict[str, Any]:
     """A run beside native, and one by itself."""
     alone = {

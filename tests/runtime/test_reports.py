@@ -50,6 +50,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "tables": samples.tables_report,
     "peers": samples.peers_report,
     "models": samples.models_report,
+    "groups": samples.groups_report,
     "train": samples.train_report,
     "restarts": samples.restarts_report,
     "kills": samples.kills_report,

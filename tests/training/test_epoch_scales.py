@@ -131,7 +131,7 @@ def test_other_sums_have_one_digest_too(options: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.ci
-def test_grouped_weight_gradients_have_one_digest(tmp_path: Path) -> None:
+def test_grouped_wgrads_have_one_digest(tmp_path: Path) -> None:
     """One product of two, or of all, microbatches; each group is a recipe of its own in bf16."""
     path = noise(tmp_path)
     groups = 2, 8

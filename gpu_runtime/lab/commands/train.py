@@ -63,6 +63,13 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     refuse_unused(args, ["--digest"], "--compare compares every tensor and prints no digest")
     config.require_drawn("--compare")
     config = attrs.evolve(config, checkpoint=Checkpointing())
+    if config.model.wgrad_group > 1:
+        raise UnusableError(
+            f"{args.config}: [model] wgrad_group: expected 1 with --compare, found "
+            f"{config.model.wgrad_group}; native full backwards compute the weight gradient of "
+            "each microbatch by itself, so bf16 bits differ; set wgrad_group = 1, or leave "
+            "--compare out"
+        )
     if args.compare == "all" and config.parallel.mode == "one launch":
         raise UnusableError(
             f"{args.config}: [parallel] mode: --compare all needs every action of a step, which "

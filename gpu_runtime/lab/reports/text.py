@@ -15,6 +15,7 @@ from ..statistics.summary import Raw
 __all__ = ["LINES", "table"]
 
 Report = Mapping[str, Any]
+_SET = ("cell", "schedule", "dtype")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -293,6 +294,73 @@ def model_lines(derived: Raw) -> list[str]:
     return ["", *table(header, rows), *failed]
 
 
+def product_lines(products: Sequence[Raw]) -> list[str]:
+    """The products of one layer: one for each microbatch, and one for all."""
+    header = (
+        *("cell", "dtype", "products", "each ms", "join and one ms", "this/each"),
+        *("distance from fp64, this/each", "matrices of equal bits"),
+    )
+    rows = [
+        (
+            one["cell"],
+            one["dtype"],
+            str(one["microbatches"]),
+            number(one["each_ms"], 3),
+            number(one["joined_ms"], 3),
+            number(one["over_each"], 3),
+            number(one["apart_over_each"], 4),
+            f"{one['same_bits']} of {one['of']}",
+        )
+        for one in products
+    ]
+    return ["", *table(header, rows)] if rows else []
+
+
+def group_lines(derived: Raw) -> list[str]:
+    """Every row, the best group of each set, the comparison of digests, failed rows and goals."""
+    sets = {tuple(one[name] for name in _SET): one for one in derived["sets"]}
+    rows = []
+    for row in derived["rows"]:
+        today = row["scales"] == "action"
+        over = sets[tuple(row[name] for name in _SET)]["over_today"]
+        rows.append(
+            (
+                *(row[name] for name in _SET),
+                "today" if today else f"group {row['group']}",
+                *(number(row["step_ms"][name], 3) for name in ("median", "min", "max")),
+                "-" if today else number(over.get(str(row["group"])), 3),
+                f"{row['peak_bytes'] / 1e9:.2f}",
+                " ".join(map(str, row["slots"].values())),
+            )
+        )
+    header = (
+        *_SET, "dW", "ms per step", "min", "max", "this/today", "peak GB", "slots by stage",
+    )  # fmt: skip
+    lines = [*product_lines(derived["products"]), "", *table(header, rows), ""]
+    for one in derived["sets"]:
+        if (best := one["best"]) is not None:
+            lines.append(
+                f"{', '.join(one[name] for name in _SET)}: best group {best['group']}, "
+                f"{number(best['over_today'], 3)} of today's step time"
+            )
+    compared = [one for one in derived["digests"] if one["alike"] is not None]
+    if compared:
+        same = sum(one["alike"] for one in compared)
+        lines.append(f"{same} of {len(compared)} digests are equal under every schedule")
+    lines += [
+        f"DIFFERENT digests: {one['cell']}, {one['dtype']}, group {one['group']}: "
+        f"{' and '.join(one['schedules'])}"
+        for one in compared
+        if not one["alike"]
+    ]
+    lines += [
+        f"FAILED: {', '.join(error[name] for name in _SET)}, scales move per {error['scales']}, "
+        f"group {error['group']}: {error['error']}"
+        for error in derived["errors"]
+    ]
+    return lines + target_lines(derived["targets"])
+
+
 def gigabytes(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value / 1e9:+.2f}"
 
@@ -567,6 +635,7 @@ LINES: Mapping[str, Callable[[Report], Sequence[str]]] = {
     "tables": lambda report: table_lines(report["derived"]),
     "peers": lambda report: peer_lines(report["derived"]),
     "models": lambda report: model_lines(report["derived"]),
+    "groups": lambda report: group_lines(report["derived"]),
     "restarts": restart_lines,
     "kills": kill_lines,
     "modes": mode_lines,

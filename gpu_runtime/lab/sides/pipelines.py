@@ -311,6 +311,7 @@ def build_guarded(
     mode: Mode | None = None,
     *,
     optimizer: Callable[..., Optimizer] = Optimizer,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> GuardedSide:
     """
     Build the guarded side of a job over drawn batches; every rank calls it.
@@ -320,6 +321,7 @@ def build_guarded(
         job: The pipeline.
         mode: How a step runs; None for graph replays on a GPU and eager calls on a CPU.
         optimizer: Makes the optimizer.
+        dtype: Type of accumulated gradients.
     """
     batch = drawn_batches(job, member.device)
     worker = build_worker_of(
@@ -329,6 +331,7 @@ def build_guarded(
         feed=lambda replica: DrawnBatches(batch, member.device),
         limits=Limits(message=30.0, commit=30.0),
         optimizer=optimizer,
+        dtype=dtype,
     )
     return LaunchSide(worker) if mode == "one launch" else GuardedSide(worker)
 
@@ -367,7 +370,12 @@ def build_worker_of(
         ),
         feed or (lambda replica: Batches(job.batch(member.device, replica), member.device)),
         RuntimeConfig(
-            rule=job.rule, provisioning=job.provisioning, mode=mode, dtype=dtype, amax=job.amax
+            rule=job.rule,
+            provisioning=job.provisioning,
+            mode=mode,
+            dtype=dtype,
+            amax=job.amax,
+            group=job.wgrad_group,
         ),
         limits=limits,
         optimizer=optimizer,

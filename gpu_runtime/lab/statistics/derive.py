@@ -22,6 +22,7 @@ from .complete_step import derive_tables
 from .curves import derive_curves
 from .evidence import derive_compare, derive_pools, derive_probes, derive_streams
 from .goals import judge_cells, judge_sweep
+from .groups import derive_groups
 from .host import derive_host
 from .kills import derive_kills
 from .models import derive_models
@@ -381,6 +382,7 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "tables": derive_tables,
     "peers": derive_peers,
     "models": derive_models,
+    "groups": derive_groups,
     "train": derive_train,
     "restarts": derive_restarts,
     "kills": derive_kills,

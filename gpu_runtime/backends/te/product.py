@@ -1,0 +1,79 @@
+"""
+The library's product of a weight gradient over operands with fixed scales, for tests and reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .domain import library
+
+__all__ = ["quantized", "quantized_operands", "wgrad"]
+
+_SCALES = {"kFloat8E4M3": 64.0, "kFloat8E5M2": 4096.0}
+
+
+def quantized(value: Tensor, kind: str) -> Any:
+    """
+    Quantize a tensor with a fixed scale, as rows and as the transpose.
+
+    Args:
+        value: The tensor, on a CUDA device.
+        kind: The library's name of the FP8 type: ``kFloat8E4M3`` or ``kFloat8E5M2``.
+    """
+    library()  # the extension module can be imported only after the library
+    import transformer_engine_torch as tex  # type: ignore[import-not-found,unused-ignore]
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    quantizer = Float8Quantizer(
+        scale=torch.full((1,), _SCALES[kind], device=value.device),
+        amax=torch.zeros(1, device=value.device),
+        fp8_dtype=getattr(tex.DType, kind),
+    )
+    quantizer.set_usage(rowwise=True, columnwise=True)
+    return quantizer(value)
+
+
+def quantized_operands(tokens: int, rows: int, width: int, *, seed: int) -> tuple[Any, Any]:
+    """
+    Draw an input and an output gradient of one microbatch, quantized.
+
+    Args:
+        tokens: Rows of both.
+        rows: Columns of the output gradient: rows of the weight.
+        width: Columns of the input, and of the weight.
+        seed: Seed of the values.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    drawn = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(tokens, width, generator=drawn, device=device)
+    gradient = torch.randn(tokens, rows, generator=drawn, device=device) * 0.01
+    return quantized(x.bfloat16(), "kFloat8E4M3"), quantized(gradient.bfloat16(), "kFloat8E5M2")
+
+
+def wgrad(operands: Sequence[Any], out: Tensor, *, accumulate: bool) -> Tensor:
+    """
+    Compute a weight gradient with the library's product, as its layers do in backward.
+
+    Args:
+        operands: The input and the output gradient, quantized.
+        out: Where to write it, `[rows, width]`.
+        accumulate: Whether to add to it.
+    """
+    library()
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    general_gemm(
+        *operands,
+        out_dtype=out.dtype,
+        layout="NT",
+        out=out,
+        accumulate=accumulate,
+        use_split_accumulator=True,
+        grad=True,
+    )
+    return out

@@ -1,0 +1,178 @@
+"""
+The rows of the report of grouped weight gradients: layers alone, one per stage.
+
+Each row runs one schedule of one cell with one type of gradient destinations. Destinations in fp32
+have fp32 master weights. `today` moves scales at every action and computes the weight gradients of
+each microbatch by itself. Each further row moves scales once per step, and computes the weight
+gradients of `group` microbatches as one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+
+from ...backends.layers import LayerConfig
+from ...ranks.job import Job
+from ...ranks.membership import Member
+from ...runtime import Mode
+from ...step.optimizer import Optimizer
+from ...training.state import by_layer
+from ...training.state_digest import state_digest
+from .language import LAYERS
+from .pipelines import GuardedSide, LaunchSide, build_guarded
+
+__all__ = ["CELLS", "DTYPES", "SCHEDULES", "GroupCell", "GroupRow", "group_rows"]
+
+SCHEDULES = ("il", "zbv")
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Types of gradient destinations by name."""
+HISTORY = 16
+
+
+@attrs.frozen
+class GroupCell:
+    """
+    A workload.
+
+    Args:
+        config: Dimensions of a layer; each stage has one layer.
+        microbatches: Microbatches per step.
+        steps: Steps per round by default.
+    """
+
+    config: LayerConfig
+    microbatches: int
+    steps: int
+
+
+CELLS: Mapping[str, GroupCell] = {
+    "h2048-s256-m4": GroupCell(LAYERS["h2048-s256"], 4, 20),
+    "h4096-s256-m8": GroupCell(LAYERS["h4096-s256"], 8, 15),
+    "h4096-s1024-m8": GroupCell(LayerConfig(4096, 14336, 32, 1024), 8, 10),
+    "tiny": GroupCell(LAYERS["tiny"], 4, 2),
+}
+"""Workloads by name; `tiny` is for a CPU."""
+
+
+@attrs.frozen
+class GroupRow:
+    """
+    One row to measure.
+
+    Args:
+        cell: One of `CELLS`.
+        schedule: One of `SCHEDULES`.
+        dtype: One of `DTYPES`, the type of gradient destinations.
+        scales: When scales move: at every `action` in rows of today, else once an `epoch`.
+        group: Microbatches whose weight gradients are one product.
+        pp: Pipeline ranks.
+        launches: Whether each step is one launch; otherwise replays on a GPU, eager calls on a
+            CPU.
+    """
+
+    cell: str
+    schedule: str
+    dtype: str
+    scales: str = "action"
+    group: int = 1
+    pp: int = 2
+    launches: bool = True
+    settling_steps = 4
+    """Steps before the digest and the first round; the same number in each row."""
+
+    @property
+    def side(self) -> str:
+        """`today`, or `grouped`."""
+        return "today" if self.scales == "action" else "grouped"
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """The fields that name the row in the report."""
+        named = ("cell", "schedule", "dtype", "scales", "group")
+        return {field: getattr(self, field) for field in named}
+
+    @property
+    def label(self) -> str:
+        """The name in progress lines."""
+        side = self.side if self.side == "today" else f"group {self.group}"
+        return f"{self.cell}, {self.schedule}, {self.dtype}, {side}"
+
+    def job(self) -> Job:
+        """The row's pipeline."""
+        cell = CELLS[self.cell]
+        return Job(
+            schedule=self.schedule,
+            pp=self.pp,
+            microbatches=cell.microbatches,
+            config=cell.config,
+            history=HISTORY,
+            rule="accumulate",
+            scales=self.scales,  # type: ignore[arg-type]
+            wgrad_group=self.group,
+        )
+
+    def make(self, member: Member) -> GuardedSide:
+        """Build the side; every rank calls it."""
+        wide = DTYPES[self.dtype]
+        optimizer = Optimizer
+        if wide is not torch.bfloat16:
+            optimizer = partial(Optimizer, master_dtype=wide)  # type: ignore[assignment]
+        mode: Mode | None = "one launch" if self.launches else None
+        return build_guarded(member, self.job(), mode, optimizer=optimizer, dtype=wide)
+
+    def digest(self, side: GuardedSide) -> str:
+        """
+        The digest of all ranks' parameters, moments and scales between two steps; every rank calls
+        it.
+        """
+        whole = side.whole if isinstance(side, LaunchSide) else None
+        if whole is not None:
+            whole.leave()  # waits for the launches in flight
+        found = state_digest(side.worker, by_layer(self.job().layers))
+        if whole is not None:
+            whole.resume()
+        return found
+
+
+def group_rows(
+    cells: Sequence[str],
+    schedules: Sequence[str],
+    dtypes: Sequence[str],
+    groups: Sequence[int],
+    *,
+    pp: int,
+    launches: bool,
+) -> list[GroupRow]:
+    """
+    The rows of some cells, in the order of measuring.
+
+    For each cell, type and schedule: today, each group that divides the cell's microbatches, and
+    today again, so that the spread of the baseline is seen.
+
+    Args:
+        cells: Names of `CELLS`.
+        schedules: Names of `SCHEDULES`.
+        dtypes: Names of `DTYPES`.
+        groups: Groups; empty for all powers of two.
+        pp: Pipeline ranks.
+        launches: Whether each step is one launch.
+    """
+    rows = []
+    for cell in cells:
+        whole = CELLS[cell].microbatches
+        sizes = sorted(set(groups)) if groups else [2**n for n in range(whole.bit_length())]
+        for dtype in dtypes:
+            for schedule in schedules:
+                today = GroupRow(cell, schedule, dtype, pp=pp, launches=launches)
+                grouped = [
+                    attrs.evolve(today, scales="epoch", group=size)
+                    for size in sizes
+                    if whole % size == 0
+                ]
+                rows += [today, *grouped, today]
+    return rows
