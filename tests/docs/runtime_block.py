@@ -14,7 +14,7 @@ from qeffect.gpu_runtime.lab.statistics.scales import LAST
 from qeffect.gpu_runtime.training.config import TABLES
 from qeffect.gpu_runtime.training.config_file import current, read
 from qeffect.report import package
-from tests.docs import device_block, scale_block, summary_block, tables_block
+from tests.docs import device_block, groups_block, scale_block, summary_block, tables_block
 from tests.docs.blocks import ROOT, RUNTIME_REPORTS, load, markdown
 from tests.docs.curves_block import curves
 from tests.docs.history import age
@@ -434,6 +434,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "tables": lambda: "\n\n".join(tables_block.tables(files("tables"), machine_of)),
     "peers": lambda: "\n\n".join(tables_block.peers(files("peers"), machine_of)),
     "models": lambda: "\n\n".join(tables_block.models(files("models"), machine_of)),
+    "groups": lambda: "\n\n".join(groups_block.groups(files("groups"), machine_of)),
     "learning": learning,
     "pictures": pictures,
     "reports": listed,

@@ -17,20 +17,21 @@ __all__ = ["quantized", "quantized_operands", "wgrad"]
 _SCALES = {"kFloat8E4M3": 64.0, "kFloat8E5M2": 4096.0}
 
 
-def quantized(value: Tensor, kind: str) -> Any:
+def quantized(value: Tensor, kind: str, *, factor: float = 1.0) -> Any:
     """
     Quantize a tensor with a fixed scale, as rows and as the transpose.
 
     Args:
         value: The tensor, on a CUDA device.
         kind: The library's name of the FP8 type: ``kFloat8E4M3`` or ``kFloat8E5M2``.
+        factor: The scale over a power of two. With 1 no product is rounded when it is scaled.
     """
     library()  # the extension module can be imported only after the library
     import transformer_engine_torch as tex  # type: ignore[import-not-found,unused-ignore]
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     quantizer = Float8Quantizer(
-        scale=torch.full((1,), _SCALES[kind], device=value.device),
+        scale=torch.full((1,), _SCALES[kind] * factor, device=value.device),
         amax=torch.zeros(1, device=value.device),
         fp8_dtype=getattr(tex.DType, kind),
     )
