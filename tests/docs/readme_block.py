@@ -89,7 +89,10 @@ def bench() -> str:
 
 def runtime() -> str:
     """The runtime's main results, a sentence each."""
-    parts = (same_bits(), over_ranks(), one_device(), models(), peers(), training(), met())
+    parts = (
+        *(same_bits(), over_ranks(), one_device(), models(), grouped(), peers(), training()),
+        met(),
+    )
     return "\n".join(wrapped(f"- {said}", "  ") for part in parts for said in part)
 
 
@@ -166,6 +169,17 @@ def models() -> Iterator[str]:
         yield (
             f"*Whole models*, TFLOP/s per GPU (speed over native): {said}. "
             f"[Table]({RUNTIME}#whole-models)."
+        )
+
+
+def grouped() -> Iterator[str]:
+    """The time of a step with the best group over today's, in every set of rows."""
+    sets = [one for _, report in files("groups") for one in report["derived"]["sets"]]
+    best = [one["best"]["over_today"] for one in sets if one["best"] is not None]
+    if best:
+        yield (
+            f"*Grouped dW*: {span(best)} the time of a step without groups. "
+            f"[Table]({RUNTIME}#grouped-dw)."
         )
 
 
