@@ -55,9 +55,17 @@ class Session:
         runtime: The runtime.
         rehearsal: Return to a token's place instead of refusing an old token. For `opcheck`;
             keeps the epoch's inputs alive.
+
+    Raises:
+        BackendError: The runtime groups dW, which the operator of dW cannot express.
     """
 
     def __init__(self, runtime: Runtime, *, rehearsal: bool = False) -> None:
+        if runtime.config.group > 1:
+            raise BackendError(
+                f"group is {runtime.config.group}: the operator of dW takes one tape; make the "
+                "runtime with group=1"
+            )
         self.runtime = runtime
         self.rehearsal = rehearsal
         self.handle = next(_HANDLES)

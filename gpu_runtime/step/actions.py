@@ -14,8 +14,9 @@ launch takes two microseconds, so a lookup per action would be noticeable.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Final
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
 
 import attrs
 from torch import Tensor
@@ -24,6 +25,7 @@ from qeffect.contract import Contract, Ticket
 from qeffect.keys import Cell, TapeKey, TapeRef
 from qeffect.refusals import Refused
 from qeffect.relations.constants import RESERVED
+from qeffect.text import shown
 
 from ..backends.epoch_scales import begin_forward
 from ..backends.protocol import BackendError, StateDomain
@@ -67,7 +69,38 @@ HALF_UPDATED: Final = (
 )
 
 
-def _not_grouped(key: TapeKey, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+def _pairs(group: Any) -> tuple[tuple[TapeKey, TapeRef], ...]:
+    """
+    The members of a group, once: they may come from a generator.
+
+    Raises:
+        TypeError: The group is not a collection of pairs of key and reference.
+    """
+    found: tuple[tuple[Any, Any], ...] | None = None
+    with suppress(TypeError, ValueError):
+        found = tuple((key, ref) for key, ref in group)
+    if found is None or any([*map(type, pair)] != [TapeKey, TapeRef] for pair in found):
+        raise TypeError(
+            "wgrad: expected a group of pairs (key, ref), the keys and references of the other "
+            f"tapes, found {shown(group)}; leave group out for a dW of one tape"
+        )
+    return found
+
+
+def _microbatches(key: TapeKey, group: Sequence[tuple[TapeKey, TapeRef]]) -> Iterator[int]:
+    """The microbatches of a group; -1 for a tape of another stage or block."""
+    for other, _ in group:
+        same = (other.stage, other.block, other.invocation) == (
+            key.stage,
+            key.block,
+            key.invocation,
+        )
+        yield other.microbatch if same else -1
+
+
+def _not_grouped(
+    key: TapeKey, group: Sequence[tuple[TapeKey, TapeRef]], expected: tuple[int, ...]
+) -> str:
     """The message of a dW whose tapes are not a group of the configuration."""
     where = f"dW of stage {key.stage}"
     if not expected:
@@ -75,9 +108,11 @@ def _not_grouped(key: TapeKey, found: tuple[int, ...], expected: tuple[int, ...]
             f"{where}: the product of another microbatch's dW takes microbatch {key.microbatch}; "
             "pass it in the group of the first microbatch of its group"
         )
+    found = [key.microbatch, *(other.microbatch for other, _ in group)]
+    others = [str(other) for other, _ in group if other.stage != key.stage]
     return (
         f"{where}: expected one dW of microbatches {list(expected)}, as the configuration's group "
-        f"says, found {list(found)}; pass the others as group=[(key, ref), ...]"
+        f"says, found {others or found}; pass the others as group=[(key, ref), ...]"
     )
 
 
@@ -424,6 +459,7 @@ class GuardedActions:
             caller: Name of the calling stream.
 
         Raises:
+            TypeError: The group is not a collection of pairs of key and reference.
             Refused: A clause of ownership, version, order, arena, capture or completion, or
                 `ownership.matrix-coverage` if any matrix was not covered exactly once.
             BackendError: The tapes are not a group of the configuration; nothing was changed.
@@ -431,8 +467,10 @@ class GuardedActions:
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:
             place = self._known(key)
-        if (found := (key.microbatch, *(k.microbatch for k, _ in group))) != place.group:
-            raise BackendError(_not_grouped(key, found, place.group))
+        if group != ():  # with a group of one, this costs one comparison
+            group = _pairs(group)
+        if (key.microbatch, *_microbatches(key, group)) != place.group:
+            raise BackendError(_not_grouped(key, group, place.group))
         memory, variant, opens = place.memory, place.variant, place.opens
         if self._walk[0]:
             variant, opens = place.later, None if opens is None else False

@@ -113,7 +113,7 @@ class Model:
             microbatches.
         wgrad_group: Microbatches whose weight gradients are one product, a divisor of the
             microbatches of a walk. A larger group reads and writes gradients less often, but keeps
-            more tapes live; `qeffect plan TABLE --group 2` says how many. More than 1 needs
+            more tapes live; `qeffect plan TABLE --wgrad-group 2` says how many. More than 1 needs
             `scales = "epoch"` and `rule = "accumulate"` of `[parallel]`. In bf16 it changes the
             bits of gradients.
     """

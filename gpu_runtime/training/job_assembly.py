@@ -124,10 +124,15 @@ def _require_grouped(config: Config) -> None:
             f"{where}: expected scales = 'epoch', as one product has one set of scales, found "
             f"scales = {config.model.scales!r}; set scales, or leave wgrad_group out"
         )
+    if parallel.rule != "accumulate":
+        raise UnusableError(
+            f"{where}: expected [parallel] rule = 'accumulate', as one product writes one "
+            f"destination, found {parallel.rule!r}; set rule, or leave wgrad_group out"
+        )
     try:
         require_group(group, parallel.microbatches // parallel.walks)
     except ScheduleError as error:
-        raise UnusableError(f"{where}: {error}") from None
+        raise UnusableError(f"{where}: {str(error).removeprefix('group: ')}") from None
 
 
 def _cut(config: Config, stages: int) -> tuple[int, ...]:

@@ -276,7 +276,7 @@ class _Parser:
 
     def products(self, field: str, given: Mapping[str, Any]) -> dict[int, Time]:
         place = f"{field}.{_GROUPED}" if field else _GROUPED
-        wanted = 'numbers of microbatches from 2, as in "4"'
+        wanted = 'numbers of microbatches from 2 to 999999, as in "4"'
         found = self.keyed(_GROUPED, given, _GROUP, wanted, place)
         return {int(key): self.time(f"{place}.{key}", time) for key, time in found.items()}
 

@@ -17,6 +17,7 @@ from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear, deferred
 from qeffect.gpu_runtime.backends.reference.scaling import QuantizedTensor
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
+from qeffect.gpu_runtime.operators import Session
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state, same_bits
@@ -280,6 +281,44 @@ class TestRefused:
         assert len(run.runtime.contract.live()) == 4
         actions.wgrad(*pair[0], group=[pair[1]])
         assert sorted(key.microbatch for key in run.runtime.contract.live()) == [2, 3]
+
+    def test_a_group_that_can_be_read_once(self) -> None:
+        """A generator is a group like any other."""
+        run = grouped_run(GPIPE, 2)
+        for step in run.runtime.order.steps[:8]:
+            run.advance(step)
+        first, second = (run.runtime.key(0, m) for m in range(2))
+        pairs = ((key, run.ref(key)) for key in [second])
+        run.runtime.actions.wgrad(first, run.ref(first), group=pairs)  # type: ignore[arg-type]
+        assert sorted(key.microbatch for key in run.runtime.contract.live()) == [2, 3]
+
+    @pytest.mark.parametrize("group", [1, 2])
+    @pytest.mark.parametrize("wrong", [None, 5, "ab", ["ab"], [()], [(1, 2)]], ids=str)
+    def test_no_pairs(self, group: int, wrong: Any) -> None:
+        """The message says what a member is; nothing has changed."""
+        run = grouped_run(GPIPE, group)
+        for step in run.runtime.order.steps[:8]:
+            run.advance(step)
+        first = run.runtime.key(0, 0)
+        for given in (wrong, [first], [(run.ref(first), first)]):
+            with pytest.raises(TypeError, match=r"wgrad: expected a group of pairs \(key, ref\)"):
+                run.runtime.actions.wgrad(first, run.ref(first), group=given)
+        assert len(run.runtime.contract.live()) == 4
+
+    def test_a_tape_of_another_stage(self) -> None:
+        """The message names it."""
+        order = Order.parse("0F0 0F1 1F0 1F1 1I0 1I1 0I0 0I1 1W0 1W1 0W0 0W1")
+        run = grouped_run(order, 2)
+        for step in order.steps[:8]:
+            run.advance(step)
+        own, other = run.runtime.key(0, 0), run.runtime.key(1, 1)
+        with pytest.raises(BackendError, match=r"found .*microbatch 1 of stage 1"):
+            run.runtime.actions.wgrad(own, run.ref(own), group=[(other, run.ref(other))])
+
+    def test_operators(self) -> None:
+        """The operator of dW takes one tape."""
+        with pytest.raises(BackendError, match="the operator of dW takes one tape"):
+            Session(grouped_run(GPIPE, 2).runtime)
 
     def test_a_reference_of_an_earlier_epoch(self) -> None:
         """The contract checks every member before anything runs."""

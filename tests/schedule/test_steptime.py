@@ -539,7 +539,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grouped_W": 0.5}, "grouped_W: expected an object, found 0.5"),
     (
         {"grouped_W": {"1": 0.3}},
-        'grouped_W: expected names that are numbers of microbatches from 2, as in "4", found "1"',
+        "grouped_W: expected names that are numbers of microbatches from 2 to 999999, as in "
+        '"4", found "1"',
     ),
     ({"grouped_W": {"4": "x"}}, 'grouped_W.4: expected a number .* found "x"'),
     ({"stages": {"0": {"grouped_W": []}}}, r"stages.0.grouped_W: expected an object, found \[\]"),

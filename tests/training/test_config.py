@@ -19,6 +19,7 @@ from qeffect.gpu_runtime.ranks.membership import Limits, join, launcher_ranks
 from qeffect.gpu_runtime.training import config, config_page, fields
 from qeffect.gpu_runtime.training.config import TABLES
 from qeffect.gpu_runtime.training.config_file import differences, read
+from qeffect.gpu_runtime.training.job_assembly import job_of
 from qeffect.report import UnusableError
 from tests.ranks.ranks import launch
 
@@ -195,6 +196,32 @@ def test_epoch_scales_need_deterministic_kernels(tmp_path: Path) -> None:
     file.write_text(given.replace("steps = 3", "steps = 3\ndeterministic = false"))
     with pytest.raises(UnusableError, match=r"\[model\] scales: expected \[run\] deterministic"):
         read(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("", ""), ""),
+        (('scales = "epoch"\n', ""), "expected scales = 'epoch'.*found scales = 'action'"),
+        (("wgrad_group = 2", "wgrad_group = 3"), "expected a divisor of the 2 microbatches.*3"),
+        (("wgrad_group = 2", "wgrad_group = 0"), "expected a whole number .* found 0"),
+        (
+            ("microbatches = 2", 'microbatches = 2\nrule = "copied"'),
+            "rule = 'accumulate'.*'copied'",
+        ),
+    ],
+)
+def test_what_a_group_of_wgrads_needs(change: tuple[str, str], said: str, tmp_path: Path) -> None:
+    """Scales that stand still, one destination, and whole groups; the message names the field."""
+    text(tmp_path)
+    file = tmp_path / "run.toml"
+    group = 'history = 4\nscales = "epoch"\nwgrad_group = 2'
+    file.write_text(CONFIG.replace("history = 4", group).replace(*change))
+    if not said:
+        assert job_of(read(file)).wgrad_group == 2
+        return
+    with pytest.raises(UnusableError, match=rf"\[model\] wgrad_group: {said}"):
+        job_of(read(file))
 
 
 @pytest.mark.parametrize(
