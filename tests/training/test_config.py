@@ -207,7 +207,7 @@ def test_epoch_scales_need_deterministic_kernels(tmp_path: Path) -> None:
         (("wgrad_group = 2", "wgrad_group = 0"), "expected a whole number .* found 0"),
         (
             ("microbatches = 2", 'microbatches = 2\nrule = "copied"'),
-            "rule = 'accumulate'.*'copied'",
+            r"expected \[parallel\] rule = 'accumulate'.*'copied'",
         ),
     ],
 )
