@@ -101,7 +101,7 @@ class Flips:
             self.calls += 1
         return found
 
-    def _flipped(self, memory: Any, slot: Any = None, variant: Any = None) -> bool:
+    def _flipped(self, memory: Any, slot: Any = None, variant: Any = None, _: Any = ()) -> bool:
         stage = memory.stage
         if self.kind == "output":
             flip(slot.outputs[0])

@@ -84,10 +84,7 @@ def captured_facts() -> dict[str, Any]:
         side.step()
         facts = side.facts()
         slots = sum(memory.table.num_slots for memory in side.worker.runtime.memories.values())
-        variants = sum(
-            len(slot.wgrad)
-            for slot in side.worker.runtime.executor.slots.values()  # type: ignore[union-attr]
-        )
+        variants = len(side.worker.runtime.executor.wgrads)  # type: ignore[union-attr]
         side.close()
     return {**facts, "sum of slots": slots, "variants": variants}
 
