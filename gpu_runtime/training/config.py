@@ -111,11 +111,12 @@ class Model:
             update of weights. `epoch` needs `deterministic` of `[run]`. With
             `rule = "accumulate"` it also needs a schedule whose dI and dW run in the order of
             microbatches.
-        wgrad_group: Microbatches whose weight gradients are one product, a divisor of the
-            microbatches of a walk. A larger group reads and writes gradients less often, but keeps
-            more tapes live; `qeffect plan TABLE --wgrad-group 2` says how many. More than 1 needs
-            `scales = "epoch"` and `rule = "accumulate"` of `[parallel]`. In bf16 it changes the
-            bits of gradients.
+        wgrad_group: Number of consecutive microbatches whose weight gradients are computed as one
+            product per matrix; must divide the microbatches of a walk. With a larger number,
+            gradients are read and written less often, but more tapes stay live; `qeffect plan TABLE
+            --wgrad-group 2` prints the number of live tapes. More than 1 needs delayed scaling,
+            `scales = "epoch"`, and `rule = "accumulate"` of `[parallel]`. With bf16 gradients the
+            number changes their bits.
     """
 
     vocabulary: int = whole(32768, 16, 2**31, unit="tokens", resume=SAME)

@@ -26,7 +26,8 @@ def groups(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         parts += [
             "**One layer's four matrices**, with scales that are powers of two. *Each* is one "
             "product per microbatch; *one* is one product of all, and includes the copy that joins "
-            "the operands. *Distance* is that of *one* from a sum in fp64, over that of *each*.",
+            "the operands. *Distance* compares errors: the distance of *one* from a sum in fp64, "
+            "divided by the distance of *each*. Below 1, *one* is more accurate.",
             markdown(
                 (
                     *("cell", "gradients", "microbatches", "each ms", "one ms", "one/each"),
@@ -40,16 +41,18 @@ def groups(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         compared = [one for one in derived["digests"] if one["alike"] is not None]
         alike = sum(one["alike"] for one in compared)
         digests = (
-            f" Of {len(compared)} groups, {alike} have one digest of parameters, moments and "
-            "scales under both schedules, after four steps."
+            " For each cell, gradient type and group size, the digests of parameters, moments and "
+            f"scales after four steps were compared between both schedules: {alike} of "
+            f"{len(compared)} are equal."
             if compared
             else ""
         )
         parts += [
             f"**Steps in {asked['mode']} over {asked['pp']} ranks** ({name}; {machine(report)}). "
-            "*Today* moves scales at every action, without groups; it is measured before and after "
-            "the rows with groups, and the ratio is over the median of both. Slots are of all "
-            f"stages of both ranks.{digests}",
+            "*Today* is the default: scales move at every action, one dW per microbatch. It is "
+            "measured before and after the other rows. Columns *group 1* to *8* divide the median "
+            "step time by the median over all rounds of both *today* measurements. *Slots* is the "
+            f"sum over all stages of all ranks.{digests}",
             markdown(
                 (
                     *("cell", "schedule", "gradients", "today ms", "group 1", "2", "4", "8"),
