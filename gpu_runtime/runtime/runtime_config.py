@@ -205,21 +205,15 @@ class RuntimeConfig:
                 f"counts is {self.counts!r}; mode 'one launch' needs 'next step', which is its "
                 "default: leave counts out"
             )
-        if type(self.walks) is not int or self.walks < 1:
-            raise BackendError(
-                f"walks is {shown(self.walks)}; expected a positive integer, the largest number of "
-                "walks over the order in an epoch"
-            )
+        self._require_positive("walks", "the largest number of walks over the order in an epoch")
         if self.walks > 1 and self.rule != "accumulate":
             raise BackendError(
                 f"walks is {self.walks} and rule is {self.rule!r}: only the rule 'accumulate' adds "
                 "the gradients of several walks in the order of their dW; set rule='accumulate'"
             )
-        if type(self.group) is not int or self.group < 1:
-            raise BackendError(
-                f"group is {shown(self.group)}; expected a positive integer, the number of "
-                "microbatches whose weight gradients are one product"
-            )
+        self._require_positive(
+            "group", "the number of microbatches whose weight gradients are one product"
+        )
         if self.group > 1 and self.rule != "accumulate":
             raise BackendError(
                 f"group is {self.group} and rule is {self.rule!r}: one product of several "
@@ -236,6 +230,11 @@ class RuntimeConfig:
                 f"feeder is {shown(self.feeder)}: a step as one launch copies its data in its "
                 "graph; set mode='replays', or leave feeder out"
             )
+
+    def _require_positive(self, name: str, meaning: str) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or value < 1:
+            raise BackendError(f"{name} is {shown(value)}; expected a positive integer, {meaning}")
 
     @property
     def replays_graphs(self) -> bool:

@@ -467,9 +467,11 @@ class GuardedActions:
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:
             place = self._known(key)
-        if group != ():  # with a group of one, this costs one comparison
+        found: tuple[int, ...] = (key.microbatch,)
+        if group != ():
             group = _pairs(group)
-        if (key.microbatch, *_microbatches(key, group)) != place.group:
+            found += tuple(_microbatches(key, group))
+        if found != place.group:
             raise BackendError(_not_grouped(key, group, place.group))
         memory, variant, opens = place.memory, place.variant, place.opens
         if self._walk[0]:

@@ -48,7 +48,7 @@ class StageMemory:
         all_matrices: Names of its matrices, sorted; the kernel's own tuple once that exists.
         shared: Units whose destination another stage also writes.
         groups: By microbatch, the microbatches whose dW runs as one with its own, itself included;
-            empty if an earlier microbatch's dW takes it. Each alone by default.
+            empty if an earlier microbatch's dW takes it.
         kept: By microbatch, its non-matrix gradients, to be summed in the order of microbatches at
             the end; None if `sums` adds them in dI order, because that order is the same or does
             not matter.
@@ -63,11 +63,7 @@ class StageMemory:
     shared: frozenset[str] = frozenset()
     later_variants: Sequence[WgradVariant] = ()
     places: Sequence[int] = ()
-    groups: Sequence[tuple[int, ...]] = attrs.field(
-        default=attrs.Factory(
-            lambda self: tuple((m,) for m in range(len(self.slot_of))), takes_self=True
-        )
-    )
+    groups: Sequence[tuple[int, ...]] = attrs.field(kw_only=True)
     kept: dict[int, tuple[Tensor, ...]] | None = None
     sums: list[Tensor] = attrs.field(init=False)
     all_units: tuple[str, ...] = attrs.field(init=False)

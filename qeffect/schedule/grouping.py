@@ -14,7 +14,7 @@ import attrs
 
 from .actions import SENDS, SHARDING, Action, Kind, Schedule, ScheduleError
 
-__all__ = ["group_of", "group_wgrads", "grouped_row", "require_group", "split_backwards"]
+__all__ = ["group_of", "group_wgrads", "grouped_row", "require_group"]
 
 _SOURCE_OF = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
 
@@ -48,17 +48,6 @@ def group_of(microbatch: int, group: int) -> tuple[int, ...]:
     return tuple(range(first, first + group))
 
 
-def split_backwards(schedule: Schedule) -> Schedule:
-    """
-    Return a table in which each full backward is its dI, its sends and then its dW.
-
-    Each send follows the action that produces what it sends. Idle entries and the sharding of
-    parameters are left out.
-    """
-    rows = tuple(tuple(_split(row)) for row in schedule.rows)
-    return attrs.evolve(schedule, rows=rows)
-
-
 def group_wgrads(schedule: Schedule, group: int) -> Schedule:
     """
     Return a table in which the dW of each group run one after another, behind the group's last dI.
@@ -66,21 +55,23 @@ def group_wgrads(schedule: Schedule, group: int) -> Schedule:
     They run in ascending order of microbatches, where the table runs the last of them. One product
     can then replace them: it takes the place of the first.
 
+    Each full backward becomes its dI, its sends and then its dW, and each send follows the action
+    that produces what it sends. Idle entries and the sharding of parameters are left out.
+
     >>> from .infer import from_actions
     >>> table = from_actions([["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]])
     >>> print(*group_wgrads(table, 2).rows[0])
     0F0 0F1 0I0 0I1 0W0 0W1
 
     Args:
-        schedule: The table; a full backward in it is split first.
-        group: Microbatches in each group; 1 returns the table with split backwards.
+        schedule: The table.
+        group: Microbatches in each group; 1 only splits the full backwards.
 
     Raises:
         ScheduleError: The group does not divide the number of microbatches.
     """
     require_group(group, schedule.num_microbatches)
-    split = (_split(row) for row in schedule.rows)
-    rows = tuple(tuple(grouped_row(row, group)) for row in split)
+    rows = tuple(tuple(grouped_row(_split(row), group)) for row in schedule.rows)
     return attrs.evolve(schedule, rows=rows)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from qeffect.gpu_runtime.backends.epoch_scales import Scales
 from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.lab.comparisons.native import NativeRun, rule_for
@@ -15,6 +17,7 @@ from qeffect.gpu_runtime.lab.comparisons.recording import Comparison, Recording,
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Counts, Reducer, Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import Rule
+from qeffect.gpu_runtime.step.memory.numerical_state import live_state, same_bits
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.step.plan.slots import Provisioning
@@ -166,3 +169,20 @@ def assert_same(reference: Recording, candidate: Recording) -> Comparison:
     assert result.mismatched == 0, str(result)
     assert all(category.compared for category in result.categories)
     return result
+
+
+def state_after(run: GuardedRun, steps: int = 4) -> dict[str, Tensor]:
+    """Parameters, AdamW's state and scaling state after some steps."""
+    run.run(steps)
+    found: dict[str, Tensor] = {
+        f"{index} {name}": value.detach()
+        for index, stage in run.runtime.stages.items()
+        for name, value in parameters(stage).items()
+    }
+    return {**found, **live_state(run.runtime.domain), **run.optimizer.state_tensors()}
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Names whose bits differ."""
+    assert a.keys() == b.keys()
+    return [name for name in a if not same_bits(a[name], b[name])]

@@ -32,7 +32,16 @@ from qeffect.keys import TapeKey
 from qeffect.refusals import Refused
 
 from .epoch_oracle import Oracle, state_of
-from .helpers import TINY, assert_same, guarded_run, native, optimizer_for, reference_stages
+from .helpers import (
+    TINY,
+    assert_same,
+    differing,
+    guarded_run,
+    native,
+    optimizer_for,
+    reference_stages,
+    state_after,
+)
 from .orders import table_order
 
 BF16 = torch.bfloat16
@@ -63,23 +72,6 @@ class Watched(GuardedRun):
 def watched(run: GuardedRun, look: Callable[[TapeKey, Sequence[Tensor]], None]) -> GuardedRun:
     """The same run, watched."""
     return Watched(run.runtime, run.workload, run.optimizer, look=look)
-
-
-def state_after(run: GuardedRun, steps: int = 4) -> dict[str, Tensor]:
-    """Parameters, AdamW's state and scaling state after some steps."""
-    run.run(steps)
-    found: dict[str, Tensor] = {
-        f"{index} {name}": value.detach()
-        for index, stage in run.runtime.stages.items()
-        for name, value in parameters(stage).items()
-    }
-    return {**found, **live_state(run.runtime.domain), **run.optimizer.state_tensors()}
-
-
-def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """Names whose bits differ."""
-    assert a.keys() == b.keys()
-    return [name for name in a if not same_bits(a[name], b[name])]
 
 
 class TestDomain:

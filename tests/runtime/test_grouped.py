@@ -20,14 +20,13 @@ from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.operators import Session
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
-from qeffect.gpu_runtime.step.memory.numerical_state import live_state, same_bits
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.keys import TapeKey
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import ScheduleError
 
 from .epoch_oracle import Oracle, state_of
-from .helpers import TINY, guarded_run, reference_stages
+from .helpers import TINY, differing, guarded_run, reference_stages, state_after
 from .orders import table_order
 from .stand_ins import install
 
@@ -42,23 +41,6 @@ LEFT, RIGHT = torch.tensor(0.3), torch.tensor(0.7)
 def grouped_run(order: Order, group: int, **options: Any) -> GuardedRun:
     """A guarded run under epoch scales, whose dW are products of several microbatches."""
     return guarded_run(order.grouped(group), scales="epoch", group=group, **options)
-
-
-def state_after(run: GuardedRun, steps: int = 4) -> dict[str, Tensor]:
-    """Parameters, AdamW's state and scaling state after some steps."""
-    run.run(steps)
-    found: dict[str, Tensor] = {
-        f"{index} {name}": value.detach()
-        for index, stage in run.runtime.stages.items()
-        for name, value in parameters(stage).items()
-    }
-    return {**found, **live_state(run.runtime.domain), **run.optimizer.state_tensors()}
-
-
-def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """Names whose bits differ."""
-    assert a.keys() == b.keys()
-    return [name for name in a if not same_bits(a[name], b[name])]
 
 
 class TestBits:

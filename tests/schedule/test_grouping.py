@@ -14,7 +14,7 @@ import pytest
 from qeffect.gpu_runtime.step.plan.rows import Row, walked
 from qeffect.schedule.actions import SENDS, SHARDING, Kind, Schedule, ScheduleError
 from qeffect.schedule.check import check
-from qeffect.schedule.grouping import group_of, group_wgrads, require_group, split_backwards
+from qeffect.schedule.grouping import group_of, group_wgrads, require_group
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.plan import plan, runtime_slots
 from qeffect.schedule.tables import fixture_names, read_fixture, read_table
@@ -66,7 +66,7 @@ def test_a_grouped_table_has_the_same_actions(name: str, group: int) -> None:
 def test_the_dw_of_a_group_stand_where_the_last_of_them_stood(name: str, group: int) -> None:
     """They are adjacent and ascending, and everything else stands as in the split table."""
     given = table_of(name)
-    split, table = split_backwards(given), group_wgrads(given, group)
+    split, table = group_wgrads(given, 1), group_wgrads(given, group)
     for before, after in zip(split.atoms, table.atoms, strict=True):
         expected: list[tuple[Kind, int, int]] = []
         seen: Counter[tuple[int, int]] = Counter()

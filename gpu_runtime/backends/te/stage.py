@@ -258,8 +258,6 @@ class TransformerEngineStage:
         """
         Run one F that creates FP8 state and caches; numerical state moves.
 
-        Also compiles the kernel that a dW over several tapes needs.
-
         Raises:
             BackendError: F did not create state or caches, or created them under unknown names.
         """
