@@ -362,20 +362,23 @@ def peers(found: Found) -> Iterator[str]:
     for name, report in found[-1:]:
         rows = report["derived"]["rows"]
         named = dict.fromkeys(row["cell"] for row in rows)
-        by_side: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+        by_side: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
         for row in rows:
-            by_side.setdefault((row["side"], row["schedule"]), {})[row["cell"]] = row
+            group = "" if row["group"] is None else ", groups"
+            side = row["main_grad"], row["side"] + group, row["schedule"]
+            by_side.setdefault(side, {})[row["cell"]] = row
         if not rows:
             return
         yield (
             f"**Peers** ({_link(name)}): one language model over two ranks, from the same initial "
             "bits, in ms. In brackets: native's time over this time. A word after the brackets "
             "says how far the gradients differ from the same framework without graphs; no word "
-            "means the same bits."
+            "means the same bits. *Groups* computes the weight gradients of all microbatches as "
+            "one product, with FP8 scales that move once per step."
             f"{remark(name, report)}"
         )
         yield markdown(
-            ("side", "schedule", *named),
+            ("main_grad", "side", "schedule", *named),
             [(*side, *(_peer(of.get(cell)) for cell in named)) for side, of in by_side.items()],
         )
 

@@ -224,13 +224,19 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
             "processes of its own. *Gradients* compares a mode's "
             "gradients with those of its own framework without graphs (for ours, with `native` and "
             "replays). They have the same bits, or are close to these and to native's, or are "
-            "wrong. Megatron's head is bf16, ours is FP8."
+            "wrong. Every head is bf16. *main_grad* is the type of accumulated gradients; fp32 has "
+            "fp32 master weights too, and native runs only with bf16. *Group* is the number of "
+            "microbatches whose weight gradients are one product, with FP8 scales that move once "
+            "per step; rows without a group move scales at every action, as Megatron does. "
+            "Megatron's options: "
+            f"{_options(report['configuration']['megatron'])}."
             f"{remark(name, report)}"
         )
         rows = [_peer(row) for row in derived["rows"]]
         header = (
-            "cell", "side", "schedule", "ms", "native / this", "best Megatron graphs / this",
-            "over the busiest rank's kernels", "distance from native's gradients", "gradients",
+            "cell", "side", "schedule", "main_grad", "group", "ms", "native / this",
+            "best Megatron graphs / this", "over the busiest rank's kernels",
+            "distance from native's gradients", "gradients",
         )  # fmt: skip
         parts += _table(header, rows)
         parts += _table(
@@ -312,8 +318,13 @@ def _model(row: Row) -> tuple[str, ...]:
     )
 
 
+def _options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in options.items())
+
+
 def _peer(row: Row) -> tuple[str, ...]:
-    named = row["cell"], row["side"], row["schedule"]
+    group = "-" if row["group"] is None else str(row["group"])
+    named = row["cell"], row["side"], row["schedule"], row["main_grad"], group
     if row["error"] is not None:
         return (*named, "-", "-", "-", "-", "-", f"failed: {row['error']}")
     return (

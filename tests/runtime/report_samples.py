@@ -488,13 +488,20 @@ def against(name: str, different: int, relative: float | None, odd: int = 0) -> 
 
 
 def peer_row(
-    side: str, ms: float, *compared: dict[str, Any], schedule: str = "il"
+    side: str,
+    ms: float,
+    *compared: dict[str, Any],
+    schedule: str = "il",
+    main_grad: str = "bf16",
+    group: int | None = None,
 ) -> dict[str, Any]:
     """A row of the peers at the large cell."""
     return {
         "cell": "h4096-s256-m8",
         "side": side,
         "schedule": schedule,
+        "main_grad": main_grad,
+        "group": group,
         "error": None,
         "gradients": list(compared),
         "loss": 10.5,
@@ -523,11 +530,15 @@ def peers_report() -> dict[str, Any]:
         peer_row("megatron local", 20.0, against("native", 30, 0.9), against(eager, 30, 0.9)),
         {
             **{"cell": "h4096-s256-m8", "side": "megatron full_iteration", "schedule": "il"},
+            **{"main_grad": "bf16", "group": None},
             "error": "RuntimeError: no capture",
         },
+        peer_row("one launch", 15.0, against("native", 30, 0.02), main_grad="fp32"),
+        peer_row("one launch", 9.0, against("native", 30, 0.03), main_grad="fp32", group=8),
+        peer_row(graphs, 18.0, against("native", 30, 0.05), main_grad="fp32"),
     ]
     asked = {"cells": ["h4096-s256-m8"], "modes": ["ours"], "limit": 90.0, "rounds": 3, "steps": 10,
-             "native_steps": 3}  # fmt: skip
+             "native_steps": 3, "megatron": {"version": "megatron-core==1", "fp8": "hybrid"}}  # fmt: skip
     raw = {
         "rows": rows,
         "refusals": {"megatron delayed dW": "refused before training: no"},

@@ -1,10 +1,10 @@
 """
 ``qeffect runtime report peers``: compare our pipeline with torch's own pipeline and Megatron-core.
 
-All run one language model with one layer per stage, over two ranks with two stages each, from the
-same initial bits. Each mode runs in its own processes under a time limit, and then in other
-processes under the profiler, so that a mode that hangs or dies loses only its own rows. Only
-Megatron's modes need Megatron-core (``pip install --no-deps megatron-core==0.19.2``).
+All run one language model with one layer per stage and a bf16 head, over two ranks with two stages
+each, from the same initial bits. Each mode runs in its own processes under a time limit, and then
+in other processes under the profiler, so that a mode that hangs or dies loses only its own rows.
+Only Megatron's modes need Megatron-core (``pip install --no-deps megatron-core==0.19.2``).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..runner.rank_process import Findings
 from ..runner.rank_rows import RankRun, measure_rows
 from ..runner.starts import RankStart, RankStarts
 from ..sides import megatron
-from ..sides.language import LAYERS, PP, DrawnLanguage, PeerRow, PeerSettings
-from ..sides.pipelines import GuardedSide
+from ..sides.language import LAYERS, MAIN_GRADS, PP, DrawnLanguage, PeerRow, PeerSettings
+from ..sides.pipelines import GuardedSide, LaunchSide
 from ..statistics.paper import LARGE, SMALL
 from ..statistics.peers import EAGER, combine_distances, has_owed_bits
 from .options import add_rank_options, require_rounds
@@ -46,6 +46,7 @@ __all__ = ["add_peers_arguments", "measure_ours", "rows_of", "run_peers"]
 LIMIT_S = 90.0
 MEGATRON = "megatron-core==0.19.2"
 OURS = "ours"
+CELLS = (SMALL, LARGE, "h4096-s1024-m8")
 MODES = (OURS, "none", "transformer_engine", "local", "full_iteration")
 
 
@@ -66,6 +67,8 @@ def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: F
         nonlocal state
         if row.side == "native":
             found = _measure_native(member, row, folder)
+        elif row.main_grad != "bf16" or row.group is not None:
+            found = _measure_far(member, row, folder)
         elif row.side == "replays":
             state.clear()
             found, state = _measure_replays(member, row, folder)
@@ -115,14 +118,8 @@ def _measure_replays(
     run = RankRun.of(member, row.make)
     side = run.side
     assert isinstance(side, GuardedSide)
-    worker = side.worker
     run.settle(row.settling_steps - 1)
-    with worker.stepping():
-        gradients = worker.pipeline.step(worker.optimizer)
-    worker.runtime.handoff.synchronize()
-    own = _by_model(row.job(), gradients)
-    against = compare_gradients(member, folder, row.cell, ["native"], own)
-    own.clear()
+    against = _against_native(member, row, side, folder)
     state = {name: tensor.detach().clone() for name, tensor in side.state().items()}
     found = run.time(row.settings.rounds_of(side.mode))
     side.close()
@@ -145,19 +142,54 @@ def _measure_launches(member: Member, row: PeerRow, state: Mapping[str, Tensor])
     return row.measured(against, None, found)
 
 
-def _runs(modes: Sequence[str], cells: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """
-    Mode and cells of each start of all ranks.
+def _against_native(
+    member: Member, row: PeerRow, side: GuardedSide, folder: Path
+) -> list[dict[str, Any]]:
+    """Take one guarded step and compare its gradients with native's."""
+    worker = side.worker
+    with worker.stepping():
+        gradients = worker.pipeline.step(worker.optimizer)
+    worker.runtime.handoff.synchronize()
+    own = _by_model(row.job(), gradients)
+    return compare_gradients(member, folder, row.cell, ["native"], own)
 
-    Megatron makes local and full-iteration graphs only once in a process, so each cell gets its own
+
+def _measure_far(member: Member, row: PeerRow, folder: Path) -> dict[str, Any]:
+    """
+    Measure a row whose bits native cannot have: fp32 gradients, or weight gradients in groups.
+
+    The gradients of one guarded step are compared with native's; the timed steps are launches if
+    the row has them.
+    """
+    run = RankRun.of(member, row.make)
+    side = run.side
+    assert isinstance(side, GuardedSide)
+    run.settle(row.settling_steps - 1)
+    if isinstance(side, LaunchSide):
+        side.whole.leave()
+    against = _against_native(member, row, side, folder)
+    if isinstance(side, LaunchSide):
+        side.whole.resume()
+    found = run.time(row.settings.rounds_of(side.mode))
+    side.drain()
+    side.close()
+    return row.measured(against, None, found)
+
+
+def _runs(modes: Sequence[str], settings: PeerSettings) -> list[tuple[str, list[PeerRow]]]:
+    """
+    Mode and rows of each start of all ranks.
+
+    Megatron makes local and full-iteration graphs only once in a process, so each row gets its own
     processes.
     """
-    runs: list[tuple[str, list[str]]] = []
+    runs: list[tuple[str, list[PeerRow]]] = []
     for mode in modes:
+        rows = rows_of(mode, settings.cells, settings)
         if mode in ("local", "full_iteration"):
-            runs += [(mode, [cell]) for cell in cells]
+            runs += [(mode, [row]) for row in rows]
         else:
-            runs.append((mode, list(cells)))
+            runs.append((mode, rows))
     return runs
 
 
@@ -166,9 +198,9 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cells",
         nargs="+",
-        default=[SMALL, LARGE],
+        default=list(CELLS),
         metavar="CELL",
-        help=f"cells to measure: layer size and number of microbatches (default {SMALL} {LARGE})",
+        help=f"cells to measure: layer size and number of microbatches (default {' '.join(CELLS)})",
     )
     parser.add_argument(
         "--modes",
@@ -180,11 +212,21 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: all)",
     )
     parser.add_argument(
+        "--main-grads",
+        nargs="+",
+        default=list(MAIN_GRADS),
+        choices=MAIN_GRADS,
+        metavar="TYPE",
+        help=f"types of accumulated weight gradients, from {', '.join(MAIN_GRADS)}; fp32 has fp32 "
+        "master weights too; native runs only with bf16 (default: all)",
+    )
+    parser.add_argument(
         "--limit",
         type=float,
         default=LIMIT_S,
         metavar="S",
-        help="time limit in seconds for each of a mode's two starts, doubled for ours (default "
+        help="time limit in seconds for each of a mode's two starts, four times that for ours "
+        "(default "
         f"{LIMIT_S:g})",
     )
     add_rank_options(parser, rounds=3)
@@ -203,6 +245,7 @@ def _settings(args: argparse.Namespace) -> PeerSettings:
         raise UnusableError(f"--limit must be positive, found {args.limit:g}")
     return PeerSettings(
         cells=args.cells,
+        main_grads=args.main_grads,
         rounds=args.rounds,
         steps=args.steps,
         native_steps=args.native_steps,
@@ -249,14 +292,20 @@ def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
     _require(args)
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     raw: dict[str, Any] = {"rows": [], "refusals": {}, "processes": []}
-    configuration = {**settings.configuration(), "modes": args.modes, "limit": args.limit}
+    configuration = {
+        **settings.configuration(),
+        "modes": args.modes,
+        "limit": args.limit,
+        "megatron": {"version": MEGATRON, **megatron.OPTIONS},
+    }
     report = Report("peers", args.out, environment(args.commit, args.out), configuration, raw)
     with tempfile.TemporaryDirectory(prefix="qeffect-peers-") as folder:
         starts = RankStarts(PP, Path(folder))
-        for mode, cells in _runs(args.modes, settings.cells):
-            progress.note(f"Measuring: {mode}: {', '.join(cells)}")
-            limit = args.limit * (2 if mode == OURS else 1)
-            _run_mode(starts, mode, rows_of(mode, cells, settings), limit, report, progress)
+        for mode, rows in _runs(args.modes, settings):
+            said = dict.fromkeys(f"{row.cell} {row.main_grad}" for row in rows)
+            progress.note(f"Measuring: {mode}: {', '.join(said)}")
+            limit = args.limit * (4 if mode == OURS else 1)
+            _run_mode(starts, mode, rows, limit, report, progress)
             report.save()
     derived = report.finish()["derived"]
     own = [row for row in derived["rows"] if row["side"] in ("native", "replays", "one launch")]
@@ -316,10 +365,34 @@ def rows_of(mode: str, cells: Sequence[str], settings: PeerSettings) -> list[Pee
     """The rows of a mode, in the order in which they are measured."""
     if mode != OURS:
         side = EAGER if mode == "none" else f"megatron {mode}"
-        return [megatron.MegatronRow(cell, side, "il", settings) for cell in cells]
-    sides = ("replays", "one launch") if settings.device == "cuda" else ("replays",)
-    names = [("native", "il"), *((side, name) for name in ("il", "zbv") for side in sides)]
-    return [PeerRow(cell, side, name, settings) for cell in cells for side, name in names]
+        return [
+            megatron.MegatronRow(cell, side, "il", settings, main_grad)
+            for cell in cells
+            for main_grad in settings.main_grads
+        ]
+    return [row for cell in cells for row in _our_rows(cell, settings)]
+
+
+def _our_rows(cell: str, settings: PeerSettings) -> list[PeerRow]:
+    """
+    The rows of ours for one cell.
+
+    Native first, from whose gradients all others are told; then, for each type of gradients, both
+    schedules with scales that move at every action, and with all microbatches' weight gradients as
+    one product.
+    """
+    fast = "one launch" if settings.device == "cuda" else "replays"
+    whole = int(cell.rpartition("-m")[2])
+    rows = [PeerRow(cell, "native", "il", settings)]
+    for main_grad in settings.main_grads:
+        sides = dict.fromkeys(["replays", fast] if main_grad == "bf16" else [fast])
+        for group in (None, whole):
+            rows += [
+                PeerRow(cell, side, schedule, settings, main_grad, group)
+                for schedule in ("il", "zbv")
+                for side in (sides if group is None else (fast,))
+            ]
+    return rows
 
 
 if __name__ == "__main__":

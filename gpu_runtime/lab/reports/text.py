@@ -370,15 +370,11 @@ def peer_lines(derived: Raw) -> list[str]:
     rows = []
     for row in derived["rows"]:
         if row["error"] is not None:
-            rows.append(
-                (row["cell"], row["side"], row["schedule"], "-", "-", "-", "-", "-", "failed")
-            )
+            rows.append((*_peer_name(row), "-", "-", "-", "-", "-", "failed"))
             continue
         rows.append(
             (
-                row["cell"],
-                row["side"],
-                row["schedule"],
+                *_peer_name(row),
                 number(row["step_ms"]["median"]),
                 number(row["native_over_this"]),
                 number(row["best_graphs_over_this"]),
@@ -388,12 +384,18 @@ def peer_lines(derived: Raw) -> list[str]:
             )
         )
     header = (
-        "cell", "side", "schedule", "ms per step", "native/this", "Megatron's best graphs/this",
+        "cell", "side", "schedule", "main_grad", "group", "ms per step", "native/this",
+        "Megatron's best graphs/this",
         "this/kernels", "distance from native", "gradients",
     )  # fmt: skip
     lines = ["", *table(header, rows)]
     lines += [f"{row['path']}: {row['observed']}" for row in derived["capability"]]
     return lines + target_lines(derived["targets"])
+
+
+def _peer_name(row: Raw) -> tuple[str, ...]:
+    group = "-" if row["group"] is None else str(row["group"])
+    return row["cell"], row["side"], row["schedule"], row["main_grad"], group
 
 
 def curve_lines(derived: Raw) -> list[str]:

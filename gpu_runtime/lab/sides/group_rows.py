@@ -23,13 +23,13 @@ from ...runtime import Mode
 from ...step.optimizer import Optimizer
 from ...training.state import by_layer
 from ...training.state_digest import state_digest
-from .language import LAYERS
+from .language import LAYERS, MAIN_GRADS
 from .pipelines import GuardedSide, LaunchSide, build_guarded
 
 __all__ = ["CELLS", "DTYPES", "SCHEDULES", "GroupCell", "GroupRow", "group_rows"]
 
 SCHEDULES = ("il", "zbv")
-DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = MAIN_GRADS
 """Types of gradient destinations by name."""
 HISTORY = 16
 
@@ -53,7 +53,7 @@ class GroupCell:
 CELLS: Mapping[str, GroupCell] = {
     "h2048-s256-m4": GroupCell(LAYERS["h2048-s256"], 4, 20),
     "h4096-s256-m8": GroupCell(LAYERS["h4096-s256"], 8, 15),
-    "h4096-s1024-m8": GroupCell(LayerConfig(4096, 14336, 32, 1024), 8, 10),
+    "h4096-s1024-m8": GroupCell(LAYERS["h4096-s1024"], 8, 10),
     "tiny": GroupCell(LAYERS["tiny"], 4, 2),
 }
 """Workloads by name; `tiny` is for a CPU."""

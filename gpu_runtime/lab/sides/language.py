@@ -2,12 +2,13 @@
 The language model of the complete-step tables and of the peers' report.
 
 Like the paper's model, it has one layer per stage, with token embedding and head over 32,768
-tokens.
+tokens. In the peers' report the head is bf16, as in Megatron-core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -28,6 +29,7 @@ from .torch_pipeline import Batch
 __all__ = [
     "HISTORY",
     "LAYERS",
+    "MAIN_GRADS",
     "PP",
     "TINY_VOCABULARY",
     "VOCABULARY",
@@ -43,6 +45,7 @@ HISTORY = 4
 LAYERS: Mapping[str, LayerConfig] = {
     "h2048-s256": LayerConfig(2048, 8192, 16, 256),
     "h4096-s256": LayerConfig(4096, 11008, 32, 256),
+    "h4096-s1024": LayerConfig(4096, 14336, 32, 1024),
     "tiny": LayerConfig(32, 64, 2, 16),
 }
 """
@@ -50,6 +53,8 @@ Layers by name; a cell is a name and a number of microbatches, such as `tiny-m4`
 CPU.
 """
 VOCABULARY, TINY_VOCABULARY = 32768, 64
+MAIN_GRADS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Types of accumulated weight gradients by name."""
 
 
 @attrs.frozen(kw_only=True)
@@ -76,6 +81,7 @@ class PeerSettings:
 
     Args:
         cells: Layers and microbatches, as `h2048-s256-m4`.
+        main_grads: Names of `MAIN_GRADS`; fp32 has fp32 master weights too.
         rounds: Rounds per side.
         steps: Steps per round for modes that replay graphs.
         native_steps: Steps per round for modes without graphs.
@@ -86,6 +92,7 @@ class PeerSettings:
     """
 
     cells: Sequence[str]
+    main_grads: Sequence[str] = tuple(MAIN_GRADS)
     rounds: int = 3
     steps: int = 10
     native_steps: int = 3
@@ -99,8 +106,16 @@ class PeerSettings:
         fields["settled"] = fields.pop("settling_steps")
         return fields
 
-    def job(self, cell: str, schedule: str) -> DrawnLanguage:
-        """The language model of a cell, with one layer per stage."""
+    def job(self, cell: str, schedule: str, group: int | None = None) -> DrawnLanguage:
+        """
+        The language model of a cell, with one layer per stage.
+
+        Args:
+            cell: Layers and microbatches.
+            schedule: A short name of torch's schedule classes.
+            group: Microbatches whose weight gradients are one product, with scales that move once
+                per step; None for scales that move at every action, without groups.
+        """
         layers, microbatches = cell.rsplit("-m", 1)
         return DrawnLanguage(
             schedule=schedule,
@@ -110,6 +125,9 @@ class PeerSettings:
             config=LAYERS[layers],
             history=HISTORY,
             vocabulary=TINY_VOCABULARY if layers == "tiny" else VOCABULARY,
+            head="bf16",
+            scales="action" if group is None else "epoch",
+            wgrad_group=group or 1,
         )
 
     def rounds_of(self, mode: Mode) -> RoundPlan:
@@ -118,9 +136,13 @@ class PeerSettings:
         return RoundPlan(self.rounds, self.native_steps if eager else self.steps, settles=eager)
 
 
-def motionless_adamw(stages: Any, *, capturable: bool = False) -> Optimizer:
+def motionless_adamw(
+    stages: Any, *, capturable: bool = False, master_dtype: torch.dtype | None = None
+) -> Optimizer:
     """Make AdamW with a learning rate of zero, so that an update changes no weight."""
-    return Optimizer(stages, lr=0.0, weight_decay=0.0, capturable=capturable)
+    return Optimizer(
+        stages, lr=0.0, weight_decay=0.0, capturable=capturable, master_dtype=master_dtype
+    )
 
 
 @attrs.frozen
@@ -133,10 +155,25 @@ class PeerRow(NamedRow):
         side: `native`, `replays`, `one launch`, or a mode of Megatron-core.
         schedule: A short name of torch's schedule classes.
         settings: How every mode is measured.
+        main_grad: Type of accumulated gradients, a name of `MAIN_GRADS`.
+        group: As in `PeerSettings.job`.
     """
 
     settings: PeerSettings
+    main_grad: str = "bf16"
+    group: int | None = None
     copies = split = False
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """Cell, side, schedule, type of gradients and group."""
+        return {**super().name, "main_grad": self.main_grad, "group": self.group}
+
+    @property
+    def label(self) -> str:
+        """The name in progress lines."""
+        grouped = "" if self.group is None else f", group of {self.group}"
+        return f"{self.cell}, {self.side}, {self.schedule}, {self.main_grad}{grouped}"
 
     @property
     def settling_steps(self) -> int:
@@ -145,7 +182,7 @@ class PeerRow(NamedRow):
 
     def job(self) -> DrawnLanguage:
         """The row's model."""
-        return self.settings.job(self.cell, self.schedule)
+        return self.settings.job(self.cell, self.schedule, self.group)
 
     def make(
         self, member: Member, look: Callable[[Gradients], None] = lambda _: None
@@ -154,7 +191,10 @@ class PeerRow(NamedRow):
         if self.side == "native":
             return build_native(member, self.job(), optimizer=motionless_adamw, look=look)
         mode: Mode | None = "one launch" if self.side == "one launch" else None
-        return build_guarded(member, self.job(), mode, optimizer=motionless_adamw)
+        dtype, optimizer = MAIN_GRADS[self.main_grad], motionless_adamw
+        if dtype is not torch.bfloat16:
+            optimizer = partial(motionless_adamw, master_dtype=dtype)
+        return build_guarded(member, self.job(), mode, optimizer=optimizer, dtype=dtype)
 
     def measured(
         self, gradients: Sequence[Mapping[str, Any]], loss: float | None, found: Mapping[str, Any]

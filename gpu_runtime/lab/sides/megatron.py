@@ -4,16 +4,17 @@ Megatron-core.
 
 Written for megatron-core 0.19.2, which needs only torch and Transformer Engine. Its model starts
 from the bits of our model: parameters are copied by name (`megatron_name`), and in both models one
-matrix holds query, key and value, with its rows ordered head by head. Two things differ. Megatron's
-head is bf16, ours is FP8. Megatron's GELU, with the same approximation, is rounded to bf16 before
-it is quantized. Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is
-the gradient. Messages are not batched, because with two ranks a batch has a send in each direction
-between the same ranks. NCCL would pair these by order, so Megatron-LM refuses such batches.
+matrix holds query, key and value, with its rows ordered head by head. One thing differs: Megatron's
+GELU, with the same approximation, is rounded to bf16 before it is quantized. Both heads are bf16.
+Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is the gradient, bf16
+or fp32; with fp32, the optimizer has fp32 master weights, as ours has. Fusions that Megatron has
+without APEX are on (`OPTIONS`). Messages are not batched, because with two ranks a batch has a send
+in each direction between the same ranks. NCCL would pair these by order, so Megatron-LM refuses
+such batches.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -39,12 +40,13 @@ from ..comparisons.gradients import compare_gradients, save_gradients
 from ..runner.rank_process import Findings
 from ..runner.rank_rows import RankRun, measure_rows
 from ..statistics.peers import EAGER
-from .language import HISTORY, PP, VPP, DrawnLanguage, PeerRow
+from .language import HISTORY, MAIN_GRADS, PP, VPP, DrawnLanguage, PeerRow
 from .pipelines import drawn_batches
 
 __all__ = [
     "MODES",
     "MODULES",
+    "OPTIONS",
     "MegatronRow",
     "MegatronSide",
     "library",
@@ -59,6 +61,7 @@ MODULES = (
     "megatron.core.parallel_state",
     "megatron.core.num_microbatches_calculator",
     "megatron.core.tensor_parallel",
+    "megatron.core.tensor_parallel.layers",
     "megatron.core.distributed",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -67,6 +70,23 @@ MODULES = (
     "megatron.core.transformer.cuda_graphs",
     "megatron.core.full_cuda_graph",
 )
+OPTIONS: Mapping[str, Any] = {
+    "gradient_accumulation_fusion": True,
+    "bias_activation_fusion": True,
+    "bias_dropout_fusion": True,
+    "overlap_p2p_comm": True,
+    "batch_p2p_comm": False,
+    "fp8": "hybrid",
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": HISTORY,
+    "fp8_amax_compute_algo": "max",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+"""
+Options of every mode. The fusion of gradient accumulation holds for the layers, which Transformer
+Engine computes; the head would need APEX for it.
+"""
 MODES = (
     "megatron.core.parallel_state",
     "megatron.core.num_microbatches_calculator",
@@ -192,7 +212,7 @@ class MegatronRow(PeerRow):
     @property
     def label(self) -> str:
         """The name in progress lines, without a schedule, because a mode has only one."""
-        return f"{self.cell}, {self.side}"
+        return f"{self.cell}, {self.side}, {self.main_grad}"
 
     @property
     def mode(self) -> str:
@@ -203,7 +223,7 @@ class MegatronRow(PeerRow):
         self, member: Member, look: Callable[[Gradients], None] = lambda _: None
     ) -> MegatronSide:
         """Build the side, whose gradients stay in main_grad."""
-        return MegatronSide(member, self.mode, self.job())
+        return MegatronSide(member, self.mode, self.job(), MAIN_GRADS[self.main_grad])
 
 
 def measure_modes(rows: Sequence[MegatronRow], folder: Path, findings: Findings) -> None:
@@ -233,11 +253,14 @@ def _measure_row(member: Member, row: MegatronRow, folder: Path) -> dict[str, An
     run.settle(row.settling_steps)
     member.synchronize()
     own = {name: parameter.main_grad for name, parameter in side.names}
-    references = ["native", EAGER]
+    eager = f"{EAGER} {row.main_grad}"
+    references = ["native", eager]
     if row.side == EAGER:
-        save_gradients(folder, row.cell, EAGER, member.rank, own)
+        save_gradients(folder, row.cell, eager, member.rank, own)
         references = ["native"]
     gradients = compare_gradients(member, folder, row.cell, references, own)
+    for one in gradients:
+        one["with"] = one["with"].removesuffix(f" {row.main_grad}")
     loss = sum(all_gather(member, side.loss()))
     plan = row.settings.rounds_of("eager" if row.side == EAGER else "replays")
     found = run.time(plan, side.facts())
@@ -249,11 +272,17 @@ class MegatronSide:
     Megatron's model of a job, its optimizer and its step.
 
     Transformer Engine's graphs are made before the step of number `CAPTURED_AT`.
+
+    Args:
+        member: This rank.
+        mode: `none`, `transformer_engine`, `local` or `full_iteration`.
+        job: The model.
+        dtype: Type of main_grad, and of the weights that the optimizer updates.
     """
 
-    def __init__(self, member: Member, mode: str, job: DrawnLanguage) -> None:
+    def __init__(self, member: Member, mode: str, job: DrawnLanguage, dtype: torch.dtype) -> None:
         lib = library()
-        self.lib, self.mode, self.job = lib, mode, job
+        self.lib, self.mode, self.job, self.dtype = lib, mode, job, dtype
         self.number, self.capture_s = 0, 0.0
         calculator = lib.num_microbatches_calculator
         calculator.destroy_num_microbatches_calculator()
@@ -280,7 +309,10 @@ class MegatronSide:
         del own
         self.model = self._replicated(chunks)
         self.parameters = [parameter for _, parameter in self.names]
-        self.adamw = torch.optim.AdamW(self.parameters, lr=0.0, weight_decay=0.0, fused=True)
+        self.targets = self.parameters
+        if dtype is not torch.bfloat16:
+            self.targets = [p.detach().to(dtype, copy=True) for p in self.parameters]
+        self.adamw = torch.optim.AdamW(self.targets, lr=0.0, weight_decay=0.0, fused=True)
         self.run = lib.pipeline_parallel.get_forward_backward_func()
         if mode == "full_iteration":
             self.run = lib.full_cuda_graph.FullCudaGraphWrapper(
@@ -321,24 +353,30 @@ class MegatronSide:
             pipeline_dtype=torch.bfloat16,
             pipeline_model_parallel_size=PP,
             virtual_pipeline_model_parallel_size=VPP,
-            overlap_p2p_comm=True,
-            batch_p2p_comm=False,
-            fp8="hybrid",
-            fp8_recipe="delayed",
-            fp8_amax_history_len=HISTORY,
-            fp8_amax_compute_algo="max",
-            activation_func=functools.partial(torch.nn.functional.gelu, approximate="tanh"),
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            gradient_accumulation_fusion=False,
+            # The fusion of this function with the bias computes the approximation by tanh.
+            activation_func=torch.nn.functional.gelu,
+            **OPTIONS,
             deallocate_pipeline_outputs=self.mode == "none",
             **graphs,
         )
 
     def _chunk(self, v: int) -> Any:
-        state, job = self.lib.parallel_state, self.job
-        state.set_virtual_pipeline_model_parallel_rank(v)
+        layers = self.lib.layers
+        self.lib.parallel_state.set_virtual_pipeline_model_parallel_rank(v)
         spec = self.lib.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        # The option is one for layers and head, and the head refuses it without APEX.
+        has_apex = layers._grad_accum_fusion_available
+        layers._grad_accum_fusion_available = True
+        try:
+            chunk = self._bare_chunk(v, spec)
+        finally:
+            layers._grad_accum_fusion_available = has_apex
+        if not has_apex and hasattr(chunk, "output_layer"):
+            chunk.output_layer.gradient_accumulation_fusion = False
+        return chunk
+
+    def _bare_chunk(self, v: int, spec: Any) -> Any:
+        state, job = self.lib.parallel_state, self.job
         return self.lib.gpt_model.GPTModel(
             self.config,
             spec,
@@ -360,7 +398,9 @@ class MegatronSide:
         Megatron's own loop uses a separate stream too.
         """
         distributed = self.lib.distributed
-        settings = distributed.DistributedDataParallelConfig(overlap_grad_reduce=False)
+        settings = distributed.DistributedDataParallelConfig(
+            overlap_grad_reduce=False, grad_reduce_in_fp32=self.dtype is torch.float32
+        )
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -411,11 +451,13 @@ class MegatronSide:
             self._capture()
         self.number += 1
         self.gradients_of_a_step()
-        for parameter in self.parameters:
-            parameter.grad = parameter.main_grad
+        for target, parameter in zip(self.targets, self.parameters, strict=True):
+            target.grad = parameter.main_grad
         self.adamw.step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        if self.targets is not self.parameters:
+            torch._foreach_copy_([p.detach() for p in self.parameters], self.targets)
+        for target in self.targets:
+            target.grad = None
 
     def _capture(self) -> None:
         """Make Transformer Engine's graphs if the mode has them, and record the host's seconds."""
