@@ -41,13 +41,16 @@ def test_a_mode_that_is_wrong_or_failed_is_shown_as_that() -> None:
     """Beside the correct modes, and in the capability table."""
     text = "\n\n".join(peers([("p.json", peers_report())], lambda _: "a machine"))
     assert (
-        "| h4096-s256-m8 | one launch | il | 10.00 | 10.00x | 4.00x | 1.67x | - | same bits |"
+        "| h4096-s256-m8 | one launch | il | bf16 | - | 10.00 | 10.00x | 4.00x | 1.67x | - | "
+        "same bits |" in text
+    )
+    assert (
+        "| megatron local | il | bf16 | - | 20.00 | 5.00x | 2.00x | 1.82x | 0.9000 | wrong |"
         in text
     )
-    assert "| megatron local | il | 20.00 | 5.00x | 2.00x | 1.82x | 0.9000 | wrong |" in text
     assert "| failed: RuntimeError: no capture |" in text
     assert (
         "| Megatron delayed dW | none | delayed dW asked for | refused before training: no |"
         in text
     )
-    assert "2 of 3 goals of these tables are met. Missed:" in text
+    assert "3 of 4 goals of these tables are met. Missed:" in text

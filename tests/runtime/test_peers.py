@@ -167,7 +167,8 @@ class TestNames:
     ) -> None:
         """All four stages of a model, and no name twice within a chunk."""
         install(monkeypatch)
-        job = LanguageJob(pp=2, vpp=2, config=LayerConfig(32, 64, 2, 16), vocabulary=64)
+        shape = LayerConfig(32, 64, 2, 16)
+        job = LanguageJob(pp=2, vpp=2, config=shape, vocabulary=64, head="bf16")
         counts = []
         for index in range(4):
             stages = job.stages([index], CPU, "transformer-engine", loss=False)
@@ -184,9 +185,7 @@ class TestNames:
         assert megatron.megatron_name("layers.5.layernorm_mlp.fc2_bias", 4) == (
             "decoder.layers.1.mlp.linear_fc2.bias"
         )
-        assert (
-            megatron.megatron_name("head.layer_norm_weight", 3) == "decoder.final_layernorm.weight"
-        )
+        assert megatron.megatron_name("head.norm.weight", 3) == "decoder.final_layernorm.weight"
         with pytest.raises(KeyError):
             megatron.megatron_name("layers.0.layernorm_mlp.fc3_bias", 0)
 

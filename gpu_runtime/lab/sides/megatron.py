@@ -113,8 +113,8 @@ _OF_LAYER = {our + part: other + part for our, (other, parts) in _PAIRS.items() 
 _OF_ENDS: Mapping[str, str] = {
     "embedding.weight": "embedding.word_embeddings.weight",
     "embedding.position": "embedding.position_embeddings.weight",
-    "head.layer_norm_weight": "decoder.final_layernorm.weight",
-    "head.layer_norm_bias": "decoder.final_layernorm.bias",
+    "head.norm.weight": "decoder.final_layernorm.weight",
+    "head.norm.bias": "decoder.final_layernorm.bias",
     "head.weight": "output_layer.weight",
 }
 

@@ -131,7 +131,7 @@ def derive_peers(raw: Raw) -> dict[str, Any]:
 
 
 def _is_base(row: Raw, main_grad: str) -> bool:
-    """Whether rows with this type of gradients are compared with a row: native, or Megatron eager."""
+    """Whether a row is a base of rows with this type of gradients: native, or Megatron eager."""
     own = row["main_grad"] == main_grad and row["side"] == EAGER
     return row["error"] is None and (own or row["side"] == "native")
 
