@@ -74,6 +74,8 @@ OPTIONS: Mapping[str, Any] = {
     "gradient_accumulation_fusion": True,
     "bias_activation_fusion": True,
     "bias_dropout_fusion": True,
+    "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "te",
     "overlap_p2p_comm": True,
     "batch_p2p_comm": False,
     "fp8": "hybrid",
