@@ -36,7 +36,7 @@ from ..runner.rank_rows import RankRun, measure_rows
 from ..runner.starts import RankStart, RankStarts
 from ..sides import megatron
 from ..sides.language import LAYERS, MAIN_GRADS, PP, DrawnLanguage, PeerRow, PeerSettings
-from ..sides.pipelines import GuardedSide, LaunchSide
+from ..sides.pipelines import GuardedSide
 from ..statistics.paper import LARGE, SMALL
 from ..statistics.peers import EAGER, combine_distances, has_owed_bits
 from .options import add_rank_options, require_rounds
@@ -158,18 +158,15 @@ def _measure_far(member: Member, row: PeerRow, folder: Path) -> dict[str, Any]:
     """
     Measure a row whose bits native cannot have: fp32 gradients, or weight gradients in groups.
 
-    The gradients of one guarded step are compared with native's; the timed steps are launches if
-    the row has them.
+    The first steps are guarded, and the last of them has the gradients that are compared with
+    native's. The timed steps are launches if the row has them.
     """
     run = RankRun.of(member, row.make)
     side = run.side
     assert isinstance(side, GuardedSide)
-    run.settle(row.settling_steps - 1)
-    if isinstance(side, LaunchSide):
-        side.whole.leave()
+    for _ in range(row.settling_steps - 1):
+        side.worker.step()
     against = _against_native(member, row, side, folder)
-    if isinstance(side, LaunchSide):
-        side.whole.resume()
     found = run.time(row.settings.rounds_of(side.mode))
     side.drain()
     side.close()
