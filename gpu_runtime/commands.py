@@ -157,6 +157,11 @@ class RuntimeCommands:
                 "training.command",
             ),
             (
+                "times",
+                "measure a model's parts on this device, and compare groups for grouped dW",
+                "training.times_command",
+            ),
+            (
                 "export",
                 "write the weights of a checkpoint to one safetensors or torch file",
                 "training.export_command",

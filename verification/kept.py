@@ -5,8 +5,8 @@ clause is raised and shown.
 A clause states what is refused; a promise states what users may rely on. With ``--prove`` (minutes)
 this module finds, for each guard, the promises that fail without it, from a state of a finite scope
 that satisfies every invariant. For each clause it finds the functions that raise the clause, and
-the rejected log, injected faults, re-enacted failures and tests that name it. ``qeffect.spec``
-renders ``kept.json`` in the contract and imports nothing from here.
+the rejected log, injected faults, re-enacted failures and tests that name it. For each promise it
+records the obligations and lemmas that prove the promise (``proved_by``). ``qeffect.spec`` renders ``kept.json`` in the contract and imports nothing from here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .failures.catalogue import FAILURES
 from .mutants import Mutant, Site, sites
 from .proofs.finite import SCOPE, refuted, solver_of
 from .proofs.obligations import Composition
+from .proved_by import callables, lemmas, proofs
 from .symbolic import Encoding
 
 __all__ = ["FILE", "PROMISES", "guard_sites", "main", "places", "predicates_without", "rows"]
@@ -282,9 +283,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _spelled(told: Sequence[Mapping[str, Any]], shown: Mapping[str, Any]) -> str:
     """Return the file's text, one row per line."""
     guards = ",\n".join(f"  {json.dumps(row)}" for row in told)
-    clauses = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in shown.items())
-    scope = json.dumps({"scope": dict(SCOPE)})[1:-1]
-    return f'{{\n {scope},\n "guards": [\n{guards}\n ],\n "clauses": {{\n{clauses}\n }}\n}}\n'
+    tables = {"clauses": shown, "proofs": proofs(), "lemmas": lemmas(), "callables": callables()}
+    parts = [json.dumps({"scope": dict(SCOPE)})[1:-1], f'"guards": [\n{guards}\n ]']
+    for part, table in tables.items():
+        rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in table.items())
+        parts.append(f'"{part}": {{\n{rows}\n }}')
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """
-Measure a model's parts on a device, so that it can be cut into stages of equal time.
+Measure a model's parts on a device, so that it can be cut into stages of equal time, and so that a
+group of microbatches for one weight-gradient product can be chosen.
 
 Three stages of one layer each are built and timed: the first with the embedding, the second with
 the layer alone, the third with norm, head and loss. An end of the model costs its stage's time
 minus the second stage's. All layers of a model have one shape, so one layer stands for all. Each
-action runs alone, through the run's own kind of executor: eager or graphs.
+action runs alone, through the run's own kind of executor: eager or graphs. A step's first dW only
+writes its destination and later ones add to it, so the time of dW is the mean over a step.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import attrs
 import torch
 
-from ..backends.protocol import BackendError
+from ..backends.protocol import BackendError, StageBackend
 from ..ranks.membership import Member, agree_on, all_gather
 from ..runtime import Mode, Runtime, RuntimeConfig
 from ..step.eager import StageMemory
@@ -29,8 +33,8 @@ __all__ = ["ACTIONS", "Times", "agreed_times", "measure_times", "slowest"]
 ACTIONS = ("F", "dI", "dW")
 WARMUP = 3
 REPEATS = 15
-_ORDER = "0F0 1F0 2F0 2I0 2W0 1I0 1W0 0I0 0W0"
 _DIGITS = 3
+_FINE = 6
 
 
 @attrs.frozen
@@ -42,11 +46,14 @@ class Times:
         embedding: Times of the embedding.
         layer: Times of one layer.
         head: Times of norm, head and loss.
+        products: By number of microbatches, the times of one product over the dW of so many
+            microbatches: of the embedding, of one layer, and of the head.
     """
 
     embedding: tuple[float, ...]
     layer: tuple[float, ...]
     head: tuple[float, ...]
+    products: Mapping[int, tuple[float, ...]] = attrs.field(factory=dict)
 
     def fields(self, layers: int) -> dict[str, object]:
         """
@@ -64,6 +71,42 @@ class Times:
             "head_time": round(sum(self.head), _DIGITS),
         }
 
+    def durations(self, cut: Sequence[int]) -> dict[str, Any]:
+        """
+        Return the times of every stage in the format of `qeffect plan --durations`.
+
+        Args:
+            cut: Layers of each stage.
+
+        >>> times = Times((0, 0.5, 0), (1, 1, 0.5), (1, 1, 0.5), {2: (0, 0.75, 0.75)})
+        >>> times.durations((2, 1))["stages"]["1"]
+        {'F': 2.0, 'I': 2.0, 'W': 1.0, 'grouped_W': {'2': 1.5}}
+        """
+        whole: dict[str, Any] = {"unit": "ms", **_named(self.layer), "stages": {}}
+        for stage, layers in enumerate(cut):
+            ends = [n for n, at in ((0, 0), (2, len(cut) - 1)) if stage == at]
+            own = whole["stages"][str(stage)] = _named(
+                _sums(layers, (self.embedding, self.layer, self.head), ends)
+            )
+            if self.products:
+                parts = [[products[n] for products in self.products.values()] for n in range(3)]
+                took = _sums(layers, parts, ends)
+                own["grouped_W"] = dict(zip(map(str, self.products), took, strict=True))
+        return whole
+
+
+def _named(times: Sequence[float]) -> dict[str, Any]:
+    """The times of F, dI and dW, by their names in a table."""
+    return dict(zip("FIW", (round(float(one), _FINE) for one in times), strict=True))
+
+
+def _sums(layers: int, parts: Sequence[Sequence[float]], ends: Iterable[int]) -> list[float]:
+    """The times of a stage: so many layers, and the ends of the model that it has."""
+    return [
+        round(layers * parts[1][n] + sum(float(parts[end][n]) for end in ends), _FINE)
+        for n in range(len(parts[1]))
+    ]
+
 
 def slowest(ranks: Sequence[Times]) -> Times:
     """
@@ -80,7 +123,13 @@ def slowest(ranks: Sequence[Times]) -> Times:
 
 
 def measure_times(
-    job: LanguageJob, device: torch.device, backend: str, *, mode: Mode, repeats: int = REPEATS
+    job: LanguageJob,
+    device: torch.device,
+    backend: str,
+    *,
+    mode: Mode,
+    repeats: int = REPEATS,
+    groups: Sequence[int] = (),
 ) -> Times:
     """
     Time a layer and both ends of a model on a device: medians, after a warm-up.
@@ -94,28 +143,51 @@ def measure_times(
         backend: `reference` or `transformer-engine`.
         mode: How the actions run: `eager` or `replays`.
         repeats: Timed repeats of each action.
+        groups: Numbers of microbatches whose dW is timed as one product, each above 1 and a divisor
+            of a walk's microbatches; the job then needs ``scales="epoch"``.
 
     Raises:
         BackendError: A stage cannot be built or captured.
     """
-    probe = attrs.evolve(job, schedule="1f1b", pp=3, vpp=1, cut=(1, 1, 1))
+    probe = attrs.evolve(job, schedule="1f1b", pp=3, vpp=1, cut=(1, 1, 1), wgrad_group=1)
     stages = probe.stages((0, 1, 2), device, backend)
-    config = RuntimeConfig(rule=job.rule, mode=mode)
-    runtime = Runtime(stages, Order.parse(_ORDER), config)
-    found: list[tuple[float, ...]] = []
-    with runtime.caller_scope():
-        for memory in runtime.memories.values():
-            _fill(memory, job.vocabulary)
-        for memory in runtime.memories.values():
-            found.append(_medians(runtime, memory, repeats))
-    runtime.drain()
-    runtime.close()
-    first, layer, last = found
+    first, layer, last = _measured(stages, job, 1, mode, repeats)
+    products = {}
+    for group in groups:
+        ends = [part[-1] for part in _measured(stages, job, group, mode, repeats)]
+        products[group] = (max(0.0, ends[0] - ends[1]), ends[1], max(0.0, ends[2] - ends[1]))
 
     def beyond(whole: Sequence[float]) -> tuple[float, ...]:
         return tuple(max(0.0, a - b) for a, b in zip(whole, layer, strict=True))
 
-    return Times(beyond(first), layer, beyond(last))
+    return Times(beyond(first), layer, beyond(last), products)
+
+
+def _measured(
+    stages: Sequence[StageBackend], job: LanguageJob, group: int, mode: Mode, repeats: int
+) -> list[tuple[float, ...]]:
+    """Times of F, of dI and of one product of `group` microbatches, for each stage."""
+    products = job.microbatches // group
+    order = Order.parse(" ".join(_cells(group, min(2, products))))
+    runtime = Runtime(stages, order, RuntimeConfig(rule=job.rule, mode=mode, group=group))
+    with runtime.caller_scope():
+        for memory in runtime.memories.values():
+            _fill(memory, job.vocabulary)
+        found = [
+            _medians(runtime, memory, products, repeats) for memory in runtime.memories.values()
+        ]
+    runtime.drain()
+    runtime.close()
+    return found
+
+
+def _cells(group: int, blocks: int) -> Iterable[str]:
+    """The order of three stages in which each group of microbatches ends before the next begins."""
+    for block in range(blocks):
+        own = range(block * group, (block + 1) * group)
+        yield from (f"{stage}F{m}" for m in own for stage in (0, 1, 2))
+        yield from (f"{stage}I{m}" for m in own for stage in (2, 1, 0))
+        yield from (f"{stage}W{m}" for stage in (2, 1, 0) for m in own)
 
 
 def agreed_times(
@@ -155,30 +227,47 @@ def _fill(memory: StageMemory, vocabulary: int) -> None:
     Fill the buffers with varied values; gradients of one repeated token would be added in turn.
     """
     generator = torch.Generator().manual_seed(0)
-    (slot,) = memory.table
-    for into in (*slot.input_views, *slot.output_gradients):
-        if into.dtype == torch.int64:
-            values = torch.randint(vocabulary, into.shape, generator=generator)
-        else:
-            values = torch.randn(into.shape, generator=generator)
-        into.detach().copy_(values.to(into.dtype))
+    for slot in memory.table:
+        for into in (*slot.input_views, *slot.output_gradients):
+            if into.dtype == torch.int64:
+                values = torch.randint(vocabulary, into.shape, generator=generator)
+            else:
+                values = torch.randn(into.shape, generator=generator)
+            into.detach().copy_(values.to(into.dtype))
 
 
-def _medians(runtime: Runtime, memory: StageMemory, repeats: int) -> tuple[float, ...]:
-    (slot,), (variant,), executor = memory.table, memory.variants, runtime.executor
-    acts: Mapping[str, Callable[[], object]] = {
-        "F": lambda: executor.forward(memory, slot),
-        "dI": lambda: executor.dgrad(memory, slot, variant),
-        "dW": lambda: executor.wgrad(memory, slot, variant),
-    }
+def _medians(
+    runtime: Runtime, memory: StageMemory, products: int, repeats: int
+) -> tuple[float, ...]:
+    """Medians of F and dI, and the mean of a step's `products` products."""
+    executor, device = runtime.executor, runtime.domain.device
+    at = {slot.index: slot for slot in memory.table}
+    blocks = [members for members in memory.groups if members]
     executor.refresh(memory)
-    spans: dict[str, list[float]] = {name: [] for name in ACTIONS}
+    spans: dict[str, list[float]] = {name: [] for name in ("F", "dI", *map(str, range(2)))}
     for n in range(WARMUP + repeats):
-        for name in ACTIONS:
-            took = _milliseconds(acts[name], runtime.domain.device)
+        for block, members in enumerate(blocks):
+            slots = [at[memory.slot_of[m]] for m in members]
+            variants = [memory.variants[m] for m in members]
+            took = {
+                "F": [_milliseconds(partial(executor.forward, memory, s), device) for s in slots],
+                "dI": [
+                    _milliseconds(partial(executor.dgrad, memory, s, v), device)
+                    for s, v in zip(slots, variants, strict=True)
+                ],
+                str(block): [
+                    _milliseconds(
+                        partial(executor.wgrad, memory, slots[0], variants[0], slots[1:]), device
+                    )
+                ],
+            }
             if n >= WARMUP:
-                spans[name].append(took)
-    return tuple(statistics.median(spans[name]) for name in ACTIONS)
+                for name, times in took.items():
+                    spans[name] += times
+    medians = {name: statistics.median(times) for name, times in spans.items() if times}
+    # The first product of a step writes, and each later one adds.
+    wgrad = (medians["0"] + (products - 1) * medians.get("1", 0.0)) / products
+    return medians["F"], medians["dI"], wgrad
 
 
 def _milliseconds(act: Callable[[], object], device: torch.device) -> float:

@@ -25,7 +25,16 @@ from .data import DataError, Loader, Tokens
 from .language_model import LanguageJob, balanced_cut, even_cut
 from .rates import Rate
 
-__all__ = ["TIMES", "JobData", "backend_of", "job_of", "measure_cut", "open_job"]
+__all__ = [
+    "TIMES",
+    "JobData",
+    "backend_of",
+    "cut_by_times",
+    "job_of",
+    "measure_cut",
+    "open_job",
+    "require_grouped",
+]
 
 
 def backend_of(config: Config) -> str:
@@ -54,7 +63,7 @@ def job_of(config: Config) -> LanguageJob:
         except BackendError as error:
             raise UnusableError(f"{source}: [model] head: {error}") from None
     _require_dropout(config)
-    _require_grouped(config)
+    require_grouped(config)
     steps, layer = config.optimizer.decay_steps or config.run.steps, config.layer()
     try:
         job = LanguageJob(
@@ -113,8 +122,13 @@ def _require_dropout(config: Config) -> None:
         )
 
 
-def _require_grouped(config: Config) -> None:
-    """Require what one product over several microbatches needs, if the file asks for it."""
+def require_grouped(config: Config) -> None:
+    """
+    Require what one product over several microbatches needs, if the file asks for it.
+
+    Raises:
+        UnusableError: A field does not fit `wgrad_group`; the message names it.
+    """
     group, parallel = config.model.wgrad_group, config.parallel
     if group == 1:
         return
@@ -243,9 +257,26 @@ def measure_cut(
         place = f"{config.source}: [parallel] cut"
         found = agreed_times(member, job, backend_of(config), mode=mode, place=place)
         fields = found.fields(layers)
-    timed = attrs.evolve(config, parallel=attrs.evolve(parallel, **fields))
-    cut = _cut(timed, job.num_stages)
-    return timed, JobData(attrs.evolve(job, cut=cut), data.held_out)
+    timed, job = cut_by_times(config, job, fields)
+    return timed, JobData(job, data.held_out)
+
+
+def cut_by_times(
+    config: Config, job: LanguageJob, fields: Mapping[str, Any]
+) -> tuple[Config, LanguageJob]:
+    """
+    Divide a model into stages of equal time.
+
+    Args:
+        config: The run, whose `cut` is `measured`.
+        job: Its model.
+        fields: The measured times, by the names of `TIMES`.
+
+    Returns:
+        The configuration with these times, and the divided model.
+    """
+    timed = attrs.evolve(config, parallel=attrs.evolve(config.parallel, **fields))
+    return timed, attrs.evolve(job, cut=_cut(timed, job.num_stages))
 
 
 def _times_saved(config: Config) -> dict[str, Any] | None:

@@ -7,23 +7,20 @@ grouped dW in slots, and its gain in step time.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from ..report import write_text
 from ..schedule.actions import Schedule, ScheduleError
-from ..schedule.durations import Durations, read_durations
-from ..schedule.grouping import group_wgrads
-from ..schedule.plan import Layers, Provision, RankPlan, plan, runtime_slots
+from ..schedule.durations import read_durations
+from ..schedule.group_plans import GroupPlan, comparison_lines, fastest
+from ..schedule.plan import Layers, Provision, plan
 from ..schedule.ranks import check_ranks
 from ..schedule.steptime import Span, StepTime, step_time
 from ..schedule.timeline import timeline
 from ..schedule.trace import timed_trace_json
-from ..schedule.transport import Transport
 from ..text import counted, decoded
 from .command import Outcome, Progress, UnusableError, refuse_unused
 from .source import add_source, one_rank, read_source, read_transport, refuse_one_file
@@ -34,8 +31,6 @@ __all__ = ["Plan"]
 _MOST = 1 << 32
 #: How many names at each end of a stretch of the critical path are printed.
 _SHOWN = 8
-#: The largest number of ranks whose numbers are all in one row of the comparison of groups.
-_RANKS = 4
 
 
 class Plan:
@@ -133,12 +128,12 @@ class Plan:
         )
         lines += one_rank(schedule)
         data: dict[str, Any] = {"plan": planned.record()}
-        found: list[_Grouped] = []
+        found: list[GroupPlan] = []
         try:
             durations = None if args.durations is None else read_durations(args.durations)
             timed = None if durations is None else step_time(schedule, durations, transport)
             for group in groups:
-                found.append(_Grouped.of(schedule, group, durations, transport))
+                found.append(GroupPlan.of(schedule, group, durations, transport))
         except ScheduleError as error:
             raise UnusableError(str(error)) from error
         if timed is not None:
@@ -147,7 +142,9 @@ class Plan:
             lines.extend(_times(timed))
         if found:
             data["groups"] = [one.record(found[0]) for one in found]
-            lines.extend(_comparison(found, schedule))
+            best = fastest(found)
+            data["fastest_group"] = None if best is None else best.group
+            lines.extend(comparison_lines(found, schedule))
         return Outcome("accepted", data, lines)
 
 
@@ -157,91 +154,6 @@ def _draw(args: argparse.Namespace, timed: StepTime) -> None:
         write_text(args.svg, decoded(timeline(timed.schedule, timed=timed)))
     if args.trace is not None:
         write_text(args.trace, timed_trace_json(timed))
-
-
-@attrs.frozen
-class _Grouped:
-    """
-    The needs and the step time of a table with grouped dW.
-
-    Args:
-        group: Microbatches in each group.
-        ranks: The needs of each rank.
-        slots: By stage, the slots in QEffect's own runtime; None if the runtime does not take the
-            table.
-        timed: The simulated step, if there are durations.
-        untimed: Stages whose product the durations give no time for.
-    """
-
-    group: int
-    ranks: tuple[RankPlan, ...]
-    slots: dict[int, int] | None
-    timed: StepTime | None
-    untimed: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, schedule: Schedule, group: int, durations: Durations | None, transport: Transport
-    ) -> _Grouped:
-        """Plan and time a table with grouped dW."""
-        table = group_wgrads(schedule, group)
-        timed, untimed = None, []
-        if durations is not None:
-            timed = step_time(table, durations, transport, group=group)
-            if group > 1:
-                stages = sorted(table.stage_to_rank)
-                untimed = [s for s in stages if durations.product(s, group) is None]
-        return cls(group, plan(table).ranks, runtime_slots(table), timed, tuple(untimed))
-
-    @property
-    def rank_slots(self) -> tuple[int, ...] | None:
-        """Slots of each rank in QEffect's own runtime."""
-        if self.slots is None:
-            return None
-        return tuple(sum(self.slots[s.stage] for s in rank.stages) for rank in self.ranks)
-
-    @property
-    def bubble(self) -> float:
-        """The idle share of the step, over all ranks."""
-        ranks = () if self.timed is None else self.timed.ranks
-        whole = sum(rank.busy + rank.idle for rank in ranks)
-        return float(sum(rank.idle for rank in ranks) / whole) if whole else 0.0
-
-    def over(self, first: _Grouped) -> float | None:
-        """Step time divided by that of another group; None if that other step takes no time."""
-        if self.timed is None or first.timed is None or not first.timed.time:
-            return None
-        return float(self.timed.time / first.timed.time)
-
-    def record(self, first: _Grouped) -> dict[str, Any]:
-        """The comparison with the first group as plain data, for JSON."""
-        totals = self.rank_slots
-        ranks = [
-            {
-                "rank": rank.rank,
-                "peak_live": rank.peak_live,
-                "peak_deferred": rank.peak_deferred,
-                "slots": rank.slots,
-                "runtime_slots": None if totals is None else totals[place],
-                "stages": [
-                    {
-                        "stage": stage.stage,
-                        "peak_live": stage.peak_live,
-                        "peak_deferred": stage.peak_deferred,
-                        "runtime_slots": None if self.slots is None else self.slots[stage.stage],
-                    }
-                    for stage in rank.stages
-                ],
-            }
-            for place, rank in enumerate(self.ranks)
-        ]
-        found: dict[str, Any] = {"group": self.group, "ranks": ranks}
-        if self.timed is not None:
-            found["step_time"] = self.timed.record()
-            found["bubble"] = self.bubble
-            found["over_group_1"] = self.over(first)
-            found["stages_without_product_time"] = list(self.untimed)
-        return found
 
 
 def _groups(args: argparse.Namespace, schedule: Schedule) -> list[int]:
@@ -264,78 +176,6 @@ def _groups(args: argparse.Namespace, schedule: Schedule) -> list[int]:
                 f"found {group}; give {' or '.join(filter(None, (', '.join(fits[:-1]), fits[-1])))}"
             )
     return sorted({1, *args.wgrad_group})
-
-
-def _comparison(found: Sequence[_Grouped], schedule: Schedule) -> Iterator[str]:
-    """Lines that compare groups with the first, which is group 1."""
-    first = found[0]
-    yield "grouped dW: one product computes the dW of a group of microbatches, after their last dI"
-    columns = [
-        ["group", *(str(one.group) for one in found)],
-        ["live tapes", *(_by_rank(r.peak_live for r in one.ranks) for one in found)],
-        ["deferred dW", *(_by_rank(r.peak_deferred for r in one.ranks) for one in found)],
-        ["slots", *(_by_rank(r.slots for r in one.ranks) for one in found)],
-    ]
-    if first.rank_slots is not None:
-        columns.append(["runtime slots", *(_by_rank(one.rank_slots or ()) for one in found)])
-    if first.timed is not None:
-        unit = first.timed.unit
-        ratios = [one.over(first) for one in found]
-        columns += [
-            [
-                f"step time {unit}",
-                *(f"{float(one.timed.time):.4g}" for one in found if one.timed is not None),
-            ],
-            ["over group 1", *("-" if r is None else f"{r:.3f}" for r in ratios)],
-            ["bubble", *(f"{one.bubble:.1%}" for one in found)],
-        ]
-    widths = [max(map(len, column)) for column in columns]
-    for row in zip(*columns, strict=True):
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-    if len(first.ranks) > _RANKS:
-        yield (
-            "live tapes, deferred dW and slots: of the rank with the fewest, and of the rank with "
-            "the most; --json has every rank"
-        )
-    elif len(first.ranks) > 1:
-        yield "live tapes, deferred dW and slots: by rank, rank 0 first"
-    if first.rank_slots is not None:
-        yield (
-            "runtime slots: in QEffect's own runtime, where a receive takes the slot, and other "
-            "stages of the rank also read the tape"
-        )
-    elif schedule.complete:
-        yield (
-            "no runtime slots (slots in QEffect's own runtime): the table names no messages; give "
-            "a table with messages (--comms with --torch CLASS)"
-        )
-    for one in found:
-        yield from _untimed(one)
-
-
-def _untimed(one: _Grouped) -> Iterator[str]:
-    """A line that says which products the durations give no time for, if any."""
-    if not one.untimed:
-        return
-    group, missing = one.group, f"no time for a product of {one.group} microbatches"
-    field = f'"grouped_W": {{"{group}": TIME}}'
-    if len(one.untimed) == sum(len(rank.stages) for rank in one.ranks):
-        yield f"group {group}: {missing}: {group} times W; add {field} to the durations"
-    else:
-        names = ", ".join(map(str, one.untimed))
-        several = len(one.untimed) > 1
-        stages = f"{'stages' if several else 'stage'} {names}"
-        place = "each stage" if several else "the stage"
-        yield f"group {group}: {missing} of {stages}: {group} times W there; add {field} to {place}"
-
-
-def _by_rank(numbers: Iterable[int]) -> str:
-    """The numbers of all ranks; for many ranks the smallest and the largest."""
-    every = list(numbers)
-    if len(every) > _RANKS:
-        least, most = min(every), max(every)
-        return str(most) if least == most else f"{least} to {most}"
-    return " / ".join(map(str, every))
 
 
 def _times(timed: StepTime) -> Iterator[str]:

@@ -63,6 +63,7 @@ def test_the_comparison_follows_the_plan(
         "of the rank also read the tape",
         "group 4: no time for a product of 4 microbatches: 4 times W; "
         'add "grouped_W": {"4": TIME} to the durations',
+        "fastest: group 2",
     ] == out.removeprefix(before).strip().splitlines()
 
 
@@ -72,9 +73,10 @@ def test_json_has_each_group(capsys: pytest.CaptureFixture[str], table: str, tim
     code, data = json_of(
         capsys, "plan", table, "--durations", str(times), "--wgrad-group", "2", "--wgrad-group", "2"
     )
-    groups = data.pop("groups")
+    groups, fastest = data.pop("groups"), data.pop("fastest_group")
 
     assert (0, plain) == (code, data)
+    assert fastest == 2
     assert [1, 2] == [one["group"] for one in groups]
     given, durations = read_fixture(COMMS), parse_durations(TIMES)
     first = step_time(group_wgrads(given, 1), durations)
@@ -161,13 +163,29 @@ def test_products_of_some_stages(
     times.write_text(json.dumps({**TIMES, "stages": stages}))
     words = ("plan", table, "--durations", str(times), "--wgrad-group", "2")
     out = run(capsys, *words)[1]
-    groups = json_of(capsys, *words)[1]["groups"]
+    data = json_of(capsys, *words)[1]
+    groups = data["groups"]
 
+    assert data["fastest_group"] is None
+    assert "fastest" not in out
     assert (
         "group 2: no time for a product of 2 microbatches of stage 1: 2 times W there; "
         'add "grouped_W": {"2": TIME} to the stage' in out
     )
     assert [[], [1]] == [one["stages_without_product_time"] for one in groups]
+
+
+def test_of_equally_fast_groups_the_smallest_is_proposed(
+    capsys: pytest.CaptureFixture[str], table: str, times: Path
+) -> None:
+    """A larger group would hold more slots for nothing."""
+    free = {"F": 1, "I": 1, "W": 0, "unit": "ms", "grouped_W": {"2": 0, "4": 0}}
+    times.write_text(json.dumps(free))
+    words = ("--durations", str(times), "--wgrad-group", "4", "--wgrad-group", "2")
+
+    data = json_of(capsys, "plan", table, *words)[1]
+    assert [1.0, 1.0, 1.0] == [one["over_group_1"] for one in data["groups"]]
+    assert data["fastest_group"] == 1
 
 
 @pytest.mark.parametrize("group", ["3", "0", "-1", "8", "9" * 40])

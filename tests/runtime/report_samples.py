@@ -538,7 +538,7 @@ def peers_report() -> dict[str, Any]:
         peer_row(graphs, 18.0, against("native", 30, 0.05), main_grad="fp32"),
     ]
     asked = {"cells": ["h4096-s256-m8"], "modes": ["ours"], "limit": 90.0, "rounds": 3, "steps": 10,
-             "native_steps": 3, "megatron": {"version": "megatron-core==1", "fp8": "hybrid"}}  # fmt: skip
+             "native_steps": 3, "megatron": {"version": "mcore==1", "fp8": "hybrid"}}  # fmt: skip
     raw = {
         "rows": rows,
         "refusals": {"megatron delayed dW": "refused before training: no"},

@@ -5,13 +5,44 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from qeffect.gpu_runtime.ranks.membership import join
+from qeffect.gpu_runtime.step.eager import EagerExecutor
 from qeffect.gpu_runtime.training import balance
 from qeffect.gpu_runtime.training.balance import Times, measure_times
 from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.job_assembly import measure_cut, open_job
 from qeffect.gpu_runtime.training.loop import Trainer
 from tests.ranks.bodies import LIMITS
+
+from .helpers import language
+
+
+def products(path: str) -> dict[str, Any]:
+    """Time a product of 1, 2 and 4 microbatches; return each one's slots and whether it adds."""
+    member = join("cpu", LIMITS)
+    job = language(
+        Path(path), schedule="zbv", pp=2, microbatches=4, scales="epoch", rule="accumulate"
+    )
+    calls: dict[int, set[tuple[int, bool]]] = {}
+    wgrad = EagerExecutor.wgrad
+
+    def seen(self: Any, memory: Any, slot: Any, variant: Any, others: Any = ()) -> Any:
+        group = max(map(len, memory.groups))
+        calls.setdefault(group, set()).add((1 + len(others), variant.accumulate))
+        return wgrad(self, memory, slot, variant, others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EagerExecutor, "wgrad", seen)
+        found = measure_times(
+            job, member.device, "reference", mode="eager", repeats=1, groups=(2, 4)
+        )
+    assert found.products.keys() == {2, 4}
+    return {
+        "calls": {group: sorted(each) for group, each in calls.items()},
+        "layer": [*found.layer, *(times[1] for times in found.products.values())],
+    }
 
 
 def measuring(path: str) -> dict[str, Any]:

@@ -161,3 +161,32 @@ def test_a_run_that_goes_on_keeps_its_cut(tmp_path: Path) -> None:
     assert words["began"] == 2
     assert words["cuts"][0] == words["cuts"][1] != words["cuts"][2]
     assert words["times"][0] == words["times"][1] != words["times"][2]
+
+
+def test_a_product_of_two_microbatches_is_timed_as_one(tmp_path: Path) -> None:
+    """Both groups of a step are timed: the first product writes, and the second adds."""
+    (tmp_path / "said").mkdir()
+    said = launch(1, tmp_path / "said", bodies.products, str(noise(tmp_path)))
+    assert said.codes == [0]
+    found = said.words[0]
+    assert found["calls"] == {
+        "1": [[1, False], [1, True]],
+        "2": [[2, False], [2, True]],
+        "4": [[4, False]],
+    }
+    assert all(one > 0 for one in found["layer"])
+
+
+def test_times_become_the_durations_of_stages() -> None:
+    """Layers of a stage and the ends of the model that it has; one stage may have both ends."""
+    times = Times((0.5, 0, 0.25), (1, 2, 3), (4, 0, 1), {2: (0.5, 4, 1.5)})
+    found = times.durations((2, 1, 3))
+    assert (found["unit"], found["F"], found["I"], found["W"]) == ("ms", 1, 2, 3)
+    assert found["stages"] == {
+        "0": {"F": 2.5, "I": 4, "W": 6.25, "grouped_W": {"2": 8.5}},
+        "1": {"F": 1, "I": 2, "W": 3, "grouped_W": {"2": 4}},
+        "2": {"F": 7, "I": 6, "W": 10, "grouped_W": {"2": 13.5}},
+    }
+    (alone,) = times.durations((1,))["stages"].values()
+    assert alone == {"F": 5.5, "I": 2, "W": 4.25, "grouped_W": {"2": 6}}
+    assert "grouped_W" not in Times((0, 0, 0), (1, 1, 1), (0, 0, 0)).durations((1,))["stages"]["0"]

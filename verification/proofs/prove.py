@@ -30,6 +30,7 @@ __all__ = [
     "again",
     "choices",
     "everywhere",
+    "makers",
     "run",
     "unbounded",
 ]
@@ -196,13 +197,14 @@ def _asked(found: Iterable[Obligation | Goal]) -> Iterator[Goal]:
     return (goal for goal in found if isinstance(goal, Goal))
 
 
-def _goals(composition: Composition) -> Iterator[Goal]:
-    yield from initial(composition)
-    yield from obligations(composition)
-    yield from tickets(composition)
-    yield from restored(composition)
-    yield from recovery(composition)
-    if not composition.omit:
-        yield from completeness(composition)
+def makers(composition: Composition) -> tuple[Callable[[Composition], Iterator[Goal]], ...]:
+    """Return the functions that make the goals of a composition, in their order."""
+    last = [] if composition.omit else [completeness]
     if "capture" not in composition.omit:
-        yield from capture_in_own_pool(composition)
+        last.append(capture_in_own_pool)
+    return (initial, obligations, tickets, restored, recovery, *last)
+
+
+def _goals(composition: Composition) -> Iterator[Goal]:
+    for make in makers(composition):
+        yield from make(composition)
