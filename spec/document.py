@@ -326,6 +326,13 @@ def _column(column: StateColumn) -> str:
 # Promises
 
 
+def _stated(register: Register) -> Iterator[str]:
+    """Links to the modules that state the predicates of a register."""
+    modules = dict.fromkeys(p.function.__module__.rpartition("spec.")[2] for p in register)
+    paths = (f"{module.replace('.', '/')}.py" for module in modules)
+    return (f"[`{path}`]({path})" for path in paths)
+
+
 def _paper(keeping: Mapping[str, Any]) -> str:
     says = {p.name: p.text for _, register in _registers() for p in register}
     lines = [
@@ -372,7 +379,7 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         "",
     ]
     for title, register in _registers():
-        lines += [f"### {title}", ""]
+        lines += [f"### {title}", "", f"Stated in {', '.join(_stated(register))}.", ""]
         for p in register:
             needs = ", ".join(f"`{clause}`" for clause in sorted(clauses.get(p.name, ())))
             kept_by = f" Needs {needs}." if needs else ""

@@ -6,7 +6,8 @@ A clause states what is refused; a promise states what users may rely on. With `
 this module finds, for each guard, the promises that fail without it, from a state of a finite scope
 that satisfies every invariant. For each clause it finds the functions that raise the clause, and
 the rejected log, injected faults, re-enacted failures and tests that name it. For each promise it
-records the obligations and lemmas that prove the promise (``proved_by``). ``qeffect.spec`` renders ``kept.json`` in the contract and imports nothing from here.
+records the obligations and lemmas that prove the promise (``proved_by``). ``qeffect.spec`` renders
+``kept.json`` in the contract and imports nothing from here.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 
 from tests.docs.blocks import KERNEL_PAGE, ROOT, RUNTIME_PAGE
 from tests.docs.code import PAGES
+from tests.docs.links import anchors, headings
 
 #: Pages about files of torch, TorchTitan and Megatron-core.
 OTHERS_FILES = (
@@ -50,7 +51,7 @@ def test_linked_files_and_headings_exist(name: str) -> None:
         path, _, heading = link.partition("#")
         found = (page.parent / path).resolve() if path else page
         assert found.exists(), link
-        assert not heading or heading in headings(found), link
+        assert not heading or heading in {*headings(text_of(found)), *anchors(text_of(found))}, link
 
 
 def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
@@ -58,20 +59,14 @@ def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One `word`, two\n```sh\n# no heading\n```\n[a](b.md#c) ![d](e.svg)\n")
     assert ["b.md#c", "e.svg"] == links_of(text_of(page))
-    assert {"one-word-two"} == headings(page)
-
-
-def headings(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
-    lines = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+    assert {"one-word-two"} == headings(text_of(page))
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name not in OTHERS_FILES])
 def test_named_files_exist(name: str) -> None:
     """A file in code font is found from the page's folder, the top, or a top-level folder."""
     page = ROOT / name
-    starts = (page.parent, ROOT, *(ROOT / top for top in ("qeffect", "gpu_runtime", "tests")))
+    tops = ("qeffect", "gpu_runtime", "tests", "verification")
+    starts = (page.parent, ROOT, *(ROOT / top for top in tops))
     named = re.findall(r"`([a-z][\w.]*/[\w./]+\.(?:py|json|toml|md))`", text_of(page))
     assert [] == [file for file in named if not any((s / file).exists() for s in starts)]

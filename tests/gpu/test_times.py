@@ -20,7 +20,7 @@ vocabulary = 256
 layers = 4
 hidden = 128
 ffn = 256
-heads = 4
+heads = 2
 sequence = 32
 scales = "epoch"
 head = "bf16"
@@ -43,14 +43,17 @@ def test_products_of_captured_slots_are_timed(
     monkeypatch.chdir(tmp_path)
     save(Path("train.npy"), np.arange(4096, dtype=np.uint16) % 251)
     Path("run.toml").write_text(RUN)
-    assert main(["runtime", "times", "run.toml", "--out", "d.json", "--json", "--quiet"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    code = main(["runtime", "times", "run.toml", "--out", "d.json", "--json", "--quiet"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    found = json.loads(said.out)
     assert [one["group"] for one in found["groups"]] == [1, 2, 4]
     assert found["fastest_group"] in (1, 2, 4)
     durations = read_durations(Path("d.json"))
     for stage in range(4):
         one, two, four = (durations.product(stage, group) for group in (1, 2, 4))
         assert one is None  # the time of one microbatch is W
-        assert two is not None and four is not None
+        assert two is not None
+        assert four is not None
         assert 0 < two
         assert 0 < four < 4 * two

@@ -13,13 +13,19 @@ import pytest
 from qeffect.spec import document
 from qeffect.spec.clauses import CLAUSES, SCHEDULE_CLAUSES
 from qeffect.spec.guards import GUARDS
+from qeffect.spec.promises import CHANGES, LEGAL, MEMORY, STEPS, WORLD
+from qeffect.spec.ranks import RANK_PROMISES, RANK_STEPS
 from qeffect.verification import kept
+from qeffect.verification.induction import HISTORY, INVARIANTS, LEMMAS
 from qeffect.verification.mutants import sites_with
 from tests.docs.blocks import ROOT
+from tests.docs.links import unlinked
 from tests.profiles import few
 
 DATA = document.kept()
-CONTRACT = Path(document.__file__).with_name("contract.md").read_text(encoding="utf-8")
+CONTRACT = unlinked(Path(document.__file__).with_name("contract.md").read_text(encoding="utf-8"))
+
+WIDTHS = "verification/proofs/theorems.py: widths"
 
 
 def test_the_file_is_current() -> None:
@@ -80,9 +86,37 @@ def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
 def test_every_promise_names_the_clauses_that_it_needs(name: str) -> None:
     """The contract lists, for each promise, exactly the clauses whose guards it needs."""
     wanted = {guard["clause"] for guard in DATA["guards"] if name in guard.get("promises", ())}
-    (line,) = re.findall(rf"^- `{re.escape(name)}`.* Needs (.*)\.$", CONTRACT, re.MULTILINE)
+    row = rf"^- `{re.escape(name)}`.* Needs (.*)\. \*Proved by\* .*$"
+    (line,) = re.findall(row, CONTRACT, re.MULTILINE)
 
     assert wanted == set(line.replace("`", "").split(", "))
+
+
+def test_every_promise_has_the_obligations_of_its_kind() -> None:
+    """Of a promise that always holds these are two kinds; a transition's promise has a step."""
+    wanted = {
+        **{p.name: {"initial", "inductive"} for p in (*MEMORY, *WORLD, *RANK_PROMISES)},
+        **{p.name: {"step"} for p in (*STEPS, *RANK_STEPS)},
+        **{p.name: {"change"} for p in CHANGES},
+        **{p.name: {"complete"} for p in LEGAL},
+    }
+    for name, kinds in wanted.items():
+        found = {kind for made in DATA["proofs"][name]["obligations"].values() for kind in made}
+        assert kinds == found - {"width"}, name
+
+    assert {"width"} <= {*DATA["proofs"]["ownership.right-reference"]["obligations"][WIDTHS]}
+
+
+def test_a_proof_names_lemmas_and_promises_that_always_hold() -> None:
+    """What a proof uses is a lemma of the induction, or an invariant that is promised."""
+    always = {p.name for p in (*INVARIANTS, *HISTORY)}
+    lemmas = {p.name for p in LEMMAS}
+    assert lemmas == DATA["lemmas"].keys()
+    for name, row in DATA["proofs"].items():
+        assert name not in row.get("from", ())
+        assert {*row.get("from", ())} <= always, name
+
+    assert ["order.scaled-by"] == DATA["proofs"]["order.one-set-of-scales"]["from"]
 
 
 @pytest.mark.parametrize("clause", few(["arena.duplicate-bind", "arena.spoiled"], (), (0,)))
