@@ -162,14 +162,14 @@ def models() -> Iterator[str]:
                 own = row["tflops"]["median"], row["native_over_this"]
                 best[row["cell"]] = max(own, best.get(row["cell"], own))
     if best:
+        lengths = {cell.split("-")[1] for cell in best}
+        same = f" ({lengths.pop()[1:]} tokens)" if len(lengths) == 1 else ""
         said = ", ".join(
-            f"{cell.partition('-m')[0]} {rate:.0f} ({over:.2f}x)"
-            for cell, (rate, over) in best.items()
+            f"{cell.split('-')[0] if same else cell} {rate:.0f} ({over:.2f}x)"
+            for cell, (rate, over) in sorted(best.items())
         )
-        yield (
-            f"*Whole models*, TFLOP/s per GPU (speed over native): {said}. "
-            f"[Table]({RUNTIME}#whole-models)."
-        )
+        table = f"[Table]({RUNTIME}#whole-models)"
+        yield f"*Models*{same}, TFLOP/s a GPU (over native): {said}. {table}."
 
 
 def grouped() -> Iterator[str]:

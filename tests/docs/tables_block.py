@@ -224,12 +224,11 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
             "processes of its own. *Gradients* compares a mode's "
             "gradients with those of its own framework without graphs (for ours, with `native` and "
             "replays). They have the same bits, or are close to these and to native's, or are "
-            "wrong. Every head is bf16. *main_grad* is the type of accumulated gradients; fp32 has "
-            "fp32 master weights too, and native runs only with bf16. *Group* is the number of "
-            "microbatches whose weight gradients are one product, with FP8 scales that move once "
-            "per step; rows without a group move scales at every action, as Megatron does. "
-            "Megatron's options: "
-            f"{_options(report['configuration']['megatron'])}."
+            f"wrong. {_heads(report['configuration'])} *main_grad* is the type of accumulated "
+            "gradients; fp32 has fp32 master weights too, and native runs only with bf16. *Group* "
+            "is the number of microbatches whose weight gradients are one product, with FP8 scales "
+            "that move once per step; rows without a group move scales at every action, as "
+            "Megatron does."
             f"{remark(name, report)}"
         )
         rows = [_peer(row) for row in derived["rows"]]
@@ -318,8 +317,12 @@ def _model(row: Row) -> tuple[str, ...]:
     )
 
 
-def _options(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}={value}`" for name, value in options.items())
+def _heads(asked: Row) -> str:
+    """The heads that are compared, and Megatron's options if the report names them."""
+    if "megatron" not in asked:
+        return "Megatron's head is bf16, ours is FP8."
+    options = ", ".join(f"`{name}={value}`" for name, value in asked["megatron"].items())
+    return f"Every head is bf16. Megatron's options: {options}."
 
 
 def _peer(row: Row) -> tuple[str, ...]:
