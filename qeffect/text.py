@@ -5,11 +5,12 @@ The words of messages: untrusted text escaped and shortened to one line, and err
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, Final
 
 __all__ = [
+    "aligned",
     "counted",
     "decoded",
     "escaped",
@@ -74,6 +75,18 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "" if number == 1 else "es" if noun.endswith(("tch", "s", "x")) else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """
+    Lines of a table whose columns are aligned to the right.
+
+    >>> list(aligned([["group", "ms"], ["1", "72.5"]]))
+    ['group    ms', '    1  72.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
 
 
 def near(word: object, names: Iterable[str]) -> str:

@@ -354,7 +354,7 @@ def _paper(keeping: Mapping[str, Any]) -> str:
             "",
             f"`{invariant.name}`. **{invariant.says}**{needs}",
             "",
-            *(f"- {_predicate(name, keeping)}: {says[name]}" for name in invariant.promises),
+            *(f"- {_predicate(n, keeping)}{_apart(n)}: {says[n]}" for n in invariant.promises),
             *(f"- also proved: {name}.{_proved_by(name, keeping)}" for name in invariant.theorems),
             "",
         ]
@@ -510,11 +510,13 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
         for place, kinds in row["obligations"].items()
     ]
     said = f" *Proved by* {'; '.join(made)}"
+    used: list[str] = []
     lemmas: dict[str, list[str]] = {}
     for other in row.get("from", ()):
-        if other not in _promised():
-            lemmas.setdefault(keeping["lemmas"][other], []).append(f"`{other}`")
-    used = [_predicate(other, keeping) for other in row.get("from", ()) if other in _promised()]
+        if module := keeping["lemmas"].get(other):
+            lemmas.setdefault(module, []).append(f"`{other}`")
+        else:
+            used.append(_predicate(other, keeping))
     used += [f"{', '.join(n)} in {_proof_file(m)}" for m, n in lemmas.items()]
     if used:
         said += f"; from {', '.join(used)}"

@@ -23,7 +23,7 @@ from qeffect.spec.ranks import RANK_PROMISES, RANK_STEPS
 from qeffect.spec.recorded import STEP_PROMISES
 
 from .column_reads import ColumnReads
-from .induction import HISTORY, INVARIANTS, LEMMAS
+from .induction import HISTORY, LEMMAS
 from .proofs.completeness import completeness
 from .proofs.goals import Goal, Obligation
 from .proofs.obligations import Composition, changes
@@ -59,7 +59,8 @@ def callables() -> dict[str, str]:
     return {name: module_of(call) for name, call in calls.items()}
 
 
-def lemmas() -> dict[str, str]:
+@cache
+def lemmas() -> Mapping[str, str]:
     """Return the module of each lemma of the contract's proofs, by name."""
     return {lemma.name: module_of(lemma.function) for lemma in LEMMAS}
 
@@ -77,7 +78,7 @@ def proofs() -> Mapping[str, Mapping[str, Any]]:
         with the ``kinds`` of these obligations. ``from``: the lemmas and the other promises that
         hold in every state, are hypotheses of these obligations, and read one of the words for the
         world that the promise reads. ``beside``: for a promise of the ranks, the modules of the
-        protocol and of its lemmas.
+        protocol and of its lemmas. Only ``obligations`` is always there.
     """
     found = {**_of_the_contract(), **_of_the_ranks()}
     promised = (*(MEMORY, WORLD, STEPS, CHANGES, LEGAL), *_RANKS)
@@ -97,14 +98,13 @@ def _of_the_contract() -> dict[str, dict[str, Any]]:
                 _enter(found, name, make, one.kind)
                 if isinstance(one, Goal):
                     hypotheses.setdefault(name, set()).update(full.lemmas_of(one.relations))
-    words = _words(full)
-    for name, row in found.items():
-        row["from"] = [
+    always = {p.name: _words(p, full) for p in HISTORY}
+    for promise in (*WORLD, *STEPS, *LEGAL):
+        usable, words = hypotheses.get(promise.name, set()), _words(promise, full)
+        found[promise.name]["from"] = [
             other.name
-            for other in (*INVARIANTS, *HISTORY)
-            if other.name in hypotheses.get(name, ())
-            and other.name != name
-            and words[other.name] & words.get(name, set())
+            for other in HISTORY
+            if other is not promise and other.name in usable and always[other.name] & words
         ]
     return found
 
@@ -127,26 +127,21 @@ def _proved(make: Callable[..., Any], made: Goal | Obligation) -> Iterator[str]:
         yield from (p.name for p in LEGAL if made.transition in p.transitions)
     elif make is recurring:
         yield NAME
-    else:
+    elif made.kind == "step" or made.name not in lemmas():  # a lemma may share a promise's name
         yield made.name
 
 
-def _words(full: Composition) -> dict[str, set[str]]:
-    """Return the words for the world that each promise and lemma reads, by name."""
+def _words(predicate: Predicate, full: Composition) -> set[str]:
+    """Return the words for the world that a promise or lemma reads."""
     vocabulary = full.vocabulary
-    st, h = (vocabulary.state(vocabulary.before), vocabulary.history(vocabulary.before))
-
-    def read(predicate: Predicate) -> set[str]:
-        watched = ColumnReads(h)
-        for transition in predicate.transitions or ("",):
-            names = TRANSITIONS.get(transition, ())
-            given = zip(names, full.encoding.arguments(transition) if names else (), strict=True)
-            about = [SimpleNamespace(**dict(given))] if predicate.transitions else []
-            vocabulary.claim(predicate, st, watched, *about)
-        return watched.read
-
-    of_memory: dict[str, set[str]] = {p.name: set() for p in (*MEMORY, *INVARIANTS)}
-    return {**of_memory, **{p.name: read(p) for p in (*WORLD, *HISTORY, *STEPS, *LEGAL)}}
+    st = vocabulary.state(vocabulary.before)
+    watched = ColumnReads(vocabulary.history(vocabulary.before))
+    for transition in predicate.transitions:
+        arguments = zip(TRANSITIONS[transition], full.encoding.arguments(transition), strict=True)
+        vocabulary.claim(predicate, st, watched, SimpleNamespace(**dict(arguments)))
+    if not predicate.transitions:
+        vocabulary.claim(predicate, st, watched)
+    return watched.read
 
 
 def _of_the_ranks() -> dict[str, dict[str, Any]]:
@@ -159,7 +154,7 @@ def _of_the_ranks() -> dict[str, dict[str, Any]]:
         beside = sorted({path for path in runs | stated if path.startswith("verification/")})
         for predicate in (*rules.invariants, *rules.steps):
             if predicate.name in found:
-                found[predicate.name] |= {"from": [], "beside": beside}
+                found[predicate.name]["beside"] = beside
     return found
 
 

@@ -20,6 +20,7 @@ from qeffect.schedule.actions import ScheduleError
 from qeffect.schedule.durations import parse_durations
 from qeffect.schedule.group_plans import GroupPlan, comparison_lines, fastest
 from qeffect.schedule.grouping import require_group
+from qeffect.text import aligned
 
 from ..backends.determinism import DETERMINISTIC
 from ..backends.protocol import BackendError
@@ -159,6 +160,4 @@ def _table(times: Times) -> Iterator[str]:
     for n, (name, own) in enumerate(parts):
         every = (*own, *(products[group][n] for group in products))
         rows.append([name, *(f"{one:.4g}" for one in every)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+    return aligned(rows)

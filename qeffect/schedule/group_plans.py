@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from ..text import aligned
 from .actions import Schedule
 from .durations import Durations
 from .grouping import group_wgrads
@@ -165,9 +166,7 @@ def comparison_lines(found: Sequence[GroupPlan], schedule: Schedule) -> Iterator
             ["over group 1", *("-" if r is None else f"{r:.3f}" for r in ratios)],
             ["bubble", *(f"{one.bubble:.1%}" for one in found)],
         ]
-    widths = [max(map(len, column)) for column in columns]
-    for row in zip(*columns, strict=True):
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+    yield from aligned(list(zip(*columns, strict=True)))
     if len(first.ranks) > _RANKS:
         yield (
             "live tapes, deferred dW and slots: of the rank with the fewest, and of the rank with "

@@ -60,9 +60,8 @@ def broken(text: str, folder: Path) -> list[str]:
 def _lost(text: str, folder: Path, own: set[str]) -> Iterator[str]:
     for _, target in _LINK.findall(text):
         path, _, anchor = target.partition("#")
-        if ("://" not in target and path and not (folder / path).is_file()) or (
-            not path and anchor not in own
-        ):
+        there = (folder / path).is_file() if path else anchor in own
+        if "://" not in target and not there:
             yield target
 
 
