@@ -113,7 +113,7 @@ def slowest(ranks: Sequence[Times]) -> Times:
     Return, for each action of each part, the time on the rank where the action takes longest.
 
     >>> slowest([Times((0,), (1,), (4,)), Times((1,), (3,), (2,))])
-    Times(embedding=(1,), layer=(3,), head=(4,))
+    Times(embedding=(1,), layer=(3,), head=(4,), products={})
     """
 
     def longest(part: str) -> tuple[float, ...]:
