@@ -172,7 +172,7 @@ def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
             f"- *Unchanged by a refusal:* {clause.unchanged}",
             f"- *Likely cause:* {clause.cause}",
             f"- *Remedy:* {clause.remedy}",
-            f"- *Kept by* {_kept_by(clause.id, keeping)}",
+            f"- *Raised by* {_raised_by(clause.id, keeping)}",
             *_also_raised_by(keeping["clauses"][clause.id]),
             *_killed_by(clause.id, keeping),
             f"- *Shown by* {_shown_by(keeping['clauses'][clause.id])}",
@@ -186,7 +186,7 @@ def _arguments(transition: str) -> Iterable[str]:
     return next((t.arguments for t in TRANSITIONS if t.name == transition), ())
 
 
-def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
+def _raised_by(clause: str, keeping: Mapping[str, Any]) -> str:
     """The functions that raise a clause, and what fails without its guards."""
     functions = _functions(keeping["clauses"][clause]["raised_by"], "qeffect/")
     guards = [row for row in keeping["guards"] if row["clause"] == clause]
@@ -201,22 +201,25 @@ def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
 
     said = []
     if promises := named("promises"):
-        said.append(f"for the promise{'s' * (', ' in promises)} {promises}")
+        several = ", " in promises
+        fails = "these promises fail" if several else "this promise fails"
+        said.append(f"without a guard of this clause {fails}: {promises}")
     elif lemmas := named("lemmas"):
-        said.append(f"for lemmas of the proofs: {lemmas}")
+        said.append(f"without a guard of this clause these lemmas fail: {lemmas}")
     rest = [(row["transition"], row["otherwise"]) for row in guards if "otherwise" in row]
     renamed = [
-        f"{transition} (otherwise {_clause_link(text.partition(' becomes ')[2])} would)"
+        f"at {transition} {_clause_link(text.partition(' becomes ')[2])} would name the refusal"
         for transition, text in rest
         if " becomes " in text
     ]
     if renamed:
-        said.append(f"to name the refusal at {', '.join(renamed)}")
+        said.append(f"without it, {', '.join(renamed)}")
     for _, text in rest:
         if " becomes " not in text:  # where a part is left out
             promise, _, where = text.partition(", ")
-            said.append(f"for {_predicate(promise, keeping)} if {where.removeprefix('where ')}")
-    return f"{functions}, {'; '.join(said)}."
+            fails = f"{_predicate(promise, keeping)} fails if {where.removeprefix('where ')}"
+            said.append(f"without it, {fails}")
+    return f"{functions}; {'; '.join(said)}."
 
 
 def _also_raised_by(shown: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -519,7 +522,7 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
             used.append(_predicate(other, keeping))
     used += [f"{', '.join(n)} in {_proof_file(m)}" for m, n in lemmas.items()]
     if used:
-        said += f"; from {', '.join(used)}"
+        said += f"; related statements, proved too: {', '.join(used)}"
     if beside := row.get("beside"):
         said += f"; transitions and lemmas in {', '.join(map(_proof_file, beside))}"
     return f"{said}."

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_TOKEN = "The effect token, which counts the scaling updates."
+_TOKEN = "The effect token, which counts the F and dI of the domain."
 
 PART = Part(
     name="order",
@@ -32,7 +32,8 @@ A domain may have *scales of an epoch* instead (`StageConfig(scales="epoch")` on
 and dI then only gather maxima into the amax histories, in any order. The optimizer's update moves
 the scales once, by `move_scales` between its check and its commit, even if it leaves the weights
 unchanged. All F and dI of an epoch then use the same scales, and the scales no longer depend on the
-order of microbatches. The token counts F and dI as before. The update commits only after the scales
+order of microbatches. The token still rises by one with each F and each dI, although these no
+longer move the scales; `move_scales` does not change it. The update commits only after the scales
 of every such domain have moved. After a failed update, or a fault of an epoch whose update began,
 scales and weights both count as half updated.""",
     clauses=(

@@ -243,8 +243,8 @@ once.""",
             cause="dW was paired with another microbatch's work: the runtime took the oldest entry "
             "of a queue, or the work of the chunk's most recent dI, instead of the key's own "
             "work. ZB-V runs dW in another order than dI.",
-            remedy="Look deferred work up by key; `qeffect check --pairing` shows which pairing "
-            "rule gives a dW of your schedule the wrong work.",
+            remedy="Let dW find its deferred work by key; `qeffect check --pairing` shows which "
+            "pairing rule gives a dW of your schedule the wrong work.",
         ),
         Clause(
             id="ownership.not-forwarded",

@@ -419,16 +419,16 @@ def own_draws(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.sound-state", "check_forward", "check_dgrad")
 def sound_state(st: State, h: History, a: Args) -> Truth:
-    """F and dI find scaling state that no failure left half updated, with no other scaling update
-    in flight."""
+    """F and dI find scaling state that no failure left half updated, and no other F, dI, refresh or
+    evaluation of the domain in flight."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @STEPS("order.sound-state-of-stage", "check_refresh", "check_evaluation")
 def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
-    """A refresh or an evaluation finds scaling state that no failure left half updated, and no
-    scaling update in flight."""
+    """A refresh or an evaluation finds scaling state that no failure left half updated, and no F,
+    dI, refresh or other evaluation of the domain in flight."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
@@ -889,7 +889,7 @@ def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> 
 
 @STEPS("order.walk-whole", "next_walk", d="domain")
 def walk_in_order(st: State, h: History, a: Args, d: Index) -> Truth:
-    """No scaling update is in flight when a walk ends."""
+    """When a walk ends, no F, dI, refresh or evaluation is in flight."""
     return h.running[d] == 0
 
 
@@ -909,7 +909,8 @@ def commit_whole(st: State, h: History, a: Args, c: Index, s: Index) -> Truth:
 
 @STEPS("order.commit", "check_update", "commit_update", d="domain")
 def commit_in_order(st: State, h: History, a: Args, d: Index) -> Truth:
-    """No scaling update is in flight when the optimizer's update begins, and when it ends."""
+    """No F, dI, refresh or evaluation is in flight when the optimizer's update begins, and when it
+    ends."""
     return h.running[d] == 0
 
 

@@ -70,8 +70,8 @@ def weights(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("version.cache-content", g="stage")
 def cache_content(st: State, h: History, g: Index) -> Truth:
-    """A cache counts as fresh if and only if it holds the current weights, and never holds later
-    ones."""
+    """The contract calls a cache fresh exactly when it holds the current weights. No cache holds
+    later ones."""
     called_fresh = st.cache_epoch[g] == st.weight_epoch[g]
     return (called_fresh == (h.cached[g] == h.weights[0])) & (h.cached[g] <= h.weights[0])
 
@@ -85,7 +85,7 @@ def one_fill(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("order.token", d="domain")
 def token(st: State, h: History, d: Index) -> Truth:
-    """The effect token counts the scaling updates."""
+    """The effect token counts the F and dI that updated scales or gathered maxima for them."""
     return st.token[d] == h.updates[d]
 
 

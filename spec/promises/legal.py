@@ -368,7 +368,8 @@ def update_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("completion.transfers-awaited", "check_forward")
 def transfers_awaited(st: State, h: History, a: Args) -> Truth:
-    """The graph stream waited for the slot's latest transfer or copy."""
+    """Before F, the graph stream waited for the end of the latest transfer or input copy of F's
+    slot, if there was one."""
     return h.last_end[a.slot] <= h.heard[h.last_end_on[a.slot]]
 
 

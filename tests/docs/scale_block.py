@@ -140,9 +140,10 @@ def split(name: str, report: Report) -> Iterator[str]:
         yield (
             f"Where a step of one launch spends its time, under the profiler ({name}): first the "
             "rank's own row as one graph without messages, then the additional time of the step in "
-            "three parts. *Kernels*: CUDA kernels outside every row (the votes, the handoff, the "
-            "next step's data), and the slowdown of other kernels while messages use a part of "
-            "the device. *Between*: nothing runs. *Awaited*: only messages run, which includes the "
+            "three parts. *Kernels* is the time of the CUDA kernels that belong to no rank's row "
+            "of the schedule (the ranks' votes, the handoff between streams, the next step's "
+            "data), plus the time by which other kernels run slower because messages occupy a part "
+            "of the GPU. *Between*: nothing runs. *Awaited*: only messages run, which includes the "
             "schedule's own bubble. The last column is the time in which kernels and messages ran "
             "at once."
         )

@@ -69,7 +69,7 @@ def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
     assert bool(guards) is any(clause in clauses for clauses in GUARDS.values())
 
     text = CONTRACT.partition(f"\n`{clause}` (")[2].partition("\n### ")[0].partition("\n## ")[0]
-    (line,) = re.findall(r"^- \*Kept by\* (.*)$", text, re.MULTILINE)
+    (line,) = re.findall(r"^- \*Raised by\* (.*)$", text, re.MULTILINE)
     (shown,) = re.findall(r"^- \*Shown by\* (.*)$", text, re.MULTILINE)
     named = {place.rpartition(": ")[2] for place in row["raised_by"]}
     named |= {name for guard in guards for name in guard.get("promises", ())}
