@@ -59,13 +59,13 @@ class Explore:
             "--keys",
             type=int,
             metavar="N",
-            help="keys of the pool (default: as many as slots)",
+            help="number of microbatches in the pool (default: as many as slots)",
         )
         parser.add_argument(
             "--generations",
             type=int,
             metavar="N",
-            help="generations of each slot of the pool, one tape each (default 3)",
+            help="number of tapes that each slot holds one after another (default 3)",
         )
         parser.add_argument(
             "--scope", metavar="NAME", help=f"explore only this scope, one of: {', '.join(SCOPES)}"
@@ -76,7 +76,7 @@ class Explore:
         parser.add_argument(
             "--symmetry",
             action="store_true",
-            help="count states that differ only in the names of slots or keys as one",
+            help="count states that differ only in the names of slots or microbatches as one state",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -202,8 +202,8 @@ class Prove:
         parser.add_argument(
             "--only",
             metavar="TEXT",
-            help="run no proofs, only the mutants of lines that contain TEXT; print each "
-            "counterexample as a program",
+            help="run no proofs; run only the mutants whose description (function, deleted code, "
+            "clause) contains TEXT, and print each counterexample as a program",
         )
         parser.add_argument(
             "--programs",

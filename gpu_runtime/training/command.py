@@ -77,13 +77,13 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the newest checkpoint; without a checkpoint, begin anew",
+        help="continue from the newest checkpoint; without a checkpoint, start at the first step",
     )
     parser.add_argument(
         "--adopt",
         action="store_true",
-        help="with --resume: accept checkpoints of another run in the folder, and continue also "
-        "from such a checkpoint",
+        help="with --resume: accept another run's checkpoints in the checkpoint folder, and "
+        "continue from the newest checkpoint even if another run wrote it",
     )
     parser.add_argument(
         "--digest",

@@ -52,7 +52,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         type=Path,
         metavar="DIR",
-        help="folder that runtime corpus wrote (default: the corpus that the training file names)",
+        help="folder that qeffect runtime corpus wrote (default: the corpus that the training file "
+        "names)",
     )
 
 

@@ -57,10 +57,9 @@ class Plan:
             type=int,
             action="append",
             metavar="G",
-            help="number of consecutive microbatches per product, if one product computes the dW "
-            "(weight gradients) of several microbatches of a stage; adds a comparison of slots and "
-            "step time with one product per microbatch. Repeat the option to compare several "
-            "numbers",
+            help="assume that one matrix product computes the dW (weight gradients) of G "
+            "consecutive microbatches of a stage, and compare slots and step time with one product "
+            "per microbatch. Repeat the option to compare several values of G",
         )
         times = parser.add_argument_group("step time")
         times.add_argument(

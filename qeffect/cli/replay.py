@@ -34,8 +34,8 @@ class Replay:
             type=Path,
             nargs="+",
             metavar="LOG",
-            help="event log or rank log in JSON Lines; to replay the ranks of a job together, give "
-            "the logs of all of them; if a log has several files, give all its files",
+            help="event log or rank log in JSON Lines. To replay the ranks of a job together, give "
+            "the logs of all ranks. If a log has several files, give all its files",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:

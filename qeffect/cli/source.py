@@ -31,8 +31,9 @@ __all__ = [
 STDIN = "-"
 #: Help of ``--pairing``.
 PAIRING = (
-    "which retained work the runtime gives a dW. contract: its own (default). fifo: its stage's "
-    "oldest. latest: its stage's newest. global: its rank's oldest"
+    "which retained work the runtime gives a dW. contract: the work of its own microbatch "
+    "(default). fifo: the oldest work of its stage. latest: the newest work of its stage. global: "
+    "the oldest work of its rank"
 )
 _DRAWN = ("--svg", "--trace", "--html")
 _TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")
@@ -93,16 +94,17 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     schedule.add_argument(
         "--messages",
         choices=MESSAGES,
-        help="how Megatron-core exchanges tensors. batched: batch_p2p_comm, all messages of an "
-        "exchange together (default, as in Megatron-core). overlapped: overlap_p2p_comm. "
-        "prefetched: overlap_p2p_comm_warmup_flush too. plain: none of these, messages one by one",
+        help="Megatron-core's options for messages. batched: batch_p2p_comm, which posts all "
+        "messages of an exchange together (default, as in Megatron-core). overlapped: "
+        "overlap_p2p_comm. prefetched: overlap_p2p_comm and overlap_p2p_comm_warmup_flush. plain: "
+        "none of these options; messages are posted one by one",
     )
     schedule.add_argument(
         "--group",
         type=int,
         metavar="N",
-        help="number of consecutive microbatches of a virtual stage, as Megatron-core's "
-        "microbatch_group_size_per_vp_stage (default: the number of ranks)",
+        help="Megatron-core's microbatch_group_size_per_vp_stage: number of microbatches that a "
+        "virtual stage runs before the next virtual stage (default: the number of ranks)",
     )
     schedule.add_argument(
         "--comms", action="store_true", help="include sends and receives in the table"
@@ -112,12 +114,13 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         type=int,
         metavar="N",
         help="microbatches per step (default 4 with --torch, --megatron and --deepspeed); with "
-        "FILE.csv, the number that the table must hold",
+        "FILE.csv, the number that the table is required to have",
     )
     schedule.add_argument(
         "--defer-receives",
         action="store_true",
-        help="place each receive just before its use, as torch's defer_pp_recv (needs --comms)",
+        help="place each receive just before the action that uses it, as torch's defer_pp_recv "
+        "does (needs --comms)",
     )
     schedule.add_argument(
         "--max-outstanding-sends",
@@ -139,12 +142,13 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     schedule.add_argument(
         "--rendezvous",
         choices=RENDEZVOUS,
-        help="assume that a send waits until its receive is posted, and blocks its queue or its "
-        "whole rank meanwhile; refuse a table that can then deadlock (default: sends are buffered)",
+        help="assume that a send waits until its receive is posted, and refuse a table that can "
+        "deadlock under this assumption. queue: a waiting send blocks its queue. rank: a waiting "
+        "send blocks its whole rank. Default: sends are buffered and never wait",
     )
     schedule.description = (
-        "--pp and --vpp apply to --torch and --megatron, --comms and --defer-receives to --torch, "
-        "--messages and --group to --megatron, --stages to --deepspeed."
+        "--pp and --vpp apply to --torch and --megatron; --comms and --defer-receives apply to "
+        "--torch; --messages and --group apply to --megatron; --stages applies to --deepspeed."
     )
     return named
 

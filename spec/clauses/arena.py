@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_BUFFER = "The destination, what was written to it, and the tape."
+_BUFFER = "The destination and the tape keep their content."
 _NOTHING = "No contract is built."
 
 PART = Part(
@@ -34,10 +34,10 @@ rank, and every copy's gradient is reduced in a bucket of the same name. A contr
 process only, so `qeffect.sharing` compares the configurations of all ranks before the first step.
 
 Destinations are bound before dI, because dI reads `main_grad`. The first dW that writes a buffer in
-an epoch overwrites the buffer; later dW accumulate. One product may write the
-gradients of several tapes, if they share one destination and one set of scales (a *grouped* dW): it
-is one write of that buffer and counts for each of its tapes. A dW that fails may have written half
-a gradient: the stage's epoch is then spoiled until it is rebuilt. Finalize requires the dW of every
+an epoch overwrites the buffer; later dW accumulate. One product may write the gradients of several
+tapes that share one destination and one set of scales. Such a *grouped* dW writes the buffer once,
+and counts as the dW of each of its tapes. A dW that fails may have written half a gradient: the
+stage's epoch is then spoiled until it is rebuilt. Finalize requires the dW of every
 configured microbatch exactly once. On the *copied* path gradients are copied, without an arena:
 that path leaves this part out and keeps all others.""",
     clauses=(
@@ -45,9 +45,9 @@ that path leaves this part out and keeps all others.""",
             id="arena.spoiled",
             number="4.1",
             title="A half-written arena is not used",
-            invariant="In an epoch in which an action of a stage failed or was aborted, no "
-            "destination of that stage is bound or written, and neither that stage nor a stage "
-            "that shares a destination with it is finalized.",
+            invariant="In an epoch that was spoiled for a stage (`epoch.spoiled` lists the "
+            "causes), no destination of the stage is bound or written. Neither the stage nor a "
+            "stage that shares a destination with it is finalized.",
             transitions=(
                 "bind",
                 "check_wgrad",
@@ -99,7 +99,7 @@ that path leaves this part out and keeps all others.""",
             argument="key",
             unchanged="The tape and the effect token.",
             section="III-D",
-            cause="`main_grad` was bound between dI and dW; dI has already read the old "
+            cause="`main_grad` was bound after dI. By then dI had already read the old "
             "`main_grad`.",
             remedy="Bind before dI.",
         ),
@@ -107,8 +107,8 @@ that path leaves this part out and keeps all others.""",
             id="arena.in-flight",
             number="4.5",
             title="One writer at a time",
-            invariant="Each buffer, whether one stage's own or shared by two, has at most one dW "
-            "in flight.",
+            invariant="At most one dW is in flight per buffer, whether one stage owns the buffer "
+            "or two stages share it.",
             transitions=("check_wgrad", "ungroup_wgrad"),
             argument="destination",
             unchanged=_BUFFER,
@@ -121,8 +121,8 @@ that path leaves this part out and keeps all others.""",
             id="arena.overwrite",
             number="4.6",
             title="Only the first writer overwrites",
-            invariant="Only a buffer's first dW of the epoch overwrites the buffer, whether it "
-            "is the stage's own or shared.",
+            invariant="Only the first dW of an epoch that writes a buffer overwrites the buffer. "
+            "This holds for a stage's own buffer and for a shared one.",
             transitions=("check_wgrad",),
             argument="first",
             unchanged=_BUFFER,
@@ -136,8 +136,8 @@ that path leaves this part out and keeps all others.""",
             id="arena.stale-accumulation",
             number="4.7",
             title="Nothing accumulates into the previous epoch's gradient",
-            invariant="A dW adds to a buffer, its stage's own or the shared one, only after "
-            "another dW overwrote that buffer in this epoch.",
+            invariant="A dW adds to a buffer only after another dW overwrote that buffer in this "
+            "epoch. This holds for a stage's own buffer and for a shared one.",
             transitions=("check_wgrad",),
             argument="first",
             unchanged=_BUFFER,
@@ -151,7 +151,8 @@ that path leaves this part out and keeps all others.""",
             number="4.8",
             title="An arena is finalized when it is complete",
             invariant="Finalize requires one committed dW for every cell that the walk does not "
-            "leave out, of the stage and of the stage that shares a destination with it.",
+            "leave out. The cells are those of the stage, and of the stage that shares a "
+            "destination with it.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing dW may still run.",

@@ -28,9 +28,8 @@ not.""",
             id="capture.out-of-order",
             number="5.1",
             title="A shared pool replays in capture order",
-            invariant="While a tape is live in a memory pool, graphs of that pool are replayed "
-            "in the order of their capture: each was captured after the graph replayed "
-            "before it.",
+            invariant="While a tape is live in a memory pool, each graph that the pool replays was "
+            "captured after the graph that the pool replayed before it.",
             transitions=("check_forward", "check_dgrad", "check_wgrad", "group_wgrad"),
             argument="key",
             unchanged="The pool's record of its latest replay, and the tapes that keep memory in "

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_STREAMS = "The streams' counters; nothing was enqueued."
+_STREAMS = "Every stream keeps its counters, and nothing was enqueued."
 
 PART = Part(
     name="completion",
@@ -21,10 +21,10 @@ the caller waits for the graph's end before it uses an output. A *link* joins on
 one domain's graph stream. Per link, the contract counts the work that the caller submitted, and how
 much of it the graph stream has waited for. It also counts each graph stream's replays and, per
 link, how many of them the caller has waited for. Each missing wait has its own clause. A stream
-that fills a slot must have waited for the previous tenant's replays. The end of a transfer counts
-as work of the caller whose link it names. So a replay neither reads a message before it has
-arrived, nor overwrites a buffer that is still being read. The copy of an input counts in the same
-way when its slot is reserved.
+that fills a slot must have waited for the previous tenant's replays. When a transfer ends, the call
+names a link, and the end counts as work of that link's caller. So a replay neither reads a message
+before it has arrived, nor overwrites a buffer that is still being read. The copy of an input counts
+as work of the caller whose link the reservation names.
 
 The optimizer's update is device work too. It runs on the stream of the caller that its check
 names, and that stream must have waited for every gradient. No graph stream reads the new weights
@@ -37,8 +37,9 @@ evaluation reads weights on the graph stream; the stream of the next update wait
 
 The computation of a gradient norm, or a save, may read gradients on a separate stream. The read
 starts once the gradients are final and every bucket is reduced, after the work of the stream that
-waited for them. That stream and the graph stream wait for the read's end before the next update or
-walk, so that no update, no dW and no reduction writes gradients that are being read.
+waited for the gradients and the reductions. The stream that waited for the gradients, and the graph
+stream, wait for the read's end before the next update or walk. So no update, no dW and no reduction
+writes gradients that are being read.
 
 The contract assumes that the host's order of calls is the order of enqueueing. The runtime must
 really put the waits on the streams.""",
@@ -47,7 +48,7 @@ really put the waits on the streams.""",
             id="completion.wrong-stream",
             number="6.1",
             title="A link connects the action's own graph stream",
-            invariant="The given link belongs to the state domain of the action's stage.",
+            invariant="The link that a call names belongs to the state domain of the call's stage.",
             transitions=(
                 "check_refresh",
                 "check_forward",
@@ -79,8 +80,8 @@ really put the waits on the streams.""",
             id="completion.caller-to-graph",
             number="6.2",
             title="A replay waits for its caller",
-            invariant="Before a replay the graph stream has waited for all the work that this "
-            "caller submitted.",
+            invariant="Before a replay, the graph stream has waited for all the work that the "
+            "link's caller submitted.",
             transitions=(
                 "check_refresh",
                 "check_forward",
@@ -101,7 +102,8 @@ really put the waits on the streams.""",
             id="completion.graph-to-caller",
             number="6.3",
             title="A consumer waits for the replay",
-            invariant="A consumer's stream has waited for the replay that produced the data.",
+            invariant="The caller's stream has waited for the replay that produced the data, "
+            "before that stream consumes the data.",
             transitions=("check_dgrad", "read", "finalize", "start_reduction"),
             argument="link",
             unchanged=_STREAMS,
@@ -133,9 +135,9 @@ really put the waits on the streams.""",
             id="completion.transfer-to-graph",
             number="6.5",
             title="A replay waits for the slot's transfers",
-            invariant="Before F the graph stream has waited for the end of the slot's latest "
-            "transfer, or for the copy of its input, on whichever link that was reported. The "
-            "same holds before dI of a stage that receives its output's gradient.",
+            invariant="Before F, the graph stream has waited for the end of the slot's latest "
+            "transfer or for the latest copy into the slot, on whichever link this was reported. "
+            "The same holds before dI of a stage that receives its output's gradient.",
             transitions=("check_forward", "check_dgrad"),
             argument="link",
             unchanged=_STREAMS,
@@ -149,9 +151,9 @@ really put the waits on the streams.""",
             id="completion.two-ends",
             number="6.6",
             title="Ends of transfers are joined, or name the same stream",
-            invariant="The end of a slot's transfer, or the copy of an input into the slot, "
-            "names the link of the slot's previous end or copy. A different link is accepted "
-            "only after the graph stream has waited for that previous end or copy.",
+            invariant="Each end of a transfer through a slot, and each copy of an input into the "
+            "slot, names the same link as the slot's previous end or copy. Another link is "
+            "accepted only after the graph stream has waited for that previous end or copy.",
             transitions=("reserve", "finish_receive", "finish_read"),
             argument="link",
             unchanged=_STREAMS,
@@ -164,10 +166,10 @@ really put the waits on the streams.""",
             id="completion.wrong-consumer",
             number="6.7",
             title="One stream reads the gradients",
-            invariant="In an epoch one stream, the optimizer's, waits for the last dW of every "
+            invariant="Per epoch one stream, the optimizer's, waits for the last dW of every "
             "stage, for each reduction, and for each read of weights or gradients on another "
-            "stream. `finalize` and the calls that finish a reduction or a read name that stream, "
-            "and a read of gradients starts after its work.",
+            "stream. `finalize` and the calls that finish a reduction or a read name that stream. "
+            "A read of gradients starts after the work of that stream.",
             transitions=(
                 "finalize",
                 "finish_reduction",
@@ -187,8 +189,8 @@ really put the waits on the streams.""",
             id="completion.update-stream",
             number="6.8",
             title="The update runs on the stream that waited for the gradients",
-            invariant="The update runs on the stream that waited for every gradient: its check "
-            "names the same caller as `finalize`.",
+            invariant="The update runs on the stream that waited for every gradient. So the check "
+            "of the update names the same caller as `finalize`.",
             transitions=("check_update",),
             argument="caller",
             unchanged="The weight epoch.",
@@ -203,9 +205,9 @@ really put the waits on the streams.""",
             id="completion.update-to-graph",
             number="6.9",
             title="Weights are read after the optimizer's update",
-            invariant="Before a refresh, an F or an evaluation the graph stream has waited for "
-            "the optimizer's latest update, whichever stream ran it, or the host has seen the "
-            "update finish.",
+            invariant="Before a refresh, an F or an evaluation, the graph stream has waited for "
+            "the optimizer's latest update, whichever stream ran the update. It need not wait if "
+            "the host has seen the update finish.",
             transitions=("check_refresh", "check_forward", "check_evaluation"),
             argument="link",
             unchanged=_STREAMS,
@@ -232,8 +234,8 @@ really put the waits on the streams.""",
             id="completion.second-reader",
             number="6.11",
             title="A stage's weights have one reader at a time, and so do its gradients",
-            invariant="A read of a stage's weights starts after the previous read of these weights "
-            "ended. The same holds for the stage's gradients.",
+            invariant="A read of a stage's weights starts only after the previous read of these "
+            "weights has ended. The same holds for reads of the stage's gradients.",
             transitions=("start_weights_read", "start_gradients_read"),
             argument="stage",
             unchanged=_STREAMS,
@@ -246,8 +248,8 @@ really put the waits on the streams.""",
             id="completion.not-reading",
             number="6.12",
             title="Only a read that was started ends",
-            invariant="The end of a read of a stage's weights or gradients is accepted once, after "
-            "the read was started.",
+            invariant="The end of a read of a stage's weights or gradients is accepted only after "
+            "that read was started, and only once.",
             transitions=("finish_weights_read", "finish_gradients_read"),
             argument="stage",
             unchanged=_STREAMS,
@@ -261,9 +263,9 @@ really put the waits on the streams.""",
             number="6.13",
             title="Weights are read on other streams after the update",
             invariant="A read of weights starts after the work of a caller's stream. That stream "
-            "ran the optimizer's latest update itself, or it has waited for the graph stream. In "
-            "the second case the graph stream had waited for the update, or the host had seen the "
-            "update finish, before that wait.",
+            "ran the optimizer's latest update, or it has waited for its graph stream. Before that "
+            "wait, the graph stream had waited for the update, or the host had seen the update "
+            "finish.",
             transitions=("start_weights_read",),
             argument="link",
             unchanged=_STREAMS,
@@ -277,9 +279,9 @@ really put the waits on the streams.""",
             id="completion.evaluation-not-awaited",
             number="6.14",
             title="Weights are not updated while an evaluation reads them",
-            invariant="Before the update, the update's stream has waited for every evaluation's "
-            "replay, in every state domain. The commit of an evaluation says that its work was "
-            "enqueued, not that it is done.",
+            invariant="Before an update, the update's stream has waited for the replays of all "
+            "evaluations, in every state domain. The commit of an evaluation says that its work "
+            "was enqueued, not that the work is done.",
             transitions=("check_update",),
             argument="",
             unchanged="The weights, which the evaluation may still read.",
@@ -295,8 +297,8 @@ really put the waits on the streams.""",
             number="6.15",
             title="Gradients are not overwritten while they are read",
             invariant="No update and no further walk (pass over the microbatches) begins while a "
-            "separate stream reads a stage's gradients. An update may scale gradients in place, "
-            "and each dW of the next walk or epoch writes them.",
+            "separate stream reads a stage's gradients. The reason: an update may scale gradients "
+            "in place, and each dW of the next walk or epoch writes them.",
             transitions=("next_walk", "check_update"),
             argument="",
             unchanged="The gradients, and the reads under way.",

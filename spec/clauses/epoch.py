@@ -39,10 +39,10 @@ reductions count such a key as done, so a stage is final after the dW of all oth
 walk takes every microbatch again.
 
 Between its check and its commit, the update may write any weight. All actions of the epoch have run
-by then, so any further F, dI or dW is refused. Clauses of their own refuse a bind, a refresh, a
-second update, a restore and a checkpoint. An update that fails half way leaves some weights updated
-and others not, and nothing can tell which: the weights are *half updated*. After that, no action is
-accepted before a restore of the whole process.
+by then, so any further F, dI or dW is refused. A bind, a refresh, a second update and a restore are
+refused by `epoch.in-flight`, a checkpoint by `persistence.action-in-flight`. An update that fails
+half way leaves some weights updated and others not, and nothing can tell which: the weights are
+*half updated*. After that, no action is accepted before a restore of the whole process.
 
 Some faults are seen late, for example an asynchronous device error, or a wrong digest that is
 compared after the tape is gone. `fail` names the stage and the epoch of the fault. A fault of the
@@ -59,8 +59,9 @@ alone. The backend must report that the evaluation updated no scales and filled 
 either, or failed, the epoch is spoiled and the domain poisoned.
 
 A failed or aborted F, dI or dW spoils the stage's epoch: the stage can no longer be finalized, and
-only a restore begins the epoch again. A dropped tape, a failed reduction, and `invalidate` while
-the stage's cache is in use also spoil it. A failed refresh poisons its domain (`order.poisoned`).
+only a restore begins the epoch again. A failed evaluation, a dropped tape, a failed reduction, a
+fault of the current epoch that `fail` reports, and a call of `invalidate` while the stage's cache
+is in use spoil the epoch too. A failed refresh poisons its domain (`order.poisoned`).
 
 `invalidate` reports the loss of a cache. It is accepted even while a dI still needs the cache: if
 it were refused, the contract would treat the lost cache as fresh, and the next dI would read it.
@@ -86,9 +87,11 @@ proved.""",
             id="epoch.spoiled",
             number="8.1",
             title="A spoiled epoch is never final",
-            invariant="A stage is not finalized if in this epoch one of its F, dI, dW or "
-            "reductions failed or was aborted, one of its tapes was dropped, or its weight "
-            "cache was lost after its first F and before the end of its last dI.",
+            invariant="A stage is not finalized in an epoch that was spoiled for it. An epoch is "
+            "spoiled by a failed or aborted F, dI, dW or evaluation of the stage, by a dropped "
+            "tape, by a failed reduction, or by a fault that `fail` reports. It is also spoiled if "
+            "the stage's weight cache is lost after the stage's first F and before the end of its "
+            "last dI.",
             transitions=("finalize",),
             argument="stage",
             unchanged=_STAGE,
@@ -143,8 +146,8 @@ proved.""",
             id="epoch.wrong-epoch",
             number="8.5",
             title="An update names the epoch that it ends",
-            invariant="An update, or the next walk of an epoch, names the weight epoch of every "
-            "stage, even of stages that leave parts of the contract out.",
+            invariant="The check of an update, and the call that begins the next walk, name the "
+            "current weight epoch. This holds even if stages leave parts of the contract out.",
             transitions=("next_walk", "check_update"),
             argument="epoch",
             unchanged="The weight epoch of every stage.",
@@ -204,9 +207,9 @@ proved.""",
             number="8.9",
             title="One update of the weights at a time, and no evaluation beside it",
             invariant="While an update is in flight, no second update, walk, evaluation, restore, "
-            "refresh, bind or read of weights or gradients on another stream begins. While an "
-            "evaluation is in flight, no update, no walk and no restore begins, and no second "
-            "evaluation of its stage.",
+            "refresh or bind begins, and no read of weights or gradients on another stream. While "
+            "an evaluation is in flight, no update, walk or restore begins, and no second "
+            "evaluation of the same stage.",
             transitions=(
                 "bind",
                 "check_refresh",
@@ -228,10 +231,10 @@ proved.""",
             id="epoch.half-updated",
             number="8.10",
             title="Half-updated weights are not used",
-            invariant="Weights are half updated after an update failed half way, or after a fault "
-            "of an earlier action was seen only when the update of its epoch had begun. Until a "
-            "restore, nothing then begins that uses or changes them: no action, bind, walk over "
-            "the microbatches, evaluation or update, and no read on another stream.",
+            invariant="Weights are half updated after an update failed half way, or after `fail` "
+            "reported a fault of an epoch whose update had already begun. Until the next restore, "
+            "no reservation, bind, action, evaluation, walk or update begins, and no read on "
+            "another stream.",
             transitions=(
                 "reserve",
                 "bind",
@@ -257,8 +260,9 @@ proved.""",
             id="epoch.unknown-ticket",
             number="8.11",
             title="The ticket of an update or an evaluation is redeemed once",
-            invariant="An update is committed or aborted only with its outstanding ticket and the "
-            "epoch of its check, an evaluation only with the outstanding ticket of its stage.",
+            invariant="An update is committed or aborted only with its outstanding ticket and with "
+            "the epoch that its check named. An evaluation is committed or aborted only with the "
+            "outstanding ticket of its stage.",
             transitions=(
                 "commit_evaluation",
                 "abort_evaluation",
@@ -276,7 +280,7 @@ proved.""",
             id="epoch.not-begun",
             number="8.12",
             title="A fault names an epoch that began",
-            invariant="A fault that is seen late names the current epoch or an earlier one.",
+            invariant="`fail` names the current epoch or an earlier one.",
             transitions=("fail",),
             argument="epoch",
             unchanged="The weights, and every stage's ledger.",
@@ -290,7 +294,8 @@ proved.""",
             id="epoch.sole-writer",
             number="8.13",
             title="Every destination keeps a writer",
-            invariant="A walk never leaves out the first cell that writes a gradient destination.",
+            invariant="A walk never leaves out the first configured cell that writes a gradient "
+            "buffer. So every walk writes every buffer.",
             transitions=("skip",),
             argument="key",
             unchanged="The destinations, and every stage's ledger.",
@@ -306,8 +311,8 @@ proved.""",
             number="8.14",
             title="The gradient weights of an epoch have one denominator",
             invariant="If the backend reports the weight of each microbatch's gradient "
-            "(`StageConfig.weights_sum`), a dI commits only with a weight, and every weight of the "
-            "stage's epoch has the same denominator.",
+            "(`StageConfig.weights_sum`), a dI commits only with a weight. All weights of a stage "
+            "in one epoch have the same denominator.",
             transitions=("commit_dgrad",),
             argument="parts",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
@@ -328,10 +333,10 @@ proved.""",
             argument="",
             unchanged="The weights of the model, and the gradients, whose scale is wrong.",
             section="design",
-            cause="The loss was not divided, or was divided twice: by the microbatches of one walk "
-            "where the epoch has several, by the configured number where a walk was shortened, by "
-            "local tokens instead of all tokens, or again by the replicas that the reduction "
-            "averages over.",
+            cause="The loss was not divided, or was divided by a wrong number: by the microbatches "
+            "of one walk although the epoch has several walks, by the configured number although a "
+            "walk was shortened, by local tokens instead of all tokens, or a second time by the "
+            "replicas that the reduction averages over.",
             remedy="Divide each microbatch's loss by the same number, so that the weights add up "
             "to `weights_sum`; then restore the last commit and run the epoch again.",
         ),

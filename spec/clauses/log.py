@@ -67,7 +67,7 @@ wait that nothing depends on, and an event that a later restore undoes.""",
             id="log.result",
             number="10.3",
             title="Checks return what was recorded",
-            invariant="A replayed check issues the ticket that the log says it issued.",
+            invariant="A replayed check issues the ticket that the log records for it.",
             transitions=("replay",),
             argument="result",
             unchanged=_BEFORE,
@@ -120,10 +120,10 @@ wait that nothing depends on, and an event that a later restore undoes.""",
             id="log.step",
             number="10.7",
             title="A step committed in one call was recorded before",
-            invariant="A line that repeats a step names one of the last four steps that were "
-            "kept in the same incarnation. Steps are recorded one after another, and each is "
-            "kept or dropped before the log ends. A kept step has one commit, and consists only "
-            "of transitions that may recur.",
+            invariant="A `repeat_step` line names one of the last four steps that were kept in the "
+            "same incarnation. Steps are recorded one after another, and each is kept or dropped "
+            "before the log ends. A kept step has one commit, and consists only of transitions "
+            "that may recur.",
             transitions=("replay",),
             argument="step",
             unchanged=_BEFORE,

@@ -15,13 +15,13 @@ PART = Part(
     without="a scale update is skipped, doubled or reordered, while the loss stays finite",
     holder="one effect token per state domain; F and dI advance it, dW cannot",
     intro="""\
-With delayed scaling, F and dI update amax histories and scales; dW consumes what dI retained and
-must not update scales again. A *state domain* is the set of stages whose amax histories one update
-may roll (shift by one entry). Transformer Engine's update goes over every module of the process and
-rolls each history that has a new entry; before its pull request 825 it rolled every history. So all
-chunks of a rank share one domain. A domain has an effect token, a count of the F and dI committed
-in it. A caller presents the token that it saw, and an F or dI is accepted only if that token is
-current. dW neither takes nor advances a token.
+With delayed scaling, F and dI update amax histories and scales. dW consumes the work that dI left,
+and must not update scales again. A *state domain* is the set of stages whose amax histories one
+update may roll (shift by one entry). Transformer Engine's update goes over every module of the
+process and rolls each history that has a new entry; before its pull request 825 it rolled every
+history. So all chunks of a rank share one domain. A domain has an effect token, a count of the F
+and dI committed in it. A caller presents the token that it saw, and an F or dI is accepted only if
+that token is current. dW neither takes nor advances a token.
 
 A token proves that each update happened once, and that updates happened one after another. The
 order of microbatches is checked only if the caller declares a sequence. An F, dI, refresh or
@@ -34,17 +34,15 @@ the scales once, by `move_scales` between its check and its commit, even if it l
 unchanged. All F and dI of an epoch then use the same scales, and the scales no longer depend on the
 order of microbatches. The token still rises by one with each F and each dI, although these no
 longer move the scales; `move_scales` does not change it. The update commits only after the scales
-of every such domain have moved. After a failed update, or a fault of an epoch whose update began,
-scales and weights both count as half updated.""",
+of every such domain have moved. After an update failed, or a fault was reported of an epoch whose
+update had begun, scales and weights both count as half updated.""",
     clauses=(
         Clause(
             id="order.in-flight",
             number="3.1",
             title="One scaling update at a time",
             invariant="At most one F, dI, refresh or evaluation of a state domain is in flight. "
-            "None is in flight at a commit or a restore: a commit requires that no tape is live, "
-            "a restore that no slot has an action in flight, and both that no refresh and no "
-            "evaluation is in flight.",
+            "Other clauses ensure that none of these is in flight at a commit or a restore.",
             transitions=("check_refresh", "check_forward", "check_evaluation", "check_dgrad"),
             argument="",
             unchanged=_TOKEN,
@@ -85,7 +83,7 @@ scales and weights both count as half updated.""",
             argument="token",
             unchanged=_TOKEN,
             section="III-B",
-            cause="The caller kept a token across another F or dI of the domain: an update was "
+            cause="The caller kept a token while another F or dI of the domain ran: an update was "
             "skipped, repeated or run in another order than the host believed.",
             remedy="Read `contract.token(stage)` after the F or dI that must come first, and pass "
             "that value. Leave the token out only if the host's order of checks is the intended "
@@ -95,8 +93,8 @@ scales and weights both count as half updated.""",
             id="order.reordered",
             number="3.4",
             title="A declared order is kept",
-            invariant="If a domain declares the order of its F and dI, each runs at its declared "
-            "position.",
+            invariant="If a domain declares the order of its F and dI, each F and each dI runs at "
+            "its declared position.",
             transitions=("check_forward", "check_dgrad"),
             argument="key",
             unchanged=_TOKEN,
@@ -123,11 +121,12 @@ scales and weights both count as half updated.""",
             id="order.scaling-updates",
             number="3.6",
             title="F and dI update scales once, or the optimizer's update does; evaluations never",
-            invariant="If the backend reports scaling updates (`StageConfig.reports_updates`; "
-            "Transformer Engine's stages do not), an F or dI commits only if it updated its "
-            "domain's scaling state exactly once, and an evaluation only if it did not update it. "
-            "If scales move once an epoch, an F or dI commits only if it did not update them, and "
-            "`move_scales` is accepted only if the update moved them exactly once.",
+            invariant="This clause applies if the backend reports scaling updates "
+            "(`StageConfig.reports_updates`; Transformer Engine's stages do not). An F or dI "
+            "commits only if it updated its domain's scaling state exactly once; an evaluation "
+            "commits only if it did not update it. If scales move once an epoch, an F or dI "
+            "commits only if it did not move them, and `move_scales` is accepted only if the "
+            "update moved them exactly once.",
             transitions=("commit_forward", "commit_evaluation", "commit_dgrad", "move_scales"),
             argument="updates",
             unchanged="The token. A refused F, dI or evaluation has failed and is aborted, which "
@@ -161,8 +160,9 @@ scales and weights both count as half updated.""",
             number="3.8",
             title="dI uses the scales of its own forward",
             invariant="If tapes carry scales, dI commits only if it used the scales of its own F. "
-            "dI reports scales by a token: the token at which their F ran or, if scales move once "
-            "an epoch, the token at their last movement since a restore (0 for none).",
+            "dI names scales by the token at which the F that used them ran. If scales move once "
+            "an epoch, dI names them by the token at their last movement since the last restore (0 "
+            "if they have not moved).",
             transitions=("commit_dgrad",),
             argument="scales",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
@@ -222,8 +222,8 @@ scales and weights both count as half updated.""",
             id="order.moves-outside-update",
             number="3.12",
             title="Scales of an epoch move in the update",
-            invariant="If scales move once an epoch, they move between the check of an update and "
-            "its commit.",
+            invariant="If scales move once an epoch, they move only after the check of an update "
+            "and before its commit.",
             transitions=("move_scales",),
             argument="stage",
             unchanged="The contract's record of the scales; the scales themselves have moved.",
@@ -238,8 +238,9 @@ scales and weights both count as half updated.""",
             id="order.nothing-gathered",
             number="3.13",
             title="Scales of an epoch move once",
-            invariant="In an update the scales of a domain move at most once, only after an F or "
-            "dI of the epoch gathered maxima, and only if the domain's scales move once an epoch.",
+            invariant="`move_scales` is accepted at most once per update and domain. It is "
+            "accepted only if the domain's scales move once an epoch and an F or dI of the epoch "
+            "has gathered maxima.",
             transitions=("move_scales",),
             argument="stage",
             unchanged="The update, which stays in flight. Abort it if the scales moved a second "
@@ -271,9 +272,9 @@ scales and weights both count as half updated.""",
             id="order.unequal-scales",
             number="3.15",
             title="One product has one set of scales",
-            invariant="A grouped dW takes a tape only if the tape's F ran with the scales with "
-            "which the F of the group's first tape ran. If scales move with every F, no two tapes "
-            "have the same.",
+            invariant="A grouped dW takes a tape only if the tape's F and the F of the group's "
+            "first tape ran with the same scales. If scales move with every F, no two tapes have "
+            "the same scales.",
             transitions=("group_wgrad",),
             argument="ref",
             unchanged="Both tapes, and the dW in flight.",

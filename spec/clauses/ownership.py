@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_TENANT = "The tape in the slot, the slot's generation and the consumers still to come."
-_POOL = "The slot pool: no slot is claimed, and every live tape stays where it is."
-_FLIGHT = "The action in flight, its reservation and its tape."
+_TENANT = "The slot keeps its tape, its generation and its mask of consumers."
+_POOL = "No slot is claimed, and every live tape stays where it is."
+_FLIGHT = "The action in flight keeps its reservation and its tape."
 
 PART = Part(
     name="ownership",
@@ -18,12 +18,13 @@ PART = Part(
     holder="a map from `TapeKey` to `TapeRef`, a consumer mask, a generation that rises at every "
     "release",
     intro="""\
-A forward leaves a *tape*: saved activations, and after dI the deferred weight-gradient work. Its
-logical name is the key `TapeKey(epoch, stage, microbatch, block, invocation)`; the key without its
-epoch is a *cell*. Its physical place is the reference `TapeRef(slot, generation, incarnation)`: a
-slot of a bounded pool, the slot's generation when the tape was bound, and a random number that the
-contract draws when it is built and at every restore. Captured graphs replay over fixed addresses,
-so the same slot serves many keys, and an address does not tell whose work it holds.
+A forward leaves a *tape*. The tape holds saved activations and, after dI, the deferred
+weight-gradient work. A key, `TapeKey(epoch, stage, microbatch, block, invocation)`, names the tape;
+a key without its epoch is a *cell*. A reference, `TapeRef(slot, generation, incarnation)`, tells
+where the tape is: in a slot of a bounded pool, at the generation that the slot had when the tape
+was bound. The incarnation is a random number that the contract draws when it is built and at every
+restore. Captured graphs replay over fixed addresses, so the same slot serves many keys, and an
+address does not tell whose work it holds.
 
 A slot carries a mask of the consumers that have yet to visit it: dI, dW, and the configured readers
 of the output and of the input gradient. The slot is free when the mask is empty. The last
@@ -34,8 +35,8 @@ consumer presents the key *and* the reference, and both must name the same live 
 A *transfer* is a receive into a slot (from `post_receive` to `finish_receive`) or a read from a
 slot (from `read` to `finish_read`). In a stage that receives messages, F and dI run only on
 messages that arrived for their own key. When a tape is aborted, its transfers continue, and the
-slot takes no tenant until they have ended. The call that ends a transfer presents the same key and
-reference as the call that began it. `finish_receive` on a live tape states that the message has
+slot takes no new tape until they have ended. The call that ends a transfer presents the same key
+and reference as the call that began it. `finish_receive` on a live tape states that the message has
 arrived whole. If a message can no longer arrive, the tape is dropped first, so that nothing runs on
 it; `finish_receive` then frees the slot. A tape has at most one read of its output, and at most one
 read of its input gradient, under way at a time.
@@ -57,8 +58,8 @@ once.""",
             id="ownership.pool-exhausted",
             number="1.1",
             title="Live tapes are bounded by the pool",
-            invariant="A forward or a reservation takes a free slot; if no slot is free, it is "
-            "refused.",
+            invariant="A reservation, or an F whose key has reserved no slot, takes a free slot of "
+            "the stage. It is refused if the stage has no free slot.",
             transitions=("reserve", "check_forward"),
             argument="slot",
             unchanged=_POOL,
@@ -72,7 +73,7 @@ once.""",
             id="ownership.foreign-slot",
             number="1.2",
             title="Slots belong to stages",
-            invariant="A key of a stage is placed in a slot of that stage.",
+            invariant="A reservation or an F puts a key only into a slot of the key's own stage.",
             transitions=("reserve", "check_forward"),
             argument="slot",
             unchanged=_POOL,
@@ -85,8 +86,8 @@ once.""",
             id="ownership.slot-busy",
             number="1.3",
             title="An occupied slot is never preempted",
-            invariant="A slot takes a new tenant only when no consumer waits for the old tenant; "
-            "a reserved slot takes only the key that reserved it.",
+            invariant="A slot takes a new tenant only if no consumer waits for the old tenant. A "
+            "reserved slot takes only the key that reserved it.",
             transitions=("reserve", "check_forward"),
             argument="slot",
             unchanged=_TENANT,
@@ -107,8 +108,9 @@ once.""",
             argument="key",
             unchanged=_TENANT,
             section="III-A",
-            cause="F or a reservation comes again for the same microbatch, block and invocation "
-            "while its tape is live; often two calls share one invocation number.",
+            cause="The caller ran F, or reserved a slot, a second time for the same microbatch, "
+            "block and invocation while the first tape was live. Often two calls share one "
+            "invocation number.",
             remedy="Give each invocation of a block within a microbatch its own number, or consume "
             "or abort the first tape before the second forward.",
         ),
@@ -117,13 +119,14 @@ once.""",
             number="1.5",
             title="A key's forward runs once per walk",
             invariant="A key's forward is accepted once per walk (a pass over the microbatches of "
-            "an epoch). It is not accepted again after the tape's release or abort.",
+            "an epoch), even after its tape was released or aborted.",
             transitions=("reserve", "check_forward"),
             argument="key",
             unchanged=_POOL,
             section="design",
-            cause="A microbatch was run again after it had finished or failed, or activation "
-            "recomputation re-runs F under the same key and would roll the amax history twice.",
+            cause="A microbatch was run again after it had finished or failed. Or activation "
+            "recomputation ran F again under the same key, which would roll the amax history "
+            "twice.",
             remedy="Recompute activations inside the key's dI, between its check and its commit, "
             "with the scales of its F, and record no amax. dI then reports one scaling update and "
             "the scales of its own F. For an evaluation, call `check_evaluation`. To repeat a "
@@ -133,8 +136,8 @@ once.""",
             id="ownership.generation-exhausted",
             number="1.6",
             title="Generations never wrap",
-            invariant="A slot whose generation has reached the counter's maximum takes no tenant, "
-            "so that no release can wrap the counter.",
+            invariant="A slot whose generation has reached the counter's maximum takes no tenant. "
+            "So no release can wrap the counter.",
             transitions=("reserve", "check_forward"),
             argument="slot",
             unchanged=_POOL,
@@ -148,8 +151,8 @@ once.""",
             id="ownership.in-flight",
             number="1.7",
             title="One action at a time on a slot",
-            invariant="While a slot has an outstanding ticket, no other action touches the slot, "
-            "and no restore happens.",
+            invariant="While an action on a slot is in flight (its ticket is outstanding), no "
+            "other action touches the slot, and no restore happens.",
             transitions=(
                 "check_forward",
                 "check_dgrad",
@@ -199,9 +202,9 @@ once.""",
             id="ownership.stale-reference",
             number="1.9",
             title="A reference is valid as long as its tape",
-            invariant="The slot named by a reference is occupied and has the reference's "
-            "generation. There is one exception: a call that ends a transfer is also accepted "
-            "after the transfer's tape was aborted.",
+            invariant="The slot that a reference names is occupied and has the reference's "
+            "generation. There is one exception: a call that ends a transfer, or a tape's part in "
+            "a grouped dW, is also accepted after that tape was aborted or dropped.",
             transitions=(
                 "check_dgrad",
                 "check_wgrad",
@@ -270,7 +273,8 @@ once.""",
             section="III-A",
             cause="The schedule or a retry ran dI of this microbatch twice; a second run would "
             "roll the gradients' amax history again and queue deferred work twice.",
-            remedy="Remove the repeated dI. After a failed dI abort the epoch instead of retrying.",
+            remedy="Remove the repeated dI. After a failed dI, abort the epoch instead of running "
+            "dI again.",
         ),
         Clause(
             id="ownership.wgrad-before-dgrad",
@@ -281,8 +285,9 @@ once.""",
             argument="key",
             unchanged="The tape, which still waits for dI and dW, and its destinations.",
             section="III-A",
-            cause="dW was scheduled before dI of the same microbatch, or dI is checked but not "
-            "yet committed. The dI of another microbatch does not count: it queued other work.",
+            cause="dW was scheduled before dI of the same microbatch, or dI was checked but not "
+            "yet committed. The dI of another microbatch does not count, because it queued other "
+            "work.",
             remedy="Move dI of this key before its dW.",
         ),
         Clause(
@@ -295,8 +300,8 @@ once.""",
             argument="key",
             unchanged="The tape, and every gradient already written.",
             section="III-A",
-            cause="dW has already run, and the tape is live only because a reader has not "
-            "finished; or the dW of a group under way has taken it; or a group names it twice.",
+            cause="The tape's dW has already run, and only a reader that has not finished keeps "
+            "the tape live. Or a grouped dW has already taken the tape, or names the tape twice.",
             remedy="Remove the repeated dW: it would add the gradient a second time.",
         ),
         Clause(
@@ -309,7 +314,7 @@ once.""",
             argument="queued",
             unchanged="The whole state; the public API then aborts the tape, since its dI has run.",
             section="IV-A",
-            cause="A module's deferred weight gradient is disabled, or another slot's "
+            cause="A module's deferred weight gradient is disabled. Or another slot's "
             "WeightGradStore was installed when the forward ran, so that the entries went to that "
             "store.",
             remedy="Install the slot's own stores before F, and report each matrix whose entry the "
@@ -319,8 +324,8 @@ once.""",
             id="ownership.matrix-coverage",
             number="1.16",
             title="dW covers every matrix once",
-            invariant="dW commits only if the gradient of every matrix of its stage was produced "
-            "exactly once. This also holds if gradients are copied, without an arena.",
+            invariant="dW commits only if it produced the gradient of every matrix of its stage "
+            "exactly once. This also holds on the copied path, without an arena.",
             transitions=("commit_wgrad", "ungroup_wgrad"),
             argument="covered",
             unchanged="The whole state; the public API then aborts the tape, since its dW has run.",
@@ -334,8 +339,8 @@ once.""",
             id="ownership.no-such-reader",
             number="1.17",
             title="Readers are configured, and finish once",
-            invariant="A tape is read only by a reader that is configured for its stage, and "
-            "only until that reader has finished.",
+            invariant="A tape is read only by a reader that is configured for its stage, and only "
+            "before that reader has finished.",
             transitions=("read", "finish_read"),
             argument="bit",
             unchanged=_TENANT,
@@ -363,14 +368,14 @@ once.""",
             number="1.19",
             title="A reader reads once at a time",
             invariant="A read of a tape's output, or of its input gradient, begins only if no read "
-            "of the same buffer is under way. The slot counts one read only: with two reads, the "
-            "end of the first would free the slot during the second.",
+            "of the same buffer is under way. The contract counts one read per buffer: with two "
+            "reads, the end of the first would free the slot during the second.",
             transitions=("read",),
             argument="bit",
-            unchanged=_TENANT + " The read under way.",
+            unchanged=_TENANT + " The read under way continues.",
             section="design",
-            cause="The send was posted twice, or two streams read one buffer and each recorded a "
-            "read; the end of the first read would free the slot.",
+            cause="The send was posted twice. Or two streams read one buffer, and the caller "
+            "reported a read for each.",
             remedy="Post one send. If several streams read, call `read` once before the first of "
             "them begins, and `finish_read` once after the last has ended, on a stream that "
             "waited for all.",
@@ -379,9 +384,9 @@ once.""",
             id="ownership.transfer-in-flight",
             number="1.20",
             title="A transfer keeps its slot",
-            invariant="A slot is claimed only if no transfer into or out of it is under way, and F "
-            "and dI run only if their message has arrived whole. A transfer continues after its "
-            "tape was aborted.",
+            invariant="A slot is claimed only if no transfer through it is under way. F and dI run "
+            "only if no receive of their message is under way. A transfer continues after its tape "
+            "was aborted.",
             transitions=("reserve", "check_forward", "check_dgrad"),
             argument="slot",
             unchanged="The transfer under way, and the slot that it keeps.",
@@ -402,8 +407,8 @@ once.""",
             argument="key",
             unchanged=_TENANT,
             section="design",
-            cause="The receive or the copy was left out of the schedule, or made for another "
-            "microbatch; the buffer still holds the input of the slot's previous tenant.",
+            cause="The receive or the copy was left out of the schedule, or was made for another "
+            "microbatch. The buffer still holds the input of the slot's previous tenant.",
             remedy="Reserve the key's slot, post the receive into it, and wait for it before F; "
             "post the gradient's receive before dI. If the input is copied, reserve the key's slot "
             "with the link of the copy.",
@@ -439,20 +444,21 @@ once.""",
             id="ownership.receive-not-posted",
             number="1.24",
             title="Only a receive that was posted finishes",
-            invariant="The end of a receive is accepted once, after the receive was posted.",
+            invariant="The end of a receive is accepted only after the receive was posted, and "
+            "only once.",
             transitions=("finish_receive",),
             argument="message",
             unchanged=_TENANT,
             section="design",
-            cause="The wait stands before the receive or in another microbatch's place, or "
-            "`finish_receive` was called twice.",
+            cause="The caller waited before it posted the receive, or waited for another "
+            "microbatch's receive, or called `finish_receive` twice.",
             remedy="Post the receive first, and call `finish_receive` once.",
         ),
         Clause(
             id="ownership.read-not-begun",
             number="1.25",
             title="Only a read that began finishes",
-            invariant="The end of a read is accepted after the read began.",
+            invariant="The end of a read is accepted only after the read began.",
             transitions=("finish_read",),
             argument="bit",
             unchanged=_TENANT,
@@ -465,8 +471,9 @@ once.""",
             id="ownership.unknown-ticket",
             number="1.26",
             title="A ticket is redeemed once, by the action it was issued for",
-            invariant="Commit and abort are accepted only with the slot's outstanding ticket, for "
-            "the action that the ticket was issued for.",
+            invariant="A commit or an abort is accepted only with the slot's outstanding ticket, "
+            "and only for the action that the ticket was issued for. A grouped dW takes a further "
+            "tape only with its own outstanding ticket.",
             transitions=(
                 "commit_forward",
                 "abort_forward",
@@ -545,14 +552,15 @@ once.""",
             id="ownership.input-not-made",
             number="1.30",
             title="F runs after the F of the stage that feeds it",
-            invariant="If another stage of the process feeds the stage, F runs only while the "
-            "feeding stage's tape of the same microbatch is live.",
+            invariant="If another stage of the process feeds the stage, F runs only after the "
+            "feeding stage's F of the same microbatch was committed, and while the tape of that F "
+            "is live.",
             transitions=("check_forward",),
             argument="key",
             unchanged=_TENANT,
             section="design",
-            cause="Chunks of one rank run in the wrong order, so the chunk's input still belongs "
-            "to another microbatch. Or the feeding stage's tape was lost.",
+            cause="Chunks of one rank run in the wrong order, so that the chunk's input still "
+            "belongs to another microbatch. Or the feeding stage's tape was lost.",
             remedy="Run F of the stage that feeds this one first; a declared order must place it "
             "first.",
         ),
@@ -622,8 +630,8 @@ once.""",
             id="ownership.not-grouped",
             number="1.35",
             title="A tape leaves a group of dW only if it is in one",
-            invariant="A tape's part of a grouped dW (one product that writes the gradients of "
-            "several tapes) ends once, and only after that dW took the tape.",
+            invariant="A grouped dW is one product that writes the gradients of several tapes. A "
+            "tape leaves a grouped dW once, and only after the dW took the tape.",
             transitions=("ungroup_wgrad",),
             argument="key",
             unchanged=_TENANT,

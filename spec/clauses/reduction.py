@@ -52,8 +52,8 @@ tape leaves the buffers unchanged, but spoils the epoch.""",
             id="reduction.spoiled",
             number="7.2",
             title="Spoiled gradients are not reduced",
-            invariant="A reduction starts only if no action of the bucket's stages failed in this "
-            "epoch.",
+            invariant="A reduction starts only if the epoch was not spoiled for any stage that "
+            "writes the bucket (`epoch.spoiled` lists the causes).",
             transitions=("start_reduction",),
             argument="bucket",
             unchanged=_REDUCTIONS,
@@ -78,7 +78,7 @@ tape leaves the buffers unchanged, but spoils the epoch.""",
             id="reduction.duplicate",
             number="7.4",
             title="Gradients are reduced once",
-            invariant="A bucket's reduction starts only if no reduction of it finished in this "
+            invariant="A bucket's reduction starts only if the bucket was not yet reduced in this "
             "epoch.",
             transitions=("start_reduction",),
             argument="bucket",
@@ -92,8 +92,8 @@ tape leaves the buffers unchanged, but spoils the epoch.""",
             id="reduction.out-of-order",
             number="7.5",
             title="All replicas reduce in one order",
-            invariant="If an order of reductions is declared, the bucket is the next in that "
-            "order.",
+            invariant="If an order of reductions is declared, a reduction starts only if its "
+            "bucket is next in that order.",
             transitions=("start_reduction",),
             argument="bucket",
             unchanged=_REDUCTIONS,

@@ -21,10 +21,10 @@ commit advances, and a cache epoch, which a refresh sets to the weight epoch. Th
 after a commit, after a restart and after `invalidate`.
 
 A refresh is an action of its own or a flag of F. It comes directly before its stage's first forward
-of the epoch, with no F, dI or other refresh of its state domain in between. The weight's amax must
-fall into the same update interval as that forward, and every F and dI of a domain ends an interval
-for all modules of the domain. A forward that finds the cache stale and does not refresh it is
-refused.""",
+of the epoch, with no other F, dI, refresh or evaluation of its state domain in between. The reason
+is that every F and dI of a domain ends an update interval for all modules of the domain, and the
+weight's amax must fall into the same interval as the forward. A forward that finds the cache stale
+and does not refresh it is refused.""",
     clauses=(
         Clause(
             id="version.wrong-epoch",
@@ -47,8 +47,9 @@ refused.""",
             id="version.stale-cache",
             number="2.2",
             title="The weight cache is current",
-            invariant="F and dI run over a weight cache of their key's epoch, or F refreshes it. "
-            "An evaluation runs over a cache of the current weights, or does not read the cache.",
+            invariant="F and dI run only if the stage's weight cache holds the weights of their "
+            "key's epoch, or if F refreshes the cache. An evaluation that reads the cache runs "
+            "only if the cache holds the current weights.",
             transitions=("check_forward", "check_evaluation", "check_dgrad"),
             argument="key.epoch",
             unchanged=_CACHE,
@@ -78,8 +79,8 @@ refused.""",
             number="2.4",
             title="A refresh precedes the stage's forwards",
             invariant="A refresh happens before the stage's first committed forward of the epoch. "
-            "The order part counts the forwards, so a stage without that part does not check "
-            "this.",
+            "A stage that leaves the order part out does not check this, because that part counts "
+            "the forwards.",
             transitions=("check_refresh", "check_forward"),
             argument="refresh",
             unchanged=_CACHE,
@@ -108,7 +109,7 @@ refused.""",
             id="version.in-flight",
             number="2.6",
             title="One refresh at a time",
-            invariant="While a refresh of a stage's cache is in flight, that cache is neither "
+            invariant="While a refresh of a stage's cache is in flight, the cache is neither "
             "refreshed again nor invalidated, and no update or restore begins.",
             transitions=(
                 "check_refresh",
@@ -127,8 +128,8 @@ refused.""",
             id="version.unknown-ticket",
             number="2.7",
             title="A refresh's ticket is redeemed once",
-            invariant="Commit and abort of a refresh are accepted only with the outstanding "
-            "ticket of the stage.",
+            invariant="A commit or an abort of a refresh is accepted only with the stage's "
+            "outstanding refresh ticket.",
             transitions=("commit_refresh", "abort_refresh"),
             argument="ticket",
             unchanged="The refresh in flight, and the cache's epoch.",
@@ -169,8 +170,8 @@ refused.""",
             id="version.wrong-fill",
             number="2.10",
             title="A refresh quantizes the current weights",
-            invariant="If the backend reports fills, every cache was filled from the weights of "
-            "the stage's weight epoch.",
+            invariant="If the backend reports fills, a refresh commits only if it filled every "
+            "cache from the weights of the stage's current weight epoch.",
             transitions=("commit_refresh", "commit_forward"),
             argument="fill_epoch",
             unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
@@ -186,7 +187,7 @@ refused.""",
             number="2.11",
             title="A forward without a refresh fills no cache",
             invariant="If the backend reports fills, an F that was checked without `refresh` "
-            "fills no cache, and no evaluation does.",
+            "commits only if it filled no cache. The same holds for every evaluation.",
             transitions=("commit_forward", "commit_evaluation"),
             argument="fill_epoch",
             unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "

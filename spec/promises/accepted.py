@@ -48,8 +48,8 @@ STEPS = Register()
     "drop",
 )
 def right_reference(st: State, h: History, a: Args) -> Truth:
-    """A reference is accepted only if it was issued for the key that comes with it, and its work
-    still exists."""
+    """A call presents a key and a reference together. The call is accepted only if the reference
+    was issued for this key, and the work that the reference names still exists."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -69,7 +69,8 @@ def right_reference(st: State, h: History, a: Args) -> Truth:
     "drop",
 )
 def right_work(st: State, h: History, a: Args) -> Truth:
-    """An action finds its own key's work in the slot, and no other action in flight there."""
+    """A dI, dW, receive, read or drop is accepted only if its slot holds live work of its own key,
+    and no action is in flight on the slot."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     return mine & (h.owing[s] != 0) & (h.acting[s] == 0)
@@ -77,8 +78,8 @@ def right_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.reference-of-transfer", "finish_receive", "finish_read", "ungroup_wgrad")
 def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
-    """The call that ends a transfer presents a reference that was issued for its key, even if the
-    work is already gone."""
+    """The end of a receive, of a read, or of a tape's part in a grouped dW is accepted only with a
+    reference that was issued for its key. The work itself may already be gone."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -90,7 +91,8 @@ def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.end-of-read", "finish_read")
 def end_of_read(st: State, h: History, a: Args) -> Truth:
-    """A read ends only if it began on that key's work and has not ended yet."""
+    """The end of a read is accepted only if a read of that buffer of the key's work is under way,
+    and no action is in flight on the slot."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     one = (a.bit == OUT_BIT) | (a.bit == GRAD_BIT)
@@ -99,7 +101,8 @@ def end_of_read(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.end-of-group", "ungroup_wgrad")
 def end_of_group(st: State, h: History, a: Args) -> Truth:
-    """A tape leaves a group of dW only if that dW took that key's work and has not given it up."""
+    """A tape leaves a grouped dW (one product for several tapes) only if its slot holds its own
+    key's work, is part of a group, and has no action in flight."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     return mine & ((h.moving[s] & GROUP_BIT) != 0) & (h.acting[s] == 0)
@@ -107,7 +110,8 @@ def end_of_group(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.end-of-receive", "finish_receive")
 def end_of_receive(st: State, h: History, a: Args) -> Truth:
-    """A receive ends only if it was posted for that key and has not ended."""
+    """The end of a receive is accepted only if a receive of that message is under way into its
+    key's slot, and no action is in flight on the slot."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     one = (a.message == IN_BIT) | (a.message == BACK_BIT)
@@ -116,8 +120,9 @@ def end_of_receive(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.receive-once", "post_receive")
 def receive_once(st: State, h: History, a: Args) -> Truth:
-    """A message is received at most once, only if the stage needs it, and before the F or dI that
-    uses it."""
+    """A receive is posted only if the stage is configured for its message, and the tape is not
+    receiving the message and has not received it. An input is received before F; an output's
+    gradient is received after F and before dI."""
     s, c = a.ref.slot, a.key.cell
     new = ((h.moving[s] & a.message) == 0) & ((h.arrived[s] & a.message) == 0)
     early = implies(a.message == IN_BIT, h.ran_forward[c] == 0)
@@ -128,7 +133,8 @@ def receive_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.input-arrived", "check_forward")
 def input_arrived(st: State, h: History, a: Args) -> Truth:
-    """If a stage's inputs are received or copied, its F finds its own key's input in the slot."""
+    """If a stage's input is received or copied, F runs only in the slot that its own key claimed,
+    and only after the input arrived there or its copy was enqueued."""
     claimed = (h.tenant[a.slot] == a.key.cell) & (h.tenant_epoch[a.slot] == a.key.epoch)
     there = ((h.arrived[a.slot] & INPUT_BITS) != 0) & claimed & (h.owing[a.slot] != 0)
     return implies((st.receives[a.key.stage] & INPUT_BITS) != 0, there)
@@ -136,31 +142,32 @@ def input_arrived(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.gradient-arrived", "check_dgrad")
 def gradient_arrived(st: State, h: History, a: Args) -> Truth:
-    """If a stage receives gradients, its dI finds its output's gradient in the slot, complete."""
+    """If a stage receives its output's gradient, dI runs only after that gradient has arrived in
+    its slot."""
     there = (h.arrived[a.ref.slot] & BACK_BIT) != 0
     return implies((st.receives[a.key.stage] & BACK_BIT) != 0, there)
 
 
 @STEPS("ownership.input-made", "check_forward")
 def input_made(st: State, h: History, a: Args) -> Truth:
-    """If another stage of the process feeds the stage, the feeding stage's F of the same microbatch
-    has run."""
+    """If another stage of the process feeds a stage, the stage's F runs only after the feeding
+    stage's F of the same microbatch."""
     fed = (st.receives[a.key.stage] & SOURCE_BIT) != 0
     return implies(fed, h.ran_forward[st.input_of[a.key.cell]] == 1)
 
 
 @STEPS("ownership.gradient-made", "check_dgrad")
 def gradient_made(st: State, h: History, a: Args) -> Truth:
-    """If the stage feeds another stage of the process, the fed stage's dI of the same microbatch
-    has run."""
+    """If a stage feeds another stage of the process, the feeding stage's dI runs only after the fed
+    stage's dI of the same microbatch."""
     feeds = (st.receives[a.key.stage] & TARGET_BIT) != 0
     return implies(feeds, h.ran_dgrad[st.gradient_of[a.key.cell]] == 1)
 
 
 @STEPS("ownership.read-before-arrival", "finish_receive")
 def read_before_arrival(st: State, h: History, a: Args) -> Truth:
-    """A message between two stages of the process arrives only after the sending stage's read of it
-    began."""
+    """A receive between two stages of the process ends on a live tape only after the sending
+    stage's read of that message began."""
     c, needs = a.key.cell, st.receives[a.key.stage]
     alive = h.owing[a.ref.slot] != 0
     forward = alive & (a.message == IN_BIT) & ((needs & SOURCE_BIT) != 0)
@@ -172,20 +179,23 @@ def read_before_arrival(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.nothing-moves", "reserve", "check_forward")
 def nothing_moves(st: State, h: History, a: Args) -> Truth:
-    """No forward overwrites data that is still being read, or still being received."""
+    """A slot is reserved, or given to an F, only if no receive, no read and no grouped dW is under
+    way on the slot."""
     return h.moving[a.slot] == 0
 
 
 @STEPS("ownership.no-gradient-moves", "check_dgrad")
 def no_gradient_moves(st: State, h: History, a: Args) -> Truth:
-    """No dI reads a gradient that is being received, or writes one that is being read."""
+    """A dI runs only if no receive of its output's gradient, and no read of its input gradient, is
+    under way in its slot."""
     return (h.moving[a.ref.slot] & (BACK_BIT | GRAD_BIT)) == 0
 
 
 @STEPS("ownership.right-consumer", "read")
 def right_consumer(st: State, h: History, a: Args) -> Truth:
-    """A read begins only if the slot waits for its reader and no other read of the buffer is under
-    way. A gradient is read only after dI."""
+    """A read of an output or an input gradient begins only after F, while the slot waits for that
+    reader, and while no read of the same buffer is under way. An input gradient is read only after
+    dI."""
     s = a.ref.slot
     one = ((a.bit == OUT_BIT) | (a.bit == GRAD_BIT)) & ((h.moving[s] & a.bit) == 0)
     there = implies(a.bit == GRAD_BIT, h.ran_dgrad[a.key.cell] == 1)
@@ -194,26 +204,28 @@ def right_consumer(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.dgrad-after-forward", "check_dgrad")
 def dgrad_after_forward(st: State, h: History, a: Args) -> Truth:
-    """dI runs once, after F."""
+    """A dI runs only if, in this walk, its key's F has succeeded and its key's dI has not."""
     return (h.ran_forward[a.key.cell] == 1) & (h.ran_dgrad[a.key.cell] == 0)
 
 
 @STEPS("ownership.wgrad-after-dgrad", "check_wgrad", "group_wgrad")
 def wgrad_after_dgrad(st: State, h: History, a: Args) -> Truth:
-    """dW runs once, after dI, and dI queued work for every matrix."""
+    """A dW takes a key's work only if, in this walk, the key's dI has succeeded and no dW of the
+    key has. That dI queued work for every matrix of the stage."""
     once = (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0)
     return once & (h.queued[a.ref.slot] == st.matrices[a.key.stage])
 
 
 @STEPS("ownership.one-dw-takes-it", "check_wgrad", "group_wgrad")
 def one_dw_takes_it(st: State, h: History, a: Args) -> Truth:
-    """A dW takes only a tape that no other dW has taken into its group."""
+    """A dW takes a tape only if no other dW has taken the tape into its group."""
     return (h.moving[a.ref.slot] & GROUP_BIT) == 0
 
 
 @STEPS("ownership.never-preempted", "reserve", "check_forward")
 def never_preempted(st: State, h: History, a: Args) -> Truth:
-    """A forward gets a free slot of its stage, or the slot that its key claimed."""
+    """A reservation or an F gets a free slot of its key's stage, or the slot that its key already
+    claimed."""
     claimed = (h.owing[a.slot] == RESERVED) & (h.tenant[a.slot] == a.key.cell)
     own = claimed & (h.tenant_epoch[a.slot] == a.key.epoch)
     vacant = (h.owing[a.slot] == 0) | own
@@ -228,7 +240,7 @@ def claimed_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.forward-once", "reserve", "check_forward")
 def forward_once(st: State, h: History, a: Args) -> Truth:
-    """No key's forward runs twice in a walk."""
+    """A key gets a slot, or runs F, only if its F has not succeeded in this walk."""
     return h.ran_forward[a.key.cell] == 0
 
 
@@ -241,7 +253,7 @@ def left_out_stays_out(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.left-out-first", "skip", c="cell")
 def left_out_first(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A key is left out before any forward of the walk."""
+    """A key is left out of a walk only before any F of the walk has succeeded."""
     return h.ran_forward[c] == 0
 
 
@@ -256,13 +268,15 @@ def left_out_first(st: State, h: History, a: Args, c: Index) -> Truth:
     "group_wgrad",
 )
 def weights_of_the_key(st: State, h: History, a: Args) -> Truth:
-    """An action runs on the weights that its key names."""
+    """A reservation, skip, bind, F, dI or dW is accepted only if its key names the epoch of the
+    current weights."""
     return a.key.epoch == h.weights[0]
 
 
 @STEPS("version.cache-of-the-key", "check_forward")
 def cache_of_the_key(st: State, h: History, a: Args) -> Truth:
-    """A forward that does not fill the cache finds the key's weights in it."""
+    """An F that does not refresh its stage's weight cache finds the weights of its key's epoch in
+    that cache."""
     return implies(a.refresh == 0, h.cached[a.key.stage] == a.key.epoch)
 
 
@@ -274,27 +288,31 @@ def evaluation_of_these_weights(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("version.no-evaluation-after-fill", "check_evaluation", needs="order", g="stage")
 def no_evaluation_after_fill(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No evaluation comes between a fill of a cache of its domain and the first F after it."""
+    """No evaluation begins while a stage of its domain has a cache with the current weights and has
+    not yet begun its first F of the epoch."""
     waits = (st.domain_of[g] == st.domain_of[a.stage]) & (h.fill_of_epoch[g] == NEVER)
     return implies(waits, h.cached[g] != h.weights[0])
 
 
 @STEPS("version.cache-for-dgrad", "check_dgrad", needs="order")
 def cache_for_dgrad(st: State, h: History, a: Args) -> Truth:
-    """dI finds the same fill of the cache that its forward read."""
+    """A dI finds the weights of its key's epoch in its stage's weight cache, from the same fill
+    that the tape's F read."""
     same = h.fill_read[a.ref.slot] == h.fills[a.key.stage]
     return same & (h.cached[a.key.stage] == a.key.epoch)
 
 
 @STEPS("version.only-stale-filled", "check_refresh", needs="order")
 def only_stale_filled(st: State, h: History, a: Args) -> Truth:
-    """A refresh fills only a cache without the current weights, before the epoch's first F."""
+    """A refresh begins only if its stage's cache lacks the current weights, and the stage has not
+    yet begun its first F of the epoch."""
     return (h.cached[a.stage] != h.weights[0]) & (h.fill_of_epoch[a.stage] == NEVER)
 
 
 @STEPS("version.only-stale-filled-by-forward", "check_forward", needs="order")
 def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
-    """A forward fills only a cache without the current weights, and only as the epoch's first."""
+    """An F refreshes its stage's cache only if the cache lacks the current weights, and the F is
+    the stage's first of the epoch."""
     s = a.key.stage
     stale = (h.cached[s] != h.weights[0]) & (h.fill_of_epoch[s] == NEVER)
     return implies(a.refresh != 0, stale)
@@ -302,8 +320,8 @@ def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("version.filled-just-before", "check_forward", needs="order")
 def filled_just_before(st: State, h: History, a: Args) -> Truth:
-    """If a stage's first forward finds its cache filled, no other scaling update of the domain came
-    since the fill."""
+    """If a stage's first F of an epoch does not refresh the cache itself, no F or dI of the domain
+    has succeeded since the cache's latest refresh."""
     s = a.key.stage
     first = (a.refresh == 0) & (h.fill_of_epoch[s] == NEVER)
     return implies(first, h.filled_after[s] == h.updates[st.domain_of[s]])
@@ -311,72 +329,81 @@ def filled_just_before(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.threaded", "check_forward", "check_dgrad")
 def threaded(st: State, h: History, a: Args) -> Truth:
-    """The token that the caller presents counts every scaling update of the domain."""
+    """The token presented with an F or a dI counts every F and dI that has succeeded in the domain
+    since the last restore."""
     d = st.domain_of[a.key.stage]
     return a.token == h.updates[d]
 
 
 @STEPS("order.declared-forward", "check_forward")
 def declared_forward(st: State, h: History, a: Args) -> Truth:
-    """If an order is declared, F runs at its declared place."""
+    """If a domain declares an order, F runs at its declared place: after as many F and dI of this
+    walk as the order puts before it."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @STEPS("order.declared-dgrad", "check_dgrad")
 def declared_dgrad(st: State, h: History, a: Args) -> Truth:
-    """If an order is declared, dI runs at its declared place."""
+    """If a domain declares an order, dI runs at its declared place: after as many F and dI of this
+    walk as the order puts before it."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @STEPS("order.live-scales", "check_dgrad")
 def live_scales(st: State, h: History, a: Args) -> Truth:
-    """If dI reads live scales, nothing has changed them since the tape's own forward."""
+    """If dI reads live scales, the tape's own F was the domain's latest F. If scales move once an
+    epoch instead, they have not moved since that F."""
     d = st.domain_of[a.key.stage]
     return implies(st.live_scales[a.key.stage] != 0, h.rolls_seen[a.ref.slot] == h.rolls[d])
 
 
 @STEPS("order.own-scales", "commit_dgrad")
 def own_scales(st: State, h: History, a: Args) -> Truth:
-    """If tapes carry scales, a dI that succeeded used the scales of its own tape's forward."""
+    """If tapes carry scales, dI commits only if it reports the scales with which its own tape's F
+    ran."""
     carried = st.carried_scales[st.slot_stage[a.slot]] != 0
     return implies(carried, a.scales == h.scaled_by[a.slot])
 
 
 @STEPS("order.scales-of-the-epoch", "check_forward", "check_dgrad")
 def scales_of_the_epoch(st: State, h: History, a: Args) -> Truth:
-    """If scales move once an epoch, every F and dI finds scales that moved exactly once for each
-    update since the last restore, and so the same scales for the whole epoch."""
+    """If scales move once an epoch, an F or a dI runs only if they have moved exactly once for each
+    update that was committed since the last restore. So all F and dI of an epoch use the same
+    scales."""
     d = st.domain_of[a.key.stage]
     return implies(st.epoch_scales[d] != 0, h.moves[d] == h.commits[0])
 
 
 @STEPS("order.scales-of-the-epoch-of-stage", "check_refresh", "check_evaluation")
 def scales_of_the_epoch_of_stage(st: State, h: History, a: Args) -> Truth:
-    """If scales move once an epoch, a refresh and an evaluation find the epoch's scales too."""
+    """If scales move once an epoch, a refresh or an evaluation runs only if they have moved exactly
+    once for each update that was committed since the last restore."""
     d = st.domain_of[a.stage]
     return implies(st.epoch_scales[d] != 0, h.moves[d] == h.commits[0])
 
 
 @STEPS("capture.taken-in-order", "group_wgrad", needs="capture")
 def taken_in_order(st: State, h: History, a: Args) -> Truth:
-    """A dW takes a tape only if the tape's pool has replayed no graph that was captured with or
-    after the tape's own dW: such a graph may use the tape's memory as scratch memory."""
+    """A dW takes a further tape only if the latest graph replayed in the tape's pool was captured
+    before the tape's own dW. A graph captured later may use the tape's memory as scratch memory."""
     s = a.ref.slot
     return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.wgrad_rank[s]
 
 
 @STEPS("order.one-set-of-scales", "group_wgrad", needs="order")
 def one_set_of_scales(st: State, h: History, a: Args) -> Truth:
-    """All tapes of one product were made with the same scales."""
+    """A dW takes a further tape only if that tape's F ran with the same scales as the F of the dW's
+    first tape."""
     return h.scaled_by[a.ref.slot] == h.scaled_by[a.leader]
 
 
 @STEPS("order.moved-in-the-update", "move_scales")
 def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
-    """Scales move in an update only if they move once an epoch, an F or dI gathered maxima, and
-    they have not moved in this update yet. No other action uses the scales then."""
+    """Scales move only during an update, only in a domain whose scales move once an epoch, and only
+    if an F or dI has gathered maxima since they last moved. They move at most once per update,
+    while no F, dI, refresh or evaluation of the domain is in flight."""
     d = st.domain_of[a.stage]
     due = (h.moves[d] == h.commits[0]) & (0 < h.gathers[d]) & (st.epoch_scales[d] != 0)
     return due & (h.optimizing[0] == 1) & (h.running[d] == 0)
@@ -384,8 +411,9 @@ def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.moved-once", "commit_update", g="stage")
 def moved_once(st: State, h: History, a: Args, g: Index) -> Truth:
-    """If scales move once an epoch, an update commits only after they moved exactly once in it,
-    with all maxima that F and dI gathered."""
+    """If scales move once an epoch, an update commits only if they have moved exactly once for each
+    update since the last restore, including this update. No F or dI has gathered maxima since they
+    last moved."""
     d = st.domain_of[g]
     moved = (h.moves[d] == h.commits[0] + 1) & (h.gathers[d] == 0)
     return implies(st.epoch_scales[d] != 0, moved)
@@ -393,8 +421,9 @@ def moved_once(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("order.saved-scales", "checkpoint", g="stage")
 def saved_scales(st: State, h: History, a: Args, g: Index) -> Truth:
-    """If scales move once an epoch, a checkpoint finds that they moved once for each update, and
-    that nothing was gathered since."""
+    """If scales move once an epoch, a checkpoint is taken only if they have moved exactly once for
+    each update that was committed since the last restore. No F or dI has gathered maxima since they
+    last moved."""
     d = st.domain_of[g]
     saved = (h.moves[d] == h.commits[0]) & (h.gathers[d] == 0)
     return implies(st.epoch_scales[d] != 0, saved)
@@ -402,8 +431,9 @@ def saved_scales(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("order.new-draws", "commit_forward")
 def new_draws(st: State, h: History, a: Args) -> Truth:
-    """If F must report where it began to draw random numbers, it reports a position, and that
-    position is later than the one of the domain's previous such F."""
+    """If F must report where it began to draw random numbers, F commits only with a position that
+    is at least zero, and later than the position of the domain's previous such F since the last
+    restore."""
     s = st.slot_stage[a.slot]
     after = (0 <= a.draws) & (h.drew_last[st.domain_of[s]] < a.draws)
     return implies(st.reports_draws[s] != 0, after)
@@ -411,32 +441,32 @@ def new_draws(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.own-draws", "commit_dgrad")
 def own_draws(st: State, h: History, a: Args) -> Truth:
-    """If dI recomputes its forward, it begins to draw random numbers where its own tape's forward
-    began."""
+    """If dI recomputes F and reports where the recomputation began to draw random numbers, dI
+    commits only if the tape's own F began to draw at the same position."""
     recomputed = st.recomputes_draws[st.slot_stage[a.slot]] != 0
     return implies(recomputed, a.draws == h.drew_at[a.slot])
 
 
 @STEPS("order.sound-state", "check_forward", "check_dgrad")
 def sound_state(st: State, h: History, a: Args) -> Truth:
-    """F and dI find scaling state that no failure left half updated, and no other F, dI, refresh or
-    evaluation of the domain in flight."""
+    """An F or a dI begins only if no F, dI, refresh or evaluation of its domain is in flight, and
+    none has failed since the last restore."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @STEPS("order.sound-state-of-stage", "check_refresh", "check_evaluation")
 def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
-    """A refresh or an evaluation finds scaling state that no failure left half updated, and no F,
-    dI, refresh or other evaluation of the domain in flight."""
+    """A refresh or an evaluation begins only if no F, dI, refresh or evaluation of its domain is in
+    flight, and none has failed since the last restore."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @STEPS("order.sound-at-finalize", "finalize")
 def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized only if every F and dI that the walk does not leave out has run, and no
-    failure left scales half updated."""
+    """A stage is finalized only if every F and dI that the walk does not leave out has succeeded.
+    No F, dI, refresh or evaluation of the stage's domain has failed since the last restore."""
     n = st.cells[a.stage] - h.num_skipped[a.stage]
     ran = (h.num_forwards[a.stage] == n) & (h.num_dgrads[a.stage] == n)
     return ran & (h.broken[st.domain_of[a.stage]] == 0)
@@ -444,22 +474,25 @@ def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.declared-whole", "finalize")
 def declared_whole(st: State, h: History, a: Args) -> Truth:
-    """If an order is declared, a stage is finalized only after the F of all its cells."""
+    """If a domain declares an order, a stage of the domain is finalized only after every cell of
+    the stage has run F in this walk."""
     whole = h.num_forwards[a.stage] == st.cells[a.stage]
     return implies(st.declared[st.domain_of[a.stage]] != 0, whole)
 
 
 @STEPS("arena.bound-destination", "check_dgrad")
 def bound_destination(st: State, h: History, a: Args) -> Truth:
-    """dI finds its key bound to the configured destination."""
+    """A dI runs only if its key was bound exactly once in this walk, to the key's configured
+    destination."""
     c = a.key.cell
     return (h.binds[c] == 1) & (h.bound_to[c] == st.destination_of[c])
 
 
 @STEPS("arena.right-destination", "check_wgrad")
 def right_destination(st: State, h: History, a: Args) -> Truth:
-    """dW writes to its bound destination. It overwrites a buffer only if the buffer holds no
-    gradient of its epoch, and adds only to gradients of its epoch."""
+    """A dW writes to the destination that was bound for its key. It adds to a buffer (its stage's
+    own, or the shared one) if the buffer holds gradients of the key's epoch; otherwise it
+    overwrites the buffer."""
     buffer = st.buffer_of[a.key.cell]
     own, shared = h.content[buffer], h.content[st.shared_of[buffer]]
     adds = (a.first == ADDS) | (a.first == OPENS)
@@ -470,8 +503,8 @@ def right_destination(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.one-product", "group_wgrad")
 def one_product(st: State, h: History, a: Args) -> Truth:
-    """A dW takes another tape only if the tape is of its own stage, while the dW is writing the
-    tape's bound destination."""
+    """A dW takes a further tape only while it is in flight, and only a tape of its own stage. The
+    dW is the only writer of the buffer of the tape's bound destination."""
     b, own = st.buffer_of[a.key.cell], st.buffer_of[h.tenant[a.leader]]
     writes = (h.writers[b] == 1) & ((own == b) | (st.shared_of[own] == b))
     here = (st.slot_stage[a.leader] == a.key.stage) & (h.acting[a.leader] == 1)
@@ -480,9 +513,9 @@ def one_product(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.product-ran", "ungroup_wgrad")
 def product_ran(st: State, h: History, a: Args) -> Truth:
-    """A tape leaves its group only after the product that took it has ended. A tape that was kept
-    counts as written only if that product succeeded, while its buffers hold gradients of its
-    epoch."""
+    """A tape leaves a grouped dW only after the dW has ended. If the tape is still live, the dW
+    succeeded, the tape's buffers hold gradients of its epoch, and no dW is writing the stage's own
+    buffer."""
     s, b = a.ref.slot, st.buffer_of[a.key.cell]
     mine = s == h.slot[0]
     ended = implies(mine, h.grouped[0] != RUNNING)
@@ -493,20 +526,21 @@ def product_ran(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.alone", "check_wgrad")
 def written_alone(st: State, h: History, a: Args) -> Truth:
-    """No other dW is writing a buffer that this dW writes: its stage's own, or the shared one."""
+    """A dW begins only if no other dW is writing its stage's own buffer or the shared buffer."""
     buffer = st.buffer_of[a.key.cell]
     return (h.writers[buffer] == 0) & (h.writers[st.shared_of[buffer]] == 0)
 
 
 @STEPS("arena.not-spoiled", "bind", "check_wgrad", "group_wgrad")
 def bound_or_written_unspoiled(st: State, h: History, a: Args) -> Truth:
-    """Nothing is bound or written for an epoch that a failure spoiled."""
+    """A destination is bound or written only if no failure has spoiled the stage's epoch, and no
+    failed dW has left the stage's gradients of this epoch half written."""
     return (h.spoiled[a.key.stage] != a.key.epoch) & (h.half_written[a.key.stage] != a.key.epoch)
 
 
 @STEPS("arena.bound-once", "bind")
 def bind_once(st: State, h: History, a: Args) -> Truth:
-    """A cell is bound once, to its configured destination."""
+    """A cell is bound at most once per walk, to its configured destination."""
     c = a.key.cell
     return (h.binds[c] == 0) & (a.destination == st.destination_of[c])
 
@@ -521,8 +555,8 @@ def _done(h: History, cell: Index) -> Truth:
 
 @STEPS("epoch.whole", "finalize", c="cell")
 def whole(st: State, h: History, a: Args, c: Index) -> Truth:
-    """When a stage is finalized, each of its cells ran F, dI and dW once, over every matrix; or the
-    walk left the cell out and it ran none of them."""
+    """When a stage is finalized, each of its cells has run F, dI and dW exactly once in this walk,
+    and dW covered every matrix. A cell that the walk leaves out has run none of the three."""
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
     none = (h.ran_forward[c] == 0) & (h.ran_dgrad[c] == 0) & (h.ran_wgrad[c] == 0)
     ours = st.stage_of[c] == a.stage
@@ -532,16 +566,17 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("epoch.written", "finalize", c="cell")
 def written(st: State, h: History, a: Args, c: Index) -> Truth:
-    """When a stage is finalized, every destination of the stage was written: the dW ran that writes
-    it first."""
+    """Each gradient buffer has one keeper: a cell that writes the buffer and that no walk leaves
+    out. When a stage is finalized, the keeper of each of its buffers has run dW in this walk."""
     first = st.keeper_of[st.buffer_of[c]]
     return implies(st.stage_of[c] == a.stage, h.ran_wgrad[first] == 1)
 
 
 @STEPS("arena.tied-whole", "finalize", needs="arena", c="cell", k="cell")
 def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
-    """When a stage is finalized, every dW that writes its destinations ran once or was left out,
-    including the dW of a stage that shares them. No failed dW left a destination half written."""
+    """When a stage is finalized, every cell that writes one of its destinations has run dW or was
+    left out. This includes the cells of a stage that shares a destination. No failed dW has left
+    the gradients of either stage half written."""
     onto = (st.stage_of[c] == a.stage) & (
         st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]
     )
@@ -551,20 +586,21 @@ def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
 
 @STEPS("epoch.not-spoiled", "finalize")
 def not_spoiled(st: State, h: History, a: Args) -> Truth:
-    """A stage that a failure spoiled is not finalized."""
+    """A stage is finalized only if no failure has spoiled its epoch, and no failed dW has left its
+    gradients of this epoch half written."""
     return (h.spoiled[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
 
 
 @STEPS("version.never-lost-in-use", "finalize", needs="order")
 def never_lost_in_use(st: State, h: History, a: Args) -> Truth:
-    """A stage is not finalized if its cache was lost after its first F and before its last dI
-    ended."""
+    """A stage is not finalized if its weight cache was lost after the stage's first F of the epoch
+    began, while a dI of the walk was still to succeed."""
     return h.lost_in_use[a.stage] != h.weights[0]
 
 
 @STEPS("epoch.final-once", "finalize")
 def final_once(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized once in a walk."""
+    """A stage is finalized at most once per walk."""
     return h.finals[a.stage] == 0
 
 
@@ -575,22 +611,24 @@ def final_once(st: State, h: History, a: Args) -> Truth:
     "completion.replay-after-caller", "check_forward", "check_dgrad", "check_wgrad", "group_wgrad"
 )
 def replay_after_caller(st: State, h: History, a: Args) -> Truth:
-    """A replay comes after all work of its caller, on the graph stream of its own domain."""
+    """An F, dI or dW is accepted only with a link of its stage's domain, and only after the graph
+    stream has waited for all work that the link's caller enqueued."""
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & (h.behind[a.link] == 0)
 
 
 @STEPS("completion.refresh-after-caller", "check_refresh", "check_evaluation")
 def refresh_after_caller(st: State, h: History, a: Args) -> Truth:
-    """A refresh or an evaluation comes after all work of its caller, on the graph stream of its own
-    domain."""
+    """A refresh or an evaluation is accepted only with a link of its stage's domain, and only after
+    the graph stream has waited for all work that the link's caller enqueued."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & (h.behind[a.link] == 0)
 
 
 @STEPS("completion.filled-after-former-work", "reserve")
 def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """The stream that fills a slot waited for every replay of the slot's previous tenant."""
+    """A slot is reserved only with a link of its stage's domain whose caller has waited for every
+    replay of the slot's previous tenant."""
     mine = (a.link == h.link[0]) & (a.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -598,7 +636,8 @@ def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.received-after-former-work", "post_receive")
 def received_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """The stream of a receive waited for every replay of the slot's previous tenant."""
+    """A receive is posted only with a link of its stage's domain whose caller has waited for every
+    replay of the slot's previous tenant."""
     mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -606,42 +645,47 @@ def received_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.forward-after-transfers", "check_forward")
 def forward_after_transfers(st: State, h: History, a: Args) -> Truth:
-    """F comes after every transfer through its slot, and every copy into it, on any stream."""
+    """An F begins only after the graph stream has waited for every transfer that ended, and every
+    copy that was enqueued, in its slot. This holds for all links."""
     return implies(a.slot == h.slot[0], h.trailing[0] == 0)
 
 
 @STEPS("completion.dgrad-after-transfers", "check_dgrad")
 def dgrad_after_transfers(st: State, h: History, a: Args) -> Truth:
-    """If dI uses a message, it comes after the end of every transfer through its slot."""
+    """If a stage receives its output's gradient, dI begins only after the graph stream has waited
+    for every transfer that ended, and every copy that was enqueued, in its slot."""
     mine = (a.ref.slot == h.slot[0]) & ((st.receives[a.key.stage] & BACK_BIT) != 0)
     return implies(mine, h.trailing[0] == 0)
 
 
 @STEPS("completion.consumer-after-replay", "check_dgrad", "read")
 def consumer_after_replay(st: State, h: History, a: Args) -> Truth:
-    """A consumer's stream waited for the replay that wrote what it consumes."""
+    """A dI or a read begins only after its caller's stream has waited for the tape's latest F or
+    dI."""
     mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
     return implies(mine, h.seen[0] == 1)
 
 
 @STEPS("completion.gradients-after-replay", "finalize")
 def gradients_after_replay(st: State, h: History, a: Args) -> Truth:
-    """The stream that finalizes a stage waited for the latest dW of every stage that writes its
-    destinations."""
+    """A stage is finalized only with a link whose caller has waited for the latest dW of the stage,
+    and of the stage that shares a destination with it."""
     writes = (a.stage == h.stage[0]) | (st.sharer_of[a.stage] == h.stage[0])
     return implies((a.link == h.link[0]) & writes, h.seen_gradients[0] == 1)
 
 
 @STEPS("completion.reduction-after-replay", "start_reduction", needs="reduction")
 def reduction_after_replay(st: State, h: History, a: Args) -> Truth:
-    """The stream that a reduction is enqueued on waited for the latest dW of each of its stages."""
+    """A reduction starts only with a link whose caller has waited for the latest dW of every stage
+    that writes the bucket."""
     mine = (a.link == h.link[0]) & _writes(st, a.bucket, h.stage[0])
     return implies(mine, h.seen_gradients[0] == 1)
 
 
 @STEPS("completion.consumer-after-reduction", "check_update", needs="reduction", b="bucket")
 def consumer_after_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
-    """The stream that finalized a stage, and reads its gradients, waited for their reductions."""
+    """When an update begins, the caller that finalized the stages of a bucket is the caller that
+    waited for the bucket's reduction."""
     waiter = st.caller_at[h.awaited_by[b]]
     first = st.caller_at[h.finalized_by[st.stage_at[b]]] == waiter
     return first & (st.caller_at[h.finalized_by[st.tied_at[b]]] == waiter)
@@ -649,7 +693,8 @@ def consumer_after_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("completion.update-after-gradients", "check_update")
 def update_after_gradients(st: State, h: History, a: Args) -> Truth:
-    """The stream of the update has waited for each stage's latest dW."""
+    """An update begins only on the stream that finalized every stage, and only after this stream
+    has waited for each stage's latest dW."""
     finalizer = h.finalized_by[h.stage[0]]
     waited = implies(finalizer == h.link[0], h.seen_gradients[0] == 1)
     return waited & (st.caller_at[finalizer] == a.caller)
@@ -657,57 +702,62 @@ def update_after_gradients(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.reader-after-update", "start_weights_read")
 def reader_after_update(st: State, h: History, a: Args) -> Truth:
-    """A reader of weights starts after the work of a stream that ran the latest update, or waited
-    for it."""
+    """A read of weights starts after the work of a caller of the stage's domain. This caller's
+    stream ran the optimizer's latest update, or has waited for it."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & ((h.behind_update[a.link] == 0) | (st.caller_at[a.link] == h.updated_on[0]))
 
 
 @STEPS("completion.one-reader", "start_weights_read")
 def one_reader(st: State, h: History, a: Args) -> Truth:
-    """When a read of a stage's weights starts, the previous one has ended."""
+    """A read of a stage's weights starts only if no other read of these weights on a separate
+    stream is under way."""
     return h.weights_reader[a.stage] != RUNNING
 
 
 @STEPS("completion.reader-running", "finish_weights_read")
 def reader_running(st: State, h: History, a: Args) -> Truth:
-    """Only a read under way ends, on a stream that calls into the stage's domain."""
+    """The end of a read of weights is accepted only while the read is under way, and only with a
+    link of the stage's domain."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & (h.weights_reader[a.stage] == RUNNING)
 
 
 @STEPS("completion.update-after-readers", "check_update", g="stage")
 def update_after_readers(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No weights are being read when the update begins, and its stream waited for every reader."""
+    """An update begins only if no separate stream is reading weights, and only after the update's
+    stream has waited for every ended read of weights."""
     ours = st.caller_at[h.reader_awaited_by[g]] == a.caller
     return (h.weights_reader[g] != RUNNING) & implies(h.weights_reader[g] == DONE, ours)
 
 
 @STEPS("completion.one-gradients-reader", "start_gradients_read")
 def one_gradients_reader(st: State, h: History, a: Args) -> Truth:
-    """When a read of a stage's gradients starts, the previous one has ended."""
+    """A read of a stage's gradients starts only if no other read of these gradients on a separate
+    stream is under way."""
     return h.gradients_reader[a.stage] != RUNNING
 
 
 @STEPS("completion.gradients-reader-running", "finish_gradients_read")
 def gradients_reader_running(st: State, h: History, a: Args) -> Truth:
-    """Only a read under way ends, on a stream that calls into the stage's domain."""
+    """The end of a read of gradients is accepted only while the read is under way, and only with a
+    link of the stage's domain."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & (h.gradients_reader[a.stage] == RUNNING)
 
 
 @STEPS("completion.whole-gradients-read", "start_gradients_read", c="cell")
 def whole_gradients_read(st: State, h: History, a: Args, c: Index) -> Truth:
-    """When a reader starts, the stage's gradients are whole: the dW of each cell ran over every
-    matrix, unless the walk left the cell out."""
+    """A read of a stage's gradients starts only after every cell of the stage has run dW once, over
+    every matrix, or was left out of the walk."""
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[a.stage])
     return implies(st.stage_of[c] == a.stage, once | (h.skipped[c] == 1))
 
 
 @STEPS("completion.reader-after-gradients", "start_gradients_read")
 def reader_after_gradients(st: State, h: History, a: Args) -> Truth:
-    """A reader of gradients starts after the work of a stream that has waited for the stage's
-    latest dW."""
+    """A read of a stage's gradients starts with a link of the stage's domain, after the work of the
+    caller that finalized the stage. This caller has waited for the stage's latest dW."""
     finalizer = h.finalized_by[a.stage]
     mine = (finalizer == h.link[0]) & (a.stage == h.stage[0])
     here = st.domain_at[a.link] == st.domain_of[a.stage]
@@ -717,15 +767,15 @@ def reader_after_gradients(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.reduced-gradients-read", "start_gradients_read", needs="reduction", b="bucket")
 def reduced_gradients_read(st: State, h: History, a: Args, b: Index) -> Truth:
-    """A reader finds gradients whose reductions are done, and starts after the work of the stream
-    that waited for these reductions."""
+    """A read of a stage's gradients starts only if the reductions of these gradients are done. The
+    read starts after the work of the caller that waited for these reductions."""
     ours = st.caller_at[h.awaited_by[b]] == st.caller_at[a.link]
     return implies(_writes(st, b, a.stage), (h.reduction[b] == DONE) & ours)
 
 
 @STEPS("completion.gradients-not-rewritten", "check_wgrad", "group_wgrad")
 def gradients_not_rewritten(st: State, h: History, a: Args) -> Truth:
-    """No dW writes its stage's gradients while a separate stream reads them."""
+    """No dW begins while a separate stream reads the gradients of the dW's stage."""
     return h.gradients_reader[a.key.stage] != RUNNING
 
 
@@ -737,33 +787,36 @@ def gradients_not_rewritten(st: State, h: History, a: Args) -> Truth:
     g="stage",
 )
 def shared_gradients_not_rewritten(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No dW writes a shared destination while a separate stream reads the other stage's
-    gradients."""
+    """No dW begins while a separate stream reads the gradients of a stage that shares a destination
+    with the dW's stage."""
     return implies(st.sharer_of[g] == a.key.stage, h.gradients_reader[g] != RUNNING)
 
 
 @STEPS("completion.read-not-reduced", "start_reduction", needs="reduction", g="stage")
 def read_not_reduced(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No reduction writes gradients that a separate stream is reading."""
+    """No reduction starts while a separate stream reads gradients that the reduction writes."""
     return implies(_writes(st, a.bucket, g), h.gradients_reader[g] != RUNNING)
 
 
 @STEPS("completion.after-gradients-readers", "next_walk", "check_update", g="stage")
 def after_gradients_readers(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No gradients are being read when another walk or the update begins."""
+    """The next walk, or an update, begins only if no separate stream is reading gradients."""
     return h.gradients_reader[g] != RUNNING
 
 
 @STEPS("completion.update-after-gradients-readers", "check_update", g="stage")
 def update_after_gradients_readers(st: State, h: History, a: Args, g: Index) -> Truth:
-    """The stream of the update waited for every reader of gradients."""
+    """
+    An update begins only after the update's stream has waited for every ended read of gradients.
+    """
     ours = st.caller_at[h.gradients_awaited_by[g]] == a.caller
     return implies(h.gradients_reader[g] == DONE, ours)
 
 
 @STEPS("completion.update-after-evaluations", "check_update")
 def update_after_evaluations(st: State, h: History, a: Args) -> Truth:
-    """The stream of the update has waited for each stage's latest evaluation."""
+    """An update begins only after the update's stream has waited for each stage's latest
+    evaluation."""
     return implies(st.caller_at[h.link[0]] == a.caller, h.seen_evaluation[0] == 1)
 
 
@@ -789,8 +842,8 @@ def _writes(st: State, bucket: Index, stage: Index) -> Truth:
 
 @STEPS("reduction.of-whole-gradients", "start_reduction", c="cell")
 def of_whole_gradients(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A reduction starts after each cell that writes the bucket ran its dW, once and over every
-    matrix, or was left out."""
+    """A reduction starts only after every cell that writes the bucket has run dW once, over every
+    matrix, or was left out of the walk."""
     ours = _writes(st, a.bucket, st.stage_of[c])
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[st.stage_of[c]])
     return implies(ours, once | (h.skipped[c] == 1))
@@ -798,21 +851,22 @@ def of_whole_gradients(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("reduction.of-written-buffers", "start_reduction", needs="arena", c="cell")
 def of_written_buffers(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A reduction finds gradients of this epoch in every buffer."""
+    """When a reduction starts, every buffer of the stages that write the bucket holds gradients of
+    the current epoch."""
     ours = _writes(st, a.bucket, st.stage_of[c])
     return implies(ours, h.content[st.buffer_of[c]] == h.weights[0])
 
 
 @STEPS("reduction.alone", "start_reduction", s="slot")
 def alone(st: State, h: History, a: Args, s: Index) -> Truth:
-    """When a reduction starts, no action of its stages is in flight."""
+    """When a reduction starts, no F, dI or dW of a stage that writes the bucket is in flight."""
     return implies(_writes(st, a.bucket, st.slot_stage[s]), h.acting[s] == 0)
 
 
 @STEPS("reduction.once", "start_reduction")
 def reduced_once(st: State, h: History, a: Args) -> Truth:
-    """A bucket's reduction starts once per epoch, and only if no failure spoiled the epoch of the
-    bucket's stages."""
+    """A bucket's reduction starts only if it has neither begun nor finished in this epoch, and no
+    failure has spoiled the epoch of a stage that writes the bucket."""
     s, t = st.stage_at[a.bucket], st.tied_at[a.bucket]
     sound = (h.spoiled[s] != h.weights[0]) & (h.spoiled[t] != h.weights[0])
     return (h.reduction[a.bucket] == NONE) & sound
@@ -820,32 +874,37 @@ def reduced_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("reduction.declared-order", "start_reduction")
 def declared_order(st: State, h: History, a: Args) -> Truth:
-    """If an order of reductions is declared, each starts at its declared place."""
+    """If an order of reductions is declared, a reduction starts only at its declared place among
+    the reductions of the epoch."""
     return implies(st.ordered[0] != 0, st.reduce_at[a.bucket] == h.begun[0])
 
 
 @STEPS("reduction.running", "finish_reduction", "fail_reduction")
 def reduction_running(st: State, h: History, a: Args) -> Truth:
-    """Only a running reduction ends."""
+    """The end or the failure of a reduction is accepted only while the reduction is running."""
     return h.reduction[a.bucket] == RUNNING
 
 
 @STEPS("reduction.never-rewritten", "check_wgrad", "group_wgrad", b="bucket")
 def never_rewritten(st: State, h: History, a: Args, b: Index) -> Truth:
-    """No gradient is written after its reduction began."""
+    """
+    No dW of a stage begins after a reduction of the stage's gradients has begun in this epoch.
+    """
     return implies(_writes(st, b, a.key.stage), h.reduction[b] == NONE)
 
 
 @STEPS("reduction.never-rebound", "bind", needs="arena", b="bucket")
 def never_rebound(st: State, h: History, a: Args, b: Index) -> Truth:
-    """No destination is bound after its reduction began, unless the walk leaves the key out."""
+    """No key is bound after a reduction of its stage's gradients has begun in this epoch, unless
+    the walk leaves the key out."""
     runs = _writes(st, b, a.key.stage) & (h.skipped[a.key.cell] == 0)
     return implies(runs, h.reduction[b] == NONE)
 
 
 @STEPS("reduction.undisturbed", "drop", b="bucket")
 def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
-    """If a tape is dropped after a reduction of its stage began, its dW has already run."""
+    """A tape that is dropped after a reduction of its stage's gradients began has already run its
+    dW."""
     begun = _writes(st, b, a.key.stage) & (h.reduction[b] != NONE)
     return implies(begun, h.ran_wgrad[a.key.cell] == 1)
 
@@ -855,8 +914,9 @@ def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("epoch.commit", "check_update", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """An update begins only when every dW that the walk does not leave out has run, no tape is
-    live, and no failure spoiled the epoch."""
+    """An update begins only if it names the current epoch, every cell has run dW or is left out of
+    the walk, no tape is live, no action is in flight on a slot, and no failure has spoiled the
+    epoch."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -864,8 +924,8 @@ def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Trut
 
 @STEPS("epoch.one-denominator", "commit_dgrad")
 def one_denominator(st: State, h: History, a: Args) -> Truth:
-    """If a stage reports weights, all its dI of an epoch report the same number of parts, at least
-    one."""
+    """If a stage reports the weights of its gradients, every dI of an epoch reports the same number
+    of parts to which these weights must add up. The number is at least one."""
     s = st.slot_stage[a.slot]
     first = (h.counted_in[s] == 0) & (0 < a.parts)
     return implies(st.reports_weights[s] != 0, first | (a.parts == h.counted_in[s]))
@@ -873,15 +933,16 @@ def one_denominator(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("epoch.weights-add-up", "check_update", g="stage")
 def weights_add_up(st: State, h: History, a: Args, g: Index) -> Truth:
-    """An update begins only if the weights of a stage's gradients, over all walks, add up to the
-    number of parts that its dI reported."""
+    """If a stage reports the weights of its gradients, an update begins only if the weights of the
+    epoch, over all its walks, add up to the number of parts that the stage's dI reported."""
     return implies(st.reports_weights[g] != 0, h.weighed[g] == h.counted_in[g])
 
 
 @STEPS("epoch.walk-whole", "next_walk", c="cell", g="stage", s="slot")
 def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """A walk ends only when every dW that it does not leave out has run, no tape is live, and no
-    failure spoiled the epoch."""
+    """The next walk begins only if the call names the current epoch, every cell has run dW or is
+    left out of the walk that ends, no tape is live, no action is in flight on a slot, and no
+    failure has spoiled the epoch."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -889,34 +950,34 @@ def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> 
 
 @STEPS("order.walk-whole", "next_walk", d="domain")
 def walk_in_order(st: State, h: History, a: Args, d: Index) -> Truth:
-    """When a walk ends, no F, dI, refresh or evaluation is in flight."""
+    """The next walk begins only if no F, dI, refresh or evaluation is in flight."""
     return h.running[d] == 0
 
 
 @STEPS("reduction.after-every-walk", "next_walk", b="bucket")
 def reduced_after_every_walk(st: State, h: History, a: Args, b: Index) -> Truth:
-    """Another walk begins only if no reduction of its gradients has started."""
+    """The next walk of an epoch begins only if no reduction has begun in the epoch."""
     return h.reduction[b] == NONE
 
 
 @STEPS("epoch.commit-whole", "commit_update", "abort_update", c="cell", s="slot")
 def commit_whole(st: State, h: History, a: Args, c: Index, s: Index) -> Truth:
-    """No action came between the check and the end of an update. The update names the weights that
-    it replaces."""
+    """When an update commits or fails, every cell has run dW or is left out of the walk, no tape is
+    live, and no action is in flight on a slot. The call names the epoch of the weights that the
+    update replaces."""
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return _done(h, c) & idle & (a.epoch == h.weights[0])
 
 
 @STEPS("order.commit", "check_update", "commit_update", d="domain")
 def commit_in_order(st: State, h: History, a: Args, d: Index) -> Truth:
-    """No F, dI, refresh or evaluation is in flight when the optimizer's update begins, and when it
-    ends."""
+    """No F, dI, refresh or evaluation is in flight when an update begins, or when it commits."""
     return h.running[d] == 0
 
 
 @STEPS("reduction.commit", "check_update", "commit_update", b="bucket")
 def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
-    """The reduction of every bucket is done when the update begins, and when it ends."""
+    """The reduction of every bucket is done when an update begins, and when it commits."""
     return h.reduction[b] == DONE
 
 
@@ -939,25 +1000,26 @@ def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
     "checkpoint",
 )
 def whole_weights(st: State, h: History, a: Args) -> Truth:
-    """No action, bind, reader or checkpoint finds an update in flight, or half-updated weights."""
+    """No reservation, bind, action, read of weights or gradients, next walk or checkpoint begins
+    while an update is in flight or weights are half updated."""
     return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
 
 
 @STEPS("epoch.fault-of-an-epoch", "fail")
 def fault_of_an_epoch(st: State, h: History, a: Args) -> Truth:
-    """A late fault names the epoch of the current weights or an earlier one."""
+    """A fault that is reported late names the epoch of the current weights or an earlier one."""
     return a.epoch <= h.weights[0]
 
 
 @STEPS("epoch.restore-between-updates", "restore")
 def restore_between_weight_updates(st: State, h: History, a: Args) -> Truth:
-    """A restore replaces weights only when no update is in flight."""
+    """A restore is accepted only if no update is in flight."""
     return h.optimizing[0] == 0
 
 
 @STEPS("epoch.evaluated-alone", "check_evaluation")
 def evaluated_alone(st: State, h: History, a: Args) -> Truth:
-    """No other evaluation of the stage is in flight when an evaluation begins."""
+    """An evaluation begins only if no other evaluation of its stage is in flight."""
     return h.evaluating[a.stage] == 0
 
 
@@ -972,8 +1034,8 @@ def evaluated_alone(st: State, h: History, a: Args) -> Truth:
     g="stage",
 )
 def none_evaluates(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No evaluation is in flight when a walk ends, or when weights are updated, saved or
-    replaced."""
+    """No evaluation is in flight when a walk ends, when an update begins or ends, or at a
+    checkpoint or a restore."""
     return h.evaluating[g] == 0
 
 
@@ -982,39 +1044,41 @@ def none_evaluates(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("persistence.quiescent", "checkpoint", g="stage", s="slot")
 def quiescent(st: State, h: History, a: Args, g: Index, s: Index) -> Truth:
-    """A checkpoint finds no live tape, no action in flight and no gradient of an open step."""
+    """A checkpoint is taken only if no tape is live, no action is in flight on a slot, and, since
+    the weights last changed, no walk has ended and no dW has succeeded."""
     none = (h.num_wgrads[g] == 0) & (h.walks[0] == 0)
     return (h.owing[s] == 0) & (h.acting[s] == 0) & none
 
 
 @STEPS("order.quiescent", "checkpoint", d="domain")
 def quiescent_order(st: State, h: History, a: Args, d: Index) -> Truth:
-    """A checkpoint finds scaling state as the last commit left it, and not half updated."""
+    """A checkpoint is taken only if no F, dI, refresh or evaluation is in flight and none has
+    failed since the last restore. No F, dI or refresh has begun since the weights last changed."""
     return (h.running[d] == 0) & (h.broken[d] == 0) & (h.touched[d] == 0)
 
 
 @STEPS("completion.drained", "checkpoint", "restore", d="domain")
 def drained_device(st: State, h: History, a: Args, d: Index) -> Truth:
-    """The host has seen all device work finish when state is saved or replaced. The call `drain`
-    ends no transfer and makes no stream wait."""
+    """A checkpoint or a restore is accepted only after the host has seen all device work finish.
+    The call `drain` reports this to the contract; it ends no transfer and makes no stream wait."""
     return h.device[d] == 0
 
 
 @STEPS("reduction.quiescent", "checkpoint", "restore", b="bucket")
 def quiescent_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
-    """No reduction is in flight when state is saved or replaced."""
+    """A checkpoint or a restore is accepted only if no reduction is in flight."""
     return h.reduction[b] != RUNNING
 
 
 @STEPS("persistence.restore-between-actions", "restore", s="slot")
 def restore_between_actions(st: State, h: History, a: Args, s: Index) -> Truth:
-    """A restore replaces state only when no action on a slot is in flight."""
+    """A restore is accepted only if no action is in flight on a slot."""
     return h.acting[s] == 0
 
 
 @STEPS("order.restore-between-actions", "restore", d="domain")
 def restore_between_updates(st: State, h: History, a: Args, d: Index) -> Truth:
-    """A restore replaces scaling state only between scaling updates."""
+    """A restore is accepted only if no F, dI, refresh or evaluation is in flight."""
     return h.running[d] == 0
 
 
@@ -1023,7 +1087,8 @@ def restore_between_updates(st: State, h: History, a: Args, d: Index) -> Truth:
 
 @STEPS("tickets.forward-redeems-its-own", "commit_forward", "abort_forward")
 def forward_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of an F is accepted once, with the ticket of the check that began it."""
+    """The commit or abort of an F is accepted only with the ticket that its own check issued, and
+    only once."""
     mine = implies(
         a.ticket == h.ticket[0], (h.outstanding[0] == FORWARD) & (h.ticket_slot[0] == a.slot)
     )
@@ -1032,7 +1097,8 @@ def forward_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("tickets.dgrad-redeems-its-own", "commit_dgrad", "abort_dgrad")
 def dgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of a dI is accepted once, with the ticket of the check that began it."""
+    """The commit or abort of a dI is accepted only with the ticket that its own check issued, and
+    only once."""
     mine = implies(
         a.ticket == h.ticket[0], (h.outstanding[0] == DGRAD) & (h.ticket_slot[0] == a.slot)
     )
@@ -1041,7 +1107,8 @@ def dgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("tickets.wgrad-redeems-its-own", "commit_wgrad", "abort_wgrad")
 def wgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of a dW is accepted once, with the ticket of the check that began it."""
+    """The commit or abort of a dW is accepted only with the ticket that its own check issued, and
+    only once."""
     mine = implies(
         a.ticket == h.ticket[0], (h.outstanding[0] == WGRAD) & (h.ticket_slot[0] == a.slot)
     )
@@ -1050,14 +1117,17 @@ def wgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("tickets.group-names-its-own", "group_wgrad")
 def group_names_its_own(st: State, h: History, a: Args) -> Truth:
-    """A tape is taken by the dW whose check issued the ticket."""
+    """
+    A dW takes a further tape only with the outstanding ticket that this dW's own check issued.
+    """
     mine = (h.outstanding[0] == WGRAD) & (h.ticket_slot[0] == a.leader)
     return implies(a.ticket == h.ticket[0], mine)
 
 
 @STEPS("tickets.refresh-redeems-its-own", "commit_refresh", "abort_refresh")
 def refresh_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of a refresh is accepted once, with the ticket of the check that began it."""
+    """The commit or abort of a refresh is accepted only with the ticket that its own check issued,
+    and only once."""
     return implies(
         a.ticket == h.ticket[0], (h.outstanding[0] == REFRESH) & (h.ticket_stage[0] == a.stage)
     )
@@ -1065,12 +1135,14 @@ def refresh_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("tickets.update-redeems-its-own", "commit_update", "abort_update")
 def update_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of an update is accepted once, with the ticket of the check that began it."""
+    """The commit or abort of an update is accepted only with the ticket that its own check issued,
+    and only once."""
     return implies(a.ticket == h.ticket[0], h.outstanding[0] == UPDATE) & (h.optimizing[0] == 1)
 
 
 @STEPS("tickets.evaluation-redeems-its-own", "commit_evaluation", "abort_evaluation")
 def evaluation_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of an evaluation is accepted once, with the ticket of the check that began it."""
+    """The commit or abort of an evaluation is accepted only with the ticket that its own check
+    issued, and only once."""
     mine = (h.outstanding[0] == EVALUATION) & (h.ticket_stage[0] == a.stage)
     return implies(a.ticket == h.ticket[0], mine) & (h.evaluating[a.stage] == 1)

@@ -18,7 +18,8 @@ WORLD = Register()
 
 @WORLD("ownership.tenant", s="slot")
 def tenant(st: State, h: History, s: Index) -> Truth:
-    """A slot that is live, or has a transfer under way, records the key whose work it holds."""
+    """If a slot is live or has a transfer under way, the contract records the key whose work the
+    slot holds."""
     return implies(
         live(st, s) | (st.moving[s] != 0),
         (h.tenant[s] == st.cell_at[s]) & (h.tenant_epoch[s] == st.epoch_at[s]),
@@ -27,13 +28,15 @@ def tenant(st: State, h: History, s: Index) -> Truth:
 
 @WORLD("ownership.owing", s="slot")
 def owing(st: State, h: History, s: Index) -> Truth:
-    """A slot waits for exactly the consumers that have yet to visit its tape."""
+    """The contract's consumer mask of a slot names exactly the consumers that have yet to visit the
+    slot's tape."""
     return st.consumers[s] == h.owing[s]
 
 
 @WORLD("ownership.moving", s="slot")
 def moving(st: State, h: History, s: Index) -> Truth:
-    """The contract knows every transfer under way, and what each tape has received."""
+    """The contract records exactly the transfers under way in each slot, and exactly the messages
+    and the copy that the slot's tape has received."""
     return (st.moving[s] == h.moving[s]) & (st.arrived[s] == h.arrived[s])
 
 
@@ -52,47 +55,53 @@ def left_out_never_runs(st: State, h: History, c: Index) -> Truth:
 
 @WORLD("ownership.left-out-counted")
 def left_out_counted(st: State, h: History) -> Truth:
-    """The contract counts the cells that the walk leaves out."""
+    """
+    The contract's count of left-out cells equals the number of cells that the walk leaves out.
+    """
     return st.skips[0] == h.left_out[0]
 
 
 @WORLD("ownership.covered-whole", c="cell")
 def covered_whole(st: State, h: History, c: Index) -> Truth:
-    """A dW that ran covered every matrix."""
+    """If a cell has run dW in this walk, that dW covered every matrix of the stage."""
     return implies(h.ran_wgrad[c] != 0, h.covered[c] == st.matrices[st.stage_of[c]])
 
 
 @WORLD("epoch.weights", g="stage")
 def weights(st: State, h: History, g: Index) -> Truth:
-    """The weight epoch counts the optimizer's updates."""
+    """Every stage's weight epoch equals the number of the optimizer's updates of the weights."""
     return st.weight_epoch[g] == h.weights[0]
 
 
 @WORLD("version.cache-content", g="stage")
 def cache_content(st: State, h: History, g: Index) -> Truth:
-    """The contract calls a cache fresh exactly when it holds the current weights. No cache holds
-    later ones."""
+    """The contract records a cache as current exactly if the cache holds the current weights. No
+    cache holds weights of a later epoch."""
     called_fresh = st.cache_epoch[g] == st.weight_epoch[g]
     return (called_fresh == (h.cached[g] == h.weights[0])) & (h.cached[g] <= h.weights[0])
 
 
 @WORLD("version.one-fill", needs="order", g="stage")
 def one_fill(st: State, h: History, g: Index) -> Truth:
-    """All forwards of an epoch read the same fill of the cache."""
+    """After a stage's first F of an epoch began, its weight cache is not filled again in that
+    epoch. So all F of the epoch read the same fill."""
     same = implies(h.fill_of_epoch[g] != NEVER, h.fills[g] == h.fill_of_epoch[g])
     return same & (0 <= h.fills[g])
 
 
 @WORLD("order.token", d="domain")
 def token(st: State, h: History, d: Index) -> Truth:
-    """The effect token counts the F and dI that updated scales or gathered maxima for them."""
+    """A domain's effect token counts its F and dI since the last restore: each counts as often as
+    it updated scales or, if scales move once an epoch, once."""
     return st.token[d] == h.updates[d]
 
 
 @WORLD("order.moved-for-each-update", g="stage")
 def moved_for_each_update(st: State, h: History, g: Index) -> Truth:
-    """Between updates, scales that move once an epoch have moved exactly once for each update since
-    the last restore."""
+    """
+    If scales move once an epoch, they have moved exactly once for each update that was committed
+    since the last restore. This holds while no update is in flight and no weights are half updated.
+    """
     d = st.domain_of[g]
     between = (h.optimizing[0] == 0) & (h.half_updated[0] == 0) & (st.epoch_scales[d] != 0)
     return implies(between, h.moves[d] == h.commits[0])
@@ -100,12 +109,14 @@ def moved_for_each_update(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("order.drawn-once", d="domain")
 def drawn_once(st: State, h: History, d: Index) -> Truth:
-    """Between two restores, no two F of a domain that report where they draw begin at the same
-    position."""
+    """Since the last restore, no two F of a domain that report where they draw random numbers began
+    to draw at the same position."""
     return h.repeats[d] <= 1
 
 
 @WORLD("capture.unclobbered")
 def unclobbered(st: State, h: History) -> Truth:
-    """No earlier graph has overwritten memory that a live tape keeps."""
+    """While a tape keeps memory in its capture pool, no replay has overwritten that memory. A
+    replay overwrites it if the replayed graph was captured no later than the tape's own latest
+    graph."""
     return implies(h.in_pool[h.slot[0]] == 1, h.clobbered[0] == 0)

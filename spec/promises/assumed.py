@@ -75,9 +75,8 @@ def generations_counted(st: State) -> Truth:
 
 @CONFIGURATION("arena.buffers-apart", a="cell", b="cell")
 def buffers_apart(st: State, a: Index, b: Index) -> Truth:
-    """
-    No stage writes another stage's own gradient buffer, and no stage's own buffer is a shared one.
-    """
+    """Each stage's own gradient buffers are written by no other stage. A buffer that two stages
+    share is neither stage's own buffer."""
     here, own = st.stage_of[a] == st.stage_of[b], st.buffer_of[b]
     alone = here & (st.shared_of[own] == own)
     return implies(st.buffer_of[a] == own, here) & implies(
@@ -103,20 +102,21 @@ def sharers_at_home(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("epoch.keepers-write", c="cell")
 def keepers_write(st: State, c: Index) -> Truth:
-    """A buffer's keeper cell belongs to the buffer's stage, and writes the buffer."""
+    """A buffer's keeper (the cell that no walk leaves out) writes the buffer, and belongs to the
+    same stage as every cell whose own buffer this is."""
     keeper = st.keeper_of[st.buffer_of[c]]
     return (st.buffer_of[keeper] == st.buffer_of[c]) & (st.stage_of[keeper] == st.stage_of[c])
 
 
 @CONFIGURATION("order.one-form", d="domain")
 def one_form(st: State, d: Index) -> Truth:
-    """Scales of a domain move with F and dI, or once an epoch."""
+    """The scales of a domain move either with every F and dI, or once an epoch."""
     return (st.epoch_scales[d] == 0) | (st.epoch_scales[d] == 1)
 
 
 @CONFIGURATION("capture.pools-apart", a="slot", b="slot")
 def pools_apart(st: State, a: Index, b: Index) -> Truth:
-    """State domains do not share capture memory."""
+    """Slots of different state domains never share a capture pool."""
     return implies(st.pool_of[a] == st.pool_of[b], domain_of_slot(st, a) == domain_of_slot(st, b))
 
 
@@ -132,7 +132,8 @@ def one_domain(st: State, b: Index) -> Truth:
 
 @ASSUMED("ownership.edges-join-cells", "check_dgrad", "finish_receive")
 def edges_join_cells(st: State, h: History, a: Args) -> Truth:
-    """The cell that a key's cell feeds belongs to the stage that the key's stage feeds."""
+    """If a key's stage feeds another stage of the process, the cell that the key's cell feeds
+    belongs to that fed stage."""
     target = st.target_of[a.key.stage]
     return (st.stage_of[st.gradient_of[a.key.cell]] == target) & (target != NO_STAGE)
 
@@ -160,7 +161,7 @@ def epochs_from_zero(st: State, h: History, a: Args) -> Truth:
 
 @ASSUMED("ownership.keys-of-now", "reserve", "skip", "bind", "check_forward", without="version")
 def keys_of_now(st: State, h: History, a: Args) -> Truth:
-    """If version is left out, the caller's keys name the current weights."""
+    """If the version part is left out, the caller's keys name the epoch of the current weights."""
     return a.key.epoch == h.weights[0]
 
 

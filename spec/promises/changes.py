@@ -41,7 +41,7 @@ def token_advances(st: State, after: State, a: Args, d: Index) -> Truth:
 
 @CHANGES("order.token-kept", *_but(*_UPDATES, "restore"), d="domain")
 def token_kept(st: State, after: State, a: Args, d: Index) -> Truth:
-    """No other transition moves a token: no dW, refresh, read or abort."""
+    """No transition changes a token, except the commit of an F or a dI, and a restore."""
     return after.token[d] == st.token[d]
 
 
@@ -56,14 +56,17 @@ def token_from_zero(st: State, after: State, a: Args, d: Index) -> Truth:
 
 @CHANGES("ownership.tenant-stays", *_EVERY, s="slot")
 def tenant_stays(st: State, after: State, a: Args, s: Index) -> Truth:
-    """A live slot keeps its tenant until the slot is free: nothing preempts the tenant."""
+    """
+    A slot that stays live keeps its tenant: no other key takes the slot before the slot is free.
+    """
     same = (after.cell_at[s] == st.cell_at[s]) & (after.epoch_at[s] == st.epoch_at[s])
     return implies(live(st, s) & live(after, s), same)
 
 
 @CHANGES("ownership.generation-rises-at-release", *_but("restore"), s="slot")
 def generation_rises_at_release(st: State, after: State, a: Args, s: Index) -> Truth:
-    """A generation rises by one when its slot becomes free, and at no other time."""
+    """A slot's generation rises by one when the slot becomes free, and otherwise changes only at a
+    restore."""
     released = live(st, s) & free(after, s)
     return after.generation[s] == st.generation[s] + choose(released, 1, 0)
 
@@ -79,7 +82,7 @@ def weights_advance(st: State, after: State, a: Args, g: Index) -> Truth:
 
 @CHANGES("epoch.weights-kept", *_but("commit_update", "restore"), g="stage")
 def weights_kept(st: State, after: State, a: Args, g: Index) -> Truth:
-    """No other transition moves a weight epoch."""
+    """No transition changes a weight epoch, except the commit of an update and a restore."""
     return after.weight_epoch[g] == st.weight_epoch[g]
 
 
@@ -106,5 +109,6 @@ def stale_after_restore(st: State, after: State, a: Args, g: Index) -> Truth:
 
 @CHANGES("persistence.epoch-of-checkpoint", "restore", g="stage")
 def epoch_of_checkpoint(st: State, after: State, a: Args, g: Index) -> Truth:
-    """A restore sets every weight epoch to the checkpoint's, and takes the drawn incarnation."""
+    """A restore sets every weight epoch to the epoch of the checkpoint, and takes the incarnation
+    that was drawn for it."""
     return (after.weight_epoch[g] == a.epoch) & (after.incarnation[0] == a.incarnation)

@@ -37,7 +37,8 @@ LEGAL = Register()
 
 @LEGAL("ownership.good-reference", "check_dgrad", "check_wgrad", "group_wgrad")
 def good_reference(st: State, h: History, a: Args) -> Truth:
-    """The reference was issued for the key, and the work that it names still exists."""
+    """The reference was issued for the given key, and the work that the reference names still
+    exists."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -49,21 +50,23 @@ def good_reference(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.dgrad-next", "check_dgrad")
 def dgrad_next(st: State, h: History, a: Args) -> Truth:
-    """The key's F ran, and its dI did not."""
+    """The key's F has succeeded in this walk, and its dI has not."""
     return (h.ran_forward[a.key.cell] == 1) & (h.ran_dgrad[a.key.cell] == 0)
 
 
 @LEGAL("ownership.wgrad-next", "check_wgrad", "group_wgrad")
 def wgrad_next(st: State, h: History, a: Args) -> Truth:
-    """The key's dI ran, its dW did not, and no other dW has taken its tape."""
+    """
+    The key's dI has succeeded in this walk, its dW has not, and no other dW has taken its tape.
+    """
     alone = (h.moving[a.ref.slot] & GROUP_BIT) == 0
     return (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0) & alone
 
 
 @LEGAL("ownership.vacant-slot", "check_forward")
 def vacant_slot(st: State, h: History, a: Args) -> Truth:
-    """The slot belongs to the stage, no action is in flight on it, and it is free or claimed by
-    the key."""
+    """The slot belongs to the key's stage, is free or claimed by the key, and has no action in
+    flight."""
     claimed = (h.owing[a.slot] == RESERVED) & (h.tenant[a.slot] == a.key.cell)
     own = claimed & (h.tenant_epoch[a.slot] == a.key.epoch)
     ours = (a.slot != NO_SLOT) & (st.slot_stage[a.slot] == a.key.stage)
@@ -72,14 +75,14 @@ def vacant_slot(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.lives-once", "check_forward", s="slot")
 def lives_once(st: State, h: History, a: Args, s: Index) -> Truth:
-    """The key has no work in another slot."""
+    """No other slot holds live work of the key's cell."""
     return implies((h.owing[s] != 0) & (h.tenant[s] == a.key.cell), s == a.slot)
 
 
 @LEGAL("ownership.forward-next", "check_forward")
 def forward_next(st: State, h: History, a: Args) -> Truth:
-    """This walk does not leave the key out and has not run the key's F, and nothing spoiled the
-    stage's epoch."""
+    """This walk has not run the key's F and does not leave the key out. No failure, and no loss of
+    a cache in use, has spoiled the epoch of the key's stage."""
     sound = (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
     return (h.ran_forward[a.key.cell] == 0) & (h.skipped[a.key.cell] == 0) & sound
 
@@ -92,8 +95,8 @@ def generation_left(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.input-there", "check_forward")
 def input_there(st: State, h: History, a: Args) -> Truth:
-    """No transfer is under way through the slot. If F needs an input, the input has arrived, or its
-    copy was enqueued."""
+    """No transfer is under way in the slot. If F needs an input, the input has arrived in the slot
+    or its copy was enqueued."""
     arrived = (h.arrived[a.slot] & INPUT_BITS) != 0
     wanted = (st.receives[a.key.stage] & INPUT_BITS) != 0
     return (h.moving[a.slot] == 0) & implies(wanted, arrived)
@@ -101,8 +104,8 @@ def input_there(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.input-in-source", "check_forward")
 def input_in_source(st: State, h: History, a: Args) -> Truth:
-    """If another stage of the process feeds the stage, the feeding stage's F of the same microbatch
-    ran, its dI did not, and nothing spoiled its epoch."""
+    """If another stage of the process feeds the stage, that feeding stage has run F of the same
+    microbatch and not its dI. No failure has spoiled the feeding stage's epoch."""
     c, fed = st.input_of[a.key.cell], (st.receives[a.key.stage] & SOURCE_BIT) != 0
     sound = h.spoiled[st.stage_of[c]] != a.key.epoch
     return implies(fed, (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 0) & sound)
@@ -110,8 +113,8 @@ def input_in_source(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.gradient-from-target", "check_dgrad")
 def gradient_from_target(st: State, h: History, a: Args) -> Truth:
-    """If the stage feeds another stage of the process, the fed stage's dI of the same microbatch
-    ran, and nothing spoiled its epoch."""
+    """If the stage feeds another stage of the process, that fed stage has run dI of the same
+    microbatch. No failure, and no loss of a cache in use, has spoiled the fed stage's epoch."""
     c, feeds = st.gradient_of[a.key.cell], (st.receives[a.key.stage] & TARGET_BIT) != 0
     g = st.target_of[a.key.stage]
     sound = (h.spoiled[g] != a.key.epoch) & (h.lost_in_use[g] != a.key.epoch)
@@ -132,7 +135,7 @@ def gradient_there(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.of-these-weights", "check_forward")
 def of_these_weights(st: State, h: History, a: Args) -> Truth:
-    """The key names the current weights."""
+    """The key names the epoch of the current weights."""
     return a.key.epoch == h.weights[0]
 
 
@@ -150,7 +153,8 @@ def whole_weights(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.cache-read-or-filled", "check_forward")
 def cache_read_or_filled(st: State, h: History, a: Args) -> Truth:
-    """The cache holds the current weights; or F is the stage's first in the epoch and fills it."""
+    """The stage's cache holds the current weights and F does not refresh it. Or the cache lacks the
+    current weights, and F refreshes it as the stage's first F of the epoch."""
     s = a.key.stage
     current = h.cached[s] == h.weights[0]
     filled = (h.fill_of_epoch[s] == NEVER) & (h.forwards_of_epoch[s] == 0)
@@ -161,19 +165,22 @@ def cache_read_or_filled(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.cache-of-dgrad", "check_dgrad")
 def cache_of_dgrad(st: State, h: History, a: Args) -> Truth:
-    """The cache holds the current weights."""
+    """The stage's weight cache holds the current weights."""
     return h.cached[a.key.stage] == h.weights[0]
 
 
 @LEGAL("version.stale-cache", "check_refresh")
 def stale_cache(st: State, h: History, a: Args) -> Truth:
-    """The cache does not hold the current weights, and the stage has run no F on them."""
+    """
+    The stage's weight cache lacks the current weights, and the stage has run no F in this epoch.
+    """
     return (h.cached[a.stage] != h.weights[0]) & (h.forwards_of_epoch[a.stage] == 0)
 
 
 @LEGAL("version.no-fill-waits", "check_forward", "check_dgrad", g="stage")
 def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No other stage of the domain awaits its first F after its cache was filled or lost."""
+    """Every other stage of the domain that has not begun its first F of the epoch has a cache that
+    lacks the current weights and was not lost since its latest fill."""
     other = (st.domain_of[g] == st.domain_of[a.key.stage]) & (g != a.key.stage)
     return implies(
         other & (h.fill_of_epoch[g] == NEVER), (h.cached[g] != h.weights[0]) & (h.lost[g] == 0)
@@ -182,7 +189,8 @@ def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @LEGAL("version.no-fill-waits-for-refresh", "check_refresh", g="stage")
 def no_fill_waits_for_refresh(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No other stage of the domain awaits its first F after its cache was filled or lost."""
+    """Every other stage of the domain that has not begun its first F of the epoch has a cache that
+    lacks the current weights and was not lost since its latest fill."""
     other = (st.domain_of[g] == st.domain_of[a.stage]) & (g != a.stage)
     return implies(
         other & (h.fill_of_epoch[g] == NEVER), (h.cached[g] != h.weights[0]) & (h.lost[g] == 0)
@@ -197,7 +205,8 @@ def evaluation_finds_cache(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.no-fill-waits-for-evaluation", "check_evaluation", g="stage")
 def no_fill_waits_for_evaluation(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No stage of the domain awaits its first F after its cache was filled or lost."""
+    """Every stage of the domain that has not begun its first F of the epoch has a cache that lacks
+    the current weights and was not lost since its latest fill."""
     waits = (st.domain_of[g] == st.domain_of[a.stage]) & (h.fill_of_epoch[g] == NEVER)
     return implies(waits, (h.cached[g] != h.weights[0]) & (h.lost[g] == 0))
 
@@ -207,8 +216,8 @@ def no_fill_waits_for_evaluation(st: State, h: History, a: Args, g: Index) -> Tr
 
 @LEGAL("epoch.nothing-updates", "check_evaluation")
 def nothing_updates(st: State, h: History, a: Args) -> Truth:
-    """No update of the weights is in flight, none failed half way, and no other evaluation of the
-    stage is in flight."""
+    """No update of the weights is in flight, no weights are half updated, and no other evaluation
+    of the stage is in flight."""
     whole = (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
     return whole & (h.evaluating[a.stage] == 0)
 
@@ -218,36 +227,38 @@ def nothing_updates(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("order.whole-and-idle", "check_forward", "check_dgrad")
 def whole_and_idle(st: State, h: History, a: Args) -> Truth:
-    """No failure left the domain's scales half updated, no scaling update is in flight, and the
-    token is current."""
+    """In the domain, no F, dI, refresh or evaluation is in flight, and none has failed since the
+    last restore. The presented token counts all F and dI since that restore."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0) & (a.token == h.updates[d])
 
 
 @LEGAL("order.whole-and-idle-for-refresh", "check_refresh", "check_evaluation")
 def whole_and_idle_for_refresh(st: State, h: History, a: Args) -> Truth:
-    """No failure left the domain's scales half updated, and no scaling update is in flight."""
+    """In the domain, no F, dI, refresh or evaluation is in flight, and none has failed since the
+    last restore."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @LEGAL("order.forward-in-place", "check_forward")
 def forward_in_place(st: State, h: History, a: Args) -> Truth:
-    """If an order is declared, it is F's turn."""
+    """If the domain declares an order, F is next in that order."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @LEGAL("order.dgrad-in-place", "check_dgrad")
 def dgrad_in_place(st: State, h: History, a: Args) -> Truth:
-    """If an order is declared, it is dI's turn."""
+    """If the domain declares an order, dI is next in that order."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @LEGAL("order.scales-of-now", "check_dgrad")
 def scales_of_now(st: State, h: History, a: Args) -> Truth:
-    """If dI reads live scales, they are the scales of the tape's own F."""
+    """If dI reads live scales, no later F and no update has moved the scales with which the tape's
+    own F ran."""
     d = st.domain_of[a.key.stage]
     return implies(st.live_scales[a.key.stage] != 0, h.rolls_seen[a.ref.slot] == h.rolls[d])
 
@@ -269,14 +280,15 @@ def one_movement(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("arena.bound", "check_dgrad")
 def bound(st: State, h: History, a: Args) -> Truth:
-    """The key's destination was bound once in this walk."""
+    """The key's destination was bound exactly once in this walk."""
     return h.binds[a.key.cell] == 1
 
 
 @LEGAL("arena.own-destination", "check_wgrad")
 def own_destination(st: State, h: History, a: Args) -> Truth:
-    """The destination is the configured one, and no other dW is writing its buffers. dW overwrites
-    the stage's own buffer, or the shared one, if and only if it is that buffer's first writer."""
+    """The destination is the configured one, and no other dW is writing the stage's own buffer or
+    the shared one. dW adds to a buffer if it holds gradients of the key's epoch, and otherwise
+    overwrites the buffer."""
     c = a.key.cell
     own, shared = st.buffer_of[c], st.shared_of[st.buffer_of[c]]
     adds = (a.first == ADDS) | (a.first == OPENS)
@@ -290,9 +302,9 @@ def own_destination(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("arena.with-its-leader", "group_wgrad")
 def with_its_leader(st: State, h: History, a: Args) -> Truth:
-    """The ticket is that of a dW of the same stage, in flight on the leader's slot, which writes
-    the tape's own buffer. The destination is the configured one, and no action on the tape is in
-    flight."""
+    """The ticket belongs to a dW in flight on the first tape of the group. Both tapes belong to one
+    stage and one gradient buffer. The destination is the configured one, and no action is in flight
+    on the further tape."""
     running = (h.outstanding[0] == WGRAD) & (a.ticket == h.ticket[0]) & (a.ticket != 0)
     idle = h.acting[a.ref.slot] == 0
     here = (h.ticket_slot[0] == a.leader) & (st.slot_stage[a.leader] == a.key.stage)
@@ -302,13 +314,14 @@ def with_its_leader(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("order.with-its-scales", "group_wgrad")
 def with_its_scales(st: State, h: History, a: Args) -> Truth:
-    """Both tapes were made with the same scales."""
+    """The F of the further tape and the F of the group's first tape ran with the same scales."""
     return h.scaled_by[a.ref.slot] == h.scaled_by[a.leader]
 
 
 @LEGAL("arena.epoch-sound", "check_wgrad", "group_wgrad")
 def epoch_sound(st: State, h: History, a: Args) -> Truth:
-    """No failure spoiled the stage's epoch, and no cache was lost while the stage needed it."""
+    """No failure has spoiled the stage's epoch, and no cache was lost in the epoch while the stage
+    still needed it."""
     return (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
 
 
@@ -317,22 +330,22 @@ def epoch_sound(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("capture.forward-later", "check_forward")
 def forward_later(st: State, h: History, a: Args) -> Truth:
-    """No tape keeps memory in the pool, or F was captured after the graph that the pool replayed
-    last."""
+    """Either no tape keeps memory in the slot's capture pool, or the slot's F graph was captured
+    after the graph that the pool replayed last."""
     p = st.pool_of[a.slot]
     return (h.tapes[p] == 0) | (h.last_rank[h.last_replayed[p]] < st.forward_rank[a.slot])
 
 
 @LEGAL("capture.dgrad-later", "check_dgrad")
 def dgrad_later(st: State, h: History, a: Args) -> Truth:
-    """dI was captured after the graph that the pool replayed last."""
+    """The slot's dI graph was captured after the graph that the slot's pool replayed last."""
     s = a.ref.slot
     return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.dgrad_rank[s]
 
 
 @LEGAL("capture.wgrad-later", "check_wgrad", "group_wgrad")
 def wgrad_later(st: State, h: History, a: Args) -> Truth:
-    """dW was captured after the graph that the pool replayed last."""
+    """The slot's dW graph was captured after the graph that the slot's pool replayed last."""
     s = a.ref.slot
     return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.wgrad_rank[s]
 
@@ -342,40 +355,43 @@ def wgrad_later(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("completion.caller-awaited", "check_forward", "check_dgrad", "check_wgrad", "group_wgrad")
 def caller_awaited(st: State, h: History, a: Args) -> Truth:
-    """The link belongs to the stage's domain, and that domain's graph stream waited for all the
-    caller's work."""
+    """The link belongs to the stage's domain, and this domain's graph stream has waited for all
+    work of the link's caller."""
     return (st.domain_at[a.link] == st.domain_of[a.key.stage]) & (h.behind[a.link] == 0)
 
 
 @LEGAL("completion.caller-awaited-for-refresh", "check_refresh", "check_evaluation")
 def caller_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
-    """The link belongs to the stage's domain, and that domain's graph stream waited for all the
-    caller's work."""
+    """The link belongs to the stage's domain, and this domain's graph stream has waited for all
+    work of the link's caller."""
     return (st.domain_at[a.link] == st.domain_of[a.stage]) & (h.behind[a.link] == 0)
 
 
 @LEGAL("completion.update-awaited", "check_forward")
 def update_awaited(st: State, h: History, a: Args) -> Truth:
-    """The graph stream waited for the optimizer's update, or the host saw it finish."""
+    """The domain's graph stream has waited for the optimizer's latest update, or the host has seen
+    the update finish."""
     return h.updating[st.domain_of[a.key.stage]] == 0
 
 
 @LEGAL("completion.update-awaited-for-refresh", "check_refresh", "check_evaluation")
 def update_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
-    """The graph stream waited for the optimizer's update, or the host saw it finish."""
+    """The domain's graph stream has waited for the optimizer's latest update, or the host has seen
+    the update finish."""
     return h.updating[st.domain_of[a.stage]] == 0
 
 
 @LEGAL("completion.transfers-awaited", "check_forward")
 def transfers_awaited(st: State, h: History, a: Args) -> Truth:
-    """Before F, the graph stream waited for the end of the latest transfer or input copy of F's
-    slot, if there was one."""
+    """The graph stream has waited for the end of the slot's latest transfer, or for the slot's
+    latest input copy, whichever came last."""
     return h.last_end[a.slot] <= h.heard[h.last_end_on[a.slot]]
 
 
 @LEGAL("completion.message-awaited", "check_dgrad")
 def message_awaited(st: State, h: History, a: Args) -> Truth:
-    """If dI uses a message, the graph stream waited for the end of the slot's latest transfer."""
+    """If dI uses a received gradient, the graph stream has waited for the end of the slot's latest
+    transfer or copy."""
     s = a.ref.slot
     wanted = (st.receives[a.key.stage] & BACK_BIT) != 0
     return implies(wanted, h.last_end[s] <= h.heard[h.last_end_on[s]])
@@ -383,5 +399,5 @@ def message_awaited(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("completion.forward-awaited", "check_dgrad")
 def forward_awaited(st: State, h: History, a: Args) -> Truth:
-    """The caller waited for the tape's F."""
+    """The caller's stream has waited for the tape's F."""
     return (a.link == h.link[0]) & (a.ref.slot == h.slot[0]) & (h.seen[0] == 1)

@@ -18,20 +18,20 @@ MEMORY = Register()
 
 @MEMORY("ownership.injective", a="cell", b="cell")
 def injective(st: State, a: Index, b: Index) -> Truth:
-    """Two live cells never share a slot."""
+    """The contract never records one slot for two cells."""
     return implies((st.slot_of[a] == st.slot_of[b]) & (st.slot_of[a] != NO_SLOT), a == b)
 
 
 @MEMORY("ownership.cell-names-its-slot", c="cell")
 def cell_names_its_slot(st: State, c: Index) -> Truth:
-    """The slot of a live cell is live and holds that cell."""
+    """If the contract records a slot for a cell, that slot is live and holds the cell."""
     slot = st.slot_of[c]
     return implies(slot != NO_SLOT, live(st, slot) & (st.cell_at[slot] == c))
 
 
 @MEMORY("ownership.slot-names-its-cell", s="slot")
 def slot_names_its_cell(st: State, s: Index) -> Truth:
-    """The cell in a live slot has its live tape in that slot."""
+    """If a live slot holds a cell, the contract records that slot as the cell's slot."""
     return implies(live(st, s), st.slot_of[st.cell_at[s]] == s)
 
 

@@ -93,6 +93,7 @@ OPTIONS = {
     "runtime generate": {
         *("checkpoint", "--prompt", "--tokens", "--temperature", "--seed", "--corpus"),
     },
+    "runtime times": {"config", "--device", "--groups", "--out"},
     "runtime train": {
         *("config", "--device", "--steps", "--compare", "--resume", "--adopt", "--digest"),
         *("--out", "--commit"),
@@ -127,8 +128,8 @@ OPTIONS = {
     },
     "runtime report plots": {"--reports", "--out", "--format"},
     "runtime report peers": {
-        *("--cells", "--modes", "--limit", "--rounds", "--steps", "--native-steps"),
-        *("--no-profile", "--device", *REPORT),
+        *("--cells", "--modes", "--main-grads", "--limit", "--rounds", "--steps"),
+        *("--native-steps", "--no-profile", "--device", *REPORT),
     },
     "runtime report restarts": {
         *("--device", "--eager", "--one-launch", "--masters", "--asynchronous", "--hidden"),

@@ -83,7 +83,12 @@ def figures(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> list[Figure]:
             for action in ACTIONS
         ),
         Figure("F, dI and dW pooled", data["guarded_action_us"], MICROSECONDS, 1.5),
-        Figure("the same, with context managers", data["context_manager_us"], MICROSECONDS, 2.5),
+        Figure(
+            "F, dI and dW pooled, with context managers",
+            data["context_manager_us"],
+            MICROSECONDS,
+            2.5,
+        ),
         Figure("a refusal, explained", data["refusal_us"], MICROSECONDS, 4),
         Figure(
             "an action with 4,096 slots over an action with 4", data["slots_4096_over_4"], "{:.2f}x"
@@ -131,7 +136,7 @@ def _memory(data: Mapping[str, Any]) -> list[Figure]:
         ),
         *(
             Figure(
-                f"memory of a slot and its microbatch before any tape, {int(slots):,} of each",
+                f"memory of a slot and its microbatch before any tape, with {int(slots):,} slots",
                 kept[slots],
                 BYTES,
                 KIB,
@@ -139,7 +144,7 @@ def _memory(data: Mapping[str, Any]) -> list[Figure]:
             for slots in kept
         ),
         Figure(
-            f"memory of all of these, per slot, in a full pool of {int(largest):,}",
+            f"memory of a slot, its microbatch and a live tape, in a full pool of {int(largest):,}",
             kept[largest] + live[largest],
             BYTES,
             KIB,
@@ -194,15 +199,15 @@ def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
         text += " " + _why_actions(data)
     if "full pool" in names or "before any tape" in names:
         text += (
-            " Before any tape lives, a contract keeps columns by slot and by microbatch. Columns "
-            "by microbatch are dictionaries, so that an action finds its entry by its key. A live "
-            f"tape adds {data['bytes_per_live_tape']:.0f} B."
+            " Even without a live tape, a contract stores state for each slot and each microbatch. "
+            "The state of microbatches is in dictionaries, so that an action finds its entry by "
+            f"its key. A live tape adds {data['bytes_per_live_tape']:.0f} B."
         )
     if any(row.name.endswith("unbounded proofs") for row in found):
         text += (
-            f" The proofs used {data['proofs_cpu_s']:.1f} s of processor time. The solver took "
-            f"{data['proofs_solver_s']:.1f} s of it on one core, and at most "
-            f"{data['proofs_worst_s']:.1f} s for one proof."
+            f" The proofs used {data['proofs_cpu_s']:.1f} s of CPU time, of which the solver took "
+            f"{data['proofs_solver_s']:.1f} s on one core. One proof took the solver at most "
+            f"{data['proofs_worst_s']:.1f} s."
         )
     return text
 
@@ -215,8 +220,8 @@ def _why_actions(data: Mapping[str, Any]) -> str:
     )
     commit = data["environment"]["commit"][:12]
     return (
-        "A check and a commit are one flat function each, with the guards of all relations. At the "
-        f"measured commit `{commit}` check and commit together had: {counts}."
+        "A check is one flat function with the guards of all relations; a commit is another. At "
+        f"the measured commit `{commit}`, check and commit together had: {counts}."
     )
 
 
@@ -244,8 +249,8 @@ def conditions(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> str:
         )
     if commit != theirs:
         said.append(
-            f"The proofs' report was made at another commit, `{theirs[:12]}`, so the two kernels "
-            "may differ."
+            f"The proofs' report was made at another commit, `{theirs[:12]}`, so the measured "
+            "kernel and the proved kernel may differ."
         )
     return " ".join(said)
 
@@ -269,14 +274,14 @@ def cost(data: Mapping[str, Any]) -> str:
         f"`{row['clause']}` of {row['action']} {spelled(row)}" for row in dearest(guards)[:DEAREST]
     )
     return (
-        "The cost of a relation per action is the time with the relation minus the time without "
-        "it. Both were measured alternately in one run, in the same configuration. A cell gives "
-        "the median difference over the rounds, its 95 % confidence interval, and the time with "
-        "the relation over the time without. The row *nothing* compares a contract with itself "
-        "and shows the noise.\n\n"
+        "The next table has the cost of each relation per action: the time with the relation minus "
+        "the time without it. Both times were measured alternately in one run, in the same "
+        "configuration. An entry is the median difference over the rounds, its 95 % confidence "
+        "interval, and the time with the relation over the time without. The row *nothing* "
+        "compares a contract with itself and shows the noise.\n\n"
         + markdown(("relation", *ACTIONS), table)
-        + f"\n\nThe {len(guards)} guards of F, dI and dW were also removed from the composed "
-        f"functions, singly and all at once. All guards of an action cost: {every}. The most "
-        f"expensive single guards: {named}. For {unseen} of the {len(guards)} guards the interval "
-        "includes zero. The report lists each guard."
+        + f"\n\nThe {len(guards)} guards of F, dI and dW were also removed from the generated "
+        "functions, one at a time and all at once. All guards of an action together cost: "
+        f"{every}. The most expensive single guards are: {named}. For {unseen} of the "
+        f"{len(guards)} guards the interval includes zero. The report lists each guard."
     )

@@ -26,14 +26,16 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
     model = asked["model"]
     captured = "guarded and captured" if any(run["captured"] for run in raw) else "guarded"
     yield (
-        f"**Loss curves** ({name}; {machine}), {captured}, and native under torch's own "
-        f"pipeline: {first['parameters'] / 1e6:.0f} M parameters, {model['layers']} layers of "
-        f"hidden {model['hidden']}, PP={asked['parallel']['pp']}, {first['tokens_a_step']:,} "
-        f"tokens per step, held-out text of {asked['windows']:,} windows of {model['sequence']} "
-        "tokens. Runs of one seed start from the same bits and read the same windows; they were "
-        "not timed alternately. *Loss* is the mean of the first ten steps and of the last ten; in "
-        "brackets last over first. A step time is the median over blocks that end with an idle "
-        "device. *Building* is making stages, warm-up and capture:"
+        f"**Loss curves** ({name}; {machine}). Runs are {captured}, or native under torch's own "
+        f"pipeline. The model has {first['parameters'] / 1e6:.0f} M parameters in "
+        f"{model['layers']} layers of hidden size {model['hidden']}, over "
+        f"PP={asked['parallel']['pp']} ranks, with {first['tokens_a_step']:,} tokens per step. The "
+        f"held-out text has {asked['windows']:,} windows of {model['sequence']} tokens. A run is "
+        "named side:schedule:seed:head. Runs of one seed start from the same bits and read the "
+        "same windows; they were not timed alternately. *Loss* is the mean of the first ten steps "
+        "and of the last ten; in brackets, the last mean over the first. A step time is the median "
+        "over blocks of steps; each block ends when the device is idle. *Building* is the time to "
+        "make the stages, warm up and capture:"
     )
     beside = {row["run"]: row for row in derived["same_order"]}
     header = (
@@ -45,8 +47,8 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
     finite = all(run["finite"] for run in derived["runs"])
     moved = sum(run["moved_by_evaluation"] for run in derived["runs"])
     yield (
-        f"{'Every loss is finite' if finite else 'NOT every loss is finite'}, and evaluation moved "
-        f"{moved} tensors."
+        f"{'Every loss is finite' if finite else 'NOT every loss is finite'}, and evaluation "
+        f"changed {moved} tensors of the training state."
     )
     for row in derived["non_inferiority"]:
         yield _judged(row) + _same_bits(row, report)
@@ -64,9 +66,9 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
     ]
     if rows:
         yield (
-            "Seconds of training until the mean of ten losses is at or below the lowest loss that "
-            "the report lists for both runs. The last column includes building; the first run of a "
-            "process also builds parts that later runs reuse:"
+            "This table has the seconds of training until the mean of ten losses is at or below a "
+            "loss: the lowest loss that the report lists for both runs. The last column includes "
+            "building; the first run of a process also builds parts that later runs reuse:"
         )
         yield markdown(
             ("runs", "loss", "native, s", "this, s", "ratio", "ratio with building"), rows
@@ -124,10 +126,10 @@ def _same_bits(row: Mapping[str, Any], report: Report) -> str:
     history = asked["model"]["history"]
     whole = "a whole number of" if history % each == 0 else "not a whole number of"
     return (
-        f"{said}. Each stage sees "
-        "its microbatches in the same order under both schedules, and an update of the library "
-        "rolls only the histories of the layers that ran (tests/gpu/test_histories.py). A history "
-        f"had {history} entries, {whole} steps (a step has {each} F per rank)."
+        f"{said}. The bits are the same because each stage sees its microbatches in the same order "
+        "under both schedules, and because Transformer Engine's update of scales rolls only the "
+        "amax histories of the layers that ran (tests/gpu/test_histories.py). An amax history had "
+        f"{history} entries, {whole} steps (a step has {each} F per rank)."
     )
 
 

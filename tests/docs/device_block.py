@@ -71,16 +71,17 @@ def _speed() -> list[str]:
         "break-even step",
     )  # fmt: skip
     return [
-        f"One device, {'; '.join(machines)}. A cell is hidden size, sequence and microbatches. "
-        "*Native* and *TE's graphs* are the fastest column of each kind, by median; the ratio of "
-        "such a column to itself is 1.00x. A *paired* ratio of two columns is the median of the "
-        "ratios per round. It differs from the ratio of the medians, and can rank two columns in "
-        "another order. The *floor* of a column is the smallest kernel time among the library's "
-        "columns that form the same sum. A *whole-step graph* is the library's step as one graph, "
-        "with the same sum. A ratio over the floor or such a graph names the library's column. No "
-        "library column sums like `copied` and `per_microbatch`, so their rows have no such ratio. "
-        "At the *break-even step* a column has caught up with native, construction, warm-up and "
-        "capture included; native itself, and a column that never catches up, have a dash.",
+        f"One device, {'; '.join(machines)}. *Native* and *TE's graphs* are the fastest column of "
+        "their kind, by median. A *paired* ratio of two columns is computed in each round; the "
+        "table has the median over the rounds. This median differs from the ratio of the medians, "
+        "and can rank two columns in another order. The *floor* of a column is the smallest kernel "
+        "time among the library's columns that add the gradients of all microbatches in the same "
+        "order. A *whole-step graph* is the library's whole step as one graph, with the same order "
+        "of additions. Beside a ratio to the floor or to a whole-step graph stands the library's "
+        "column that gives it. `ours_copied` and `ours_per_microbatch` have no such ratios, "
+        "because no column of the library adds gradients in their order. At the *break-even step* "
+        "a column has caught up with native, although it also spent time on construction, warm-up "
+        "and capture. Native, and a column that never catches up, have a dash.",
         markdown(header, rows),
     ]
 
@@ -109,13 +110,14 @@ def host() -> list[str]:
             "difference per action", "an action over its bare replay",
         )  # fmt: skip
         lines += [
-            "Host time of guarding: `ours_accumulate` with and without guards, one row per report. "
-            "A difference is the median and the range over the rounds; a range that includes zero "
-            "is noise. The last column comes from other steps, in which each action was timed "
-            "alone and compared with the bare replay of its graph. This column includes the "
-            "handoff and the copies, which a step without guards makes too. A check with its "
-            f"commit takes {min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs in the "
-            "bench of the kernel, on the machine of that bench.",
+            "This table compares the host time of `ours_accumulate` with and without guards, one "
+            "row per report. A difference is the median over the rounds, with the range; a range "
+            "that includes zero is noise. The last column comes from other steps, in which each "
+            "action was timed alone and compared with the bare replay of its graph. That column "
+            "includes the handoff between streams and the copies, which a step without guards "
+            f"makes too. For comparison, a check with its commit takes {min(kernel.values()):.1f} "
+            f"to {max(kernel.values()):.1f} µs in `qeffect bench`, on [the machine of its "
+            "report](../../../verification/reports/README.md#what-guards-cost).",
             markdown(header, sorted(rows, key=lambda row: row[0])),
         ]
     for name, report in dated("bench"):
@@ -172,8 +174,8 @@ def _parts(cell: Mapping[str, Any], name: str) -> Iterator[str]:
     ]
     alone = parts["copies"] + parts["addresses"]
     said = (
-        f"The copies, which the unguarded runtime makes too, and the check of addresses take "
-        f"{alone:.1f} µs; the goal for the sum is {goal:.0f} µs:"
+        f"The copies, which the unguarded runtime makes too, and the check of addresses together "
+        f"take {alone:.1f} µs; the goal for the sum of all parts is {goal:.0f} µs:"
     )
     if not parts["copies"]:
         said = (
@@ -200,7 +202,7 @@ def _counted(cell: Mapping[str, Any], targets: Sequence[Mapping[str, Any]]) -> I
             goals = [f"; goal {t['value']}" for t in targets if t["goal"].startswith(goal)]
             yield (
                 f"With {said} a step of {cell['cell']} takes {over['median']:.3f} times as long as "
-                f"without ({over['min']:.3f} to {over['max']:.3f}{''.join(goals)})."
+                f"without counts ({over['min']:.3f} to {over['max']:.3f}{''.join(goals)})."
             )
 
 
@@ -224,8 +226,9 @@ def _beyond_floor() -> list[str]:
         "of these, copies between buffers", "beyond its own kernels",
     )  # fmt: skip
     return [
-        "The time of a step beyond its floor, in parts. Kernels were profiled under another load "
-        "than the timed steps. No record explains the last column. On two streams kernels overlap:",
+        "This table splits the time by which a step exceeds its floor. Kernels were profiled in "
+        "other steps, under another load, than the timed steps. On two streams kernels overlap. No "
+        "record explains the last column:",
         markdown(header, rows),
     ]
 

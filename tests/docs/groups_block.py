@@ -24,10 +24,11 @@ def groups(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
     products = [one for _, report in every for one in report["derived"]["products"]]
     if products:
         parts += [
-            "**One layer's four matrices**, with scales that are powers of two. *Each* is one "
-            "product per microbatch; *one* is one product of all, and includes the copy that joins "
-            "the operands. *Distance* compares errors: the distance of *one* from a sum in fp64, "
-            "divided by the distance of *each*. Below 1, *one* is more accurate.",
+            "**One layer's four matrices**, with scales that are powers of two. *Each* computes "
+            "one product per microbatch; *one* computes one product for all microbatches, and "
+            "includes the copy that joins the operands. *Distance* compares errors: the distance "
+            "of *one* from a sum in fp64, divided by the distance of *each* from this sum. Below "
+            "1, *one* is more accurate.",
             markdown(
                 (
                     *("cell", "gradients", "microbatches", "each ms", "one ms", "one/each"),
@@ -41,18 +42,19 @@ def groups(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         compared = [one for one in derived["digests"] if one["alike"] is not None]
         alike = sum(one["alike"] for one in compared)
         digests = (
-            " For each cell, gradient type and group size, the digests of parameters, moments and "
-            f"scales after four steps were compared between both schedules: {alike} of "
-            f"{len(compared)} are equal."
+            " Both schedules should end in the same bits. For each cell, gradient type and group "
+            "size, their digests of parameters, moments and scales after four steps were compared: "
+            f"{alike} of {len(compared)} pairs are equal."
             if compared
             else ""
         )
         parts += [
             f"**Steps in {asked['mode']} over {asked['pp']} ranks** ({name}; {machine(report)}). "
-            "*Today* is the default: scales move at every action, one dW per microbatch. It is "
-            "measured before and after the other rows. Columns *group 1* to *8* divide the median "
-            "step time by the median over all rounds of both *today* measurements. *Slots* is the "
-            f"sum over all stages of all ranks.{digests}",
+            "*Today* is the default: scales move at every action, and each microbatch has its own "
+            "dW. *Today* was measured before and after the other rows. Columns *group 1* to *8* "
+            "divide the median step time with this group size by the median over all rounds of "
+            "both *today* measurements. *Slots* is the number of slots of all stages on all ranks."
+            f"{digests}",
             markdown(
                 (
                     *("cell", "schedule", "gradients", "today ms", "group 1", "2", "4", "8"),

@@ -63,8 +63,9 @@ def failures_counted() -> str:
         f"them: {counted['given_a_report']} only if the runtime supplies an optional report, and "
         f"{counted['refused_by_guess']} under a cause that we guessed, because no cause was "
         f"published. {counted['not_caught']} are not caught; {counted['unexplained']} more were "
-        f"never explained. {counted['enacted']} failures are re-enacted; the other failures make "
-        "the same calls of the contract as a correct run."
+        f"never explained. {counted['enacted']} failures are *re-enacted*: a program makes the "
+        "calls of the contract that the faulty runtime would make. The other failures cannot be "
+        "re-enacted, because they make the same calls as a correct run."
     )
 
 
@@ -95,7 +96,7 @@ def failures() -> str:
             ("relation", "refused", "not caught", "never explained"),
             [*table, ("all", *totals)],
         )
-        + "\n\nFailures that the contract does not see:\n\n"
+        + "\n\nThese failures are not caught or were never explained:\n\n"
         + markdown(
             ("reason", "failures"),
             [(KINDS[kind], ", ".join(names)) for kind, names in missed.items() if names],
@@ -118,15 +119,15 @@ def proof_counts(data: Mapping[str, Any]) -> str:
         text = (
             f"{data['unsat']:,} of {data['obligations']:,} obligations are proved in "
             f"{data['seconds']:.1f} s; {data['unknown']} are unknown. The solver answered "
-            f"{data['questions']:,} distinct queries ({data['implied']:,} obligations follow "
-            f"from another proved obligation, {data['same_term']:,} need no solver, "
-            "since the transition leaves their values unchanged)"
+            f"{data['questions']:,} distinct queries. {data['implied']:,} obligations follow "
+            f"from another proved obligation, and {data['same_term']:,} need no solver, because "
+            "the transition leaves the values in them unchanged"
         )
     return (
         f"{text}. No path of any transition breaks an invariant, for any number of slots, "
-        "microbatches and epochs. This holds with all relations, and with each optional relation "
-        "left out. A refusal changes no column of the state. After an accepted check, a commit "
-        "with complete evidence is never refused."
+        "microbatches and epochs. The proofs hold with all relations, and with each optional "
+        "relation left out. A refused call changes nothing in the contract's state. After an "
+        "accepted check, a commit with complete evidence is never refused."
     )
 
 
@@ -137,18 +138,18 @@ def proofs() -> str:
     if "recovery" in data["by_kind"]:
         further = (
             " Every state allows recovery: aborts, failed reductions and drains are accepted until "
-            "nothing is in flight, and then a restore is accepted. With all relations in force a "
-            "legal F, dI, dW or refresh is accepted: no guard is too strong."
+            "nothing is in flight, and then a restore is accepted. No guard is too strong: with "
+            "all relations in force, every legal F, dI, dW or refresh is accepted."
         )
     text = (
         proof_counts(data)
         + further
-        + " (`make slow` proves this for all 64 choices of relations.) "
+        + " (`make slow` proves all of this for all 64 choices of optional relations.) "
         + _vacuity(data)
         + "\n\n"
     )
     text += (
-        f"{agreements(data['agreements'])} A bounded proof from the initial state "
+        f"{agreements(data['agreements'])} A bounded proof, which starts from the initial state, "
         f"also found {data['bounded'][-1]['name']}.\n\n" + _mutants(data["mutant_report"])
     )
     return (
@@ -189,8 +190,8 @@ def _vacuity(data: Mapping[str, Any]) -> str:
     text = (
         f"{'Of' if unnamed else 'The proofs cover calls that can happen: of'} "
         f"{data['witnesses']:,} paths, {taken:,} are taken from some state. {data['covered']} are "
-        "proved unreachable, and [verification/coverage.py](../coverage.py) gives the reason to "
-        "keep each."
+        "proved unreachable, and [verification/coverage.py](../coverage.py) says why the code "
+        "keeps each of them."
     )
     if unnamed:
         never = sum(row["verdict"] == "unsat" for row in unnamed)
@@ -207,14 +208,14 @@ def _mutants(report: Mapping[str, Any]) -> str:
     rows.append((same, str(len(report["equivalent"]))))
     rows.append(("survived", str(len(report["survivors"]))))
     return (
-        "Is every guard needed? Each mutant deletes one guard clause, one operand of a guard or "
-        f"one state update of a transition, found in the syntax trees. {report['killed']} of "
-        f"{report['mutants']} mutants are killed: after the deletion, a call in a reachable state "
-        f"goes wrong (for {report['elsewhere']} of them only with a relation left out). The table "
-        f"shows what goes wrong. The search for states takes {report['setup_seconds']:.0f} s for "
-        f"all mutants, and a verdict takes at most {report['slowest_seconds']:.1f} s:\n\n"
-        + markdown(("effect of the deletion", "mutants"), rows)
-        + "\n\n"
+        "Is every guard needed? A program makes the mutants from the syntax trees: each mutant "
+        "deletes one guard clause, one operand of a guard or one state update of a transition. "
+        f"{report['killed']} of {report['mutants']} mutants are killed: after the deletion, a call "
+        f"in a reachable state goes wrong. For {report['elsewhere']} of the killed mutants, a call "
+        "goes wrong only if a relation is left out. The search for reachable states takes "
+        f"{report['setup_seconds']:.0f} s for all mutants together; after the search, the verdict "
+        f"on a mutant takes at most {report['slowest_seconds']:.1f} s. This table shows what goes "
+        "wrong:\n\n" + markdown(("effect of the deletion", "mutants"), rows) + "\n\n"
     )
 
 
@@ -228,8 +229,10 @@ def bench() -> str:
         + f"\n\n{missed(rows, data)}\n\n"
         + f"{prices}\n\n" * bool(prices)
         + "Times of an action are medians. Report: [bench.json](bench.json), measured on "
-        f"{where(data['environment'])}; `qeffect bench` repeats it. The row about the run of the "
-        "proofs' report comes from [proofs.json](proofs.json)." + f"\n\n{under}" * bool(under)
+        f"{where(data['environment'])}; `qeffect bench` repeats the measurement. The row that ends "
+        "in *in the run of the proofs' report* comes from [proofs.json](proofs.json)."
+        + f"\n\n{under}"
+        * bool(under)
     )
 
 

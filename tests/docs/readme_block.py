@@ -184,14 +184,22 @@ def grouped() -> Iterator[str]:
 
 
 def peers() -> Iterator[str]:
-    """How much faster one launch is than Megatron's best graphs."""
+    """How much faster the best schedule is than Megatron's best graphs, in each cell."""
     for name, report in dated("peers")[-1:]:
-        rows = [row for row in report["derived"]["rows"] if row["side"] == "one launch"]
-        found = [row["best_graphs_over_this"] for row in rows if row["error"] is None]
-        if found:
+        best: dict[tuple[str, bool], dict[str, float]] = {}
+        for row in report["derived"]["rows"]:
+            over = None if row["error"] else row["best_graphs_over_this"]
+            if row["side"] == "one launch" and over is not None:
+                cells = best.setdefault((row["main_grad"], row["group"] is not None), {})
+                cells[row["cell"]] = max(over, cells.get(row["cell"], over))
+        said = [
+            f"{main_grad}{' with grouped dW' * grouped} {span([*cells.values()])}"
+            for (main_grad, grouped), cells in best.items()
+        ]
+        if said:
             yield (
-                f"*Peers*: {span(found)} the speed of Megatron-core's best graphs. "
-                f"[{name}{in_short(name, report)}]({RUNTIME}#peers)."
+                f"*Peers*, over Megatron-core's best graphs, by gradients: {', '.join(said)}. "
+                f"[{name}]({RUNTIME}#peers)."
             )
 
 

@@ -12,52 +12,54 @@ from typing import Any
 __all__ = ["CUT", "FORMED_AGAIN", "IN_SHORT", "REMARKS", "in_short", "remark"]
 
 FORMED_AGAIN = (
-    "Its bounds were recomputed from its own times, with a refresh before each stage's first F. "
-    "They count every dW as the first of its stage, which only writes and takes less time than a "
-    "dW that adds: the bounds are too low."
+    "The bounds were computed again later, from the report's own times, with a refresh before each "
+    "stage's first F. These bounds are too low: they give every dW the time of its stage's first "
+    "dW, which only writes its gradient; each later dW adds to the gradient and takes longer."
 )
 PROFILED = (
-    "Every side but the first was timed in a process that had used the profiler before, which "
-    "slows the host of native, of replays and of a launch."
+    "The first side was timed before the profiler was used in its process, every other side after. "
+    "Once used, the profiler slows each launch on the host, for native, replays and one launch."
 )
 CUT = {
     ("tables_four.json", "df5819e4b527"): (
         "Two starts ended at a time limit: the second start over two ranks lacks 32 microbatches; "
         "the start over four ranks lacks, for layers alone, one launch under 1f1b and all of izb. "
-        "Layers alone over two ranks come from the first start. Two other GPUs of the host were "
-        f"busy during the starts over two ranks. {PROFILED}"
+        "The figures of layers alone over two ranks come from the first start. Two other GPUs of "
+        f"the machine were busy during the starts over two ranks. {PROFILED}"
     ),
     ("scale_hosts.json", "9caffa76c788"): (
-        "Its four ranks shared two GPUs, two ranks each, and were configured to treat each other "
-        "as separate hosts, so that messages went over sockets; gpu_runtime/README.md shows how to "
-        "start them. Times of such ranks say nothing about four GPUs and were taken out."
+        "Four ranks shared two GPUs, two ranks on each GPU. NCCL was told that each rank is on "
+        "a machine of its own, so messages went over sockets; gpu_runtime/README.md shows how to "
+        "start such ranks. The times were taken out, because they say nothing about four GPUs."
     ),
     ("models_large.json", "3381b753b673"): (
-        "The run ended at a time limit: 8b has only native's row. Nothing was profiled. Native was "
-        "timed when rounds were not yet repeated until three agree; its rounds of 3b do not agree. "
-        "Its peak may include memory that measuring the model's parts used."
+        "The run ended at a time limit, so 8b has only native's row. Nothing was profiled. The "
+        "command of that commit did not yet repeat native's rounds until three agree, and the "
+        "rounds of 3b do not agree. Native's peak may include memory that was used to measure the "
+        "model's parts."
     ),
 }
 """Incomplete reports, by file and commit, and what each lacks."""
 REMARKS = {
     ("scale_four.json", "34bca0e46a4f"): (
-        "Its memory figures are too high, because memory of an earlier side was still held. "
+        "The memory figures are too high, because each process still held memory of an earlier "
+        "side. "
         f"{FORMED_AGAIN} {PROFILED}"
     ),
-    ("peers.json", "df5819e4b527"): (
-        "Two other GPUs of the host were busy during the run. In each process every row but the "
-        "first was timed after the profiler had been used, which slows the host: host-bound rows "
-        "are therefore pessimistic."
+    ("peers.json", "4b61ba3ed631"): (
+        "Megatron without graphs lacks its last row, because its processes reached their time "
+        "limit. Megatron's modes transformer_engine and local were not run, and nothing was "
+        "profiled."
     ),
     ("models.json", "3381b753b673"): (
-        "Native was timed when rounds were not yet repeated until three agree; its rounds do not "
-        "agree. Its peak may include memory that measuring the model's parts used."
+        "The command of that commit did not yet repeat native's rounds until three agree, and the "
+        "rounds of native do not agree. Native's peak may include memory that was used to measure "
+        "the model's parts."
     ),
     **CUT,
 }
 IN_SHORT = {
     "scale_four.json": "caveats",
-    "peers.json": "its head bf16, ours FP8",
 }
 """Short forms of the caveats for the README, by file."""
 

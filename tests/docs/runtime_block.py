@@ -48,14 +48,15 @@ def _bits(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
         if name not in REQUIREMENTS
     )
     yield (
-        f"**Bit for bit**, one row per report. A value ({', '.join(bits)}) is equal or counts as a "
-        "mismatch. *Ours* compares native full backward with ours: dI and dW split and eager, "
-        "split and captured, and captured with faults injected while graphs are live. *Control* "
-        "compares native with a second native run. *Split eager* is the reference if the library "
-        "cannot form the same sum. *Forbidden events* are counts that must be zero in a guarded "
-        "run (addresses in a graph that moved, work kept past a step, memory that grew); the "
-        "column gives how many are not zero. *Faults* were injected into runs of *ours*; each was "
-        "refused."
+        f"**Bit for bit**, one row per report. A value that differs in any bit is a mismatch. The "
+        f"compared values are: {', '.join(bits)}. *Ours* compares native full backward with three "
+        "sides of this runtime, which split each backward into dI and dW: eager, captured, and "
+        "captured with faults injected while graphs are live. *Control* compares native with a "
+        "second native run. *Split eager* replaces native as the reference if the library cannot "
+        "add the gradients in the same order. *Forbidden events* are counts that must be zero in a "
+        "guarded run (addresses in a graph that moved, work kept past a step, memory that grew); "
+        "the column says how many of these counts are not zero. *Faults* were injected into runs "
+        "of *ours*; each was refused."
     )
     rows = []
     for name, report in found:
@@ -100,12 +101,16 @@ def correctness() -> str:
         for order in report["derived"]["orders"]:
             shared, ours = (order["disciplines"][d] for d in ("shared", "private"))
             said.append(
-                f"{order['order']}: with one shared pool {shared['mismatched']} of "
-                f"{shared['compared']} tensors differ, with one pool per slot "
-                f"{ours['mismatched']} (with a shared pool the contract refuses this order at "
-                f"`{shared['refused']['action']}`; it was replayed without a check)"
+                f"*{order['order']}*: {shared['mismatched']} of {shared['compared']} tensors "
+                f"differ with one shared pool, {ours['mismatched']} with one pool per slot "
+                f"(refused at `{shared['refused']['action']}`)"
             )
-        lines.append(f"**Capture memory.** {'; '.join(said)}.")
+        lines.append(
+            "**Capture memory.** Graphs that share a memory pool corrupt each other if they are "
+            "replayed in another order than they were captured in. The contract refuses such "
+            "an order if it is told of the shared pool; these replays ran without a check: "
+            f"{'; '.join(said)}."
+        )
     return "\n\n".join([*lines, *_restarts(), *_kills(), *_second_runs()])
 
 
@@ -131,10 +136,11 @@ def _kills() -> list[str]:
         "held-out losses", "longest end, s",
     )  # fmt: skip
     return [
-        "**Kills.** In each start of a run, SIGKILL ended either a rank at the named place, or "
-        "torchrun's agent while a rank was at that place; the next start resumed the run. Every "
-        "tensor of the last checkpoint and every loss was compared with an undisturbed run. The "
-        "last column is the longest time from a kill to the end of all processes:",
+        "**Kills.** In each start of a run, SIGKILL ended a rank at the named place, or "
+        "(*launcher, in*) torchrun's agent while a rank was at that place. The next start resumed "
+        "the run. Every tensor of the last checkpoint and every loss was compared with an "
+        "undisturbed run. The last column is the longest time from a kill to the end of all "
+        "processes:",
         markdown(header, rows),
     ]
 
@@ -158,11 +164,13 @@ def _second_runs() -> list[str]:
     wrong = sum(report["derived"]["wrong"] for _, report in found)
     return [
         "**Steps that run twice.** A bit of a rank's memory was flipped in one of a step's two "
-        "runs. A *stopped* flip stopped the step; a *harmless* flip left the bits of an "
-        f"undisturbed step. {wrong} flips ended in another way:",
+        "runs. A flip is *stopped* if the comparison of both runs stopped the step, and *harmless* "
+        "if the step ended with the bits of an undisturbed step. "
+        f"{wrong} flips ended in another way:",
         markdown(("report", "flip", "stopped", "harmless"), rows),
-        "The cost of such steps, of digests of gradients, and of looks at all weights, moments and "
-        "scales, as the time per step with them over the time without:",
+        "This table has the cost of steps that run twice, of digests of gradients, and of looks at "
+        "all weights, moments and scales. A ratio is the time per step with them over the time "
+        "without:",
         markdown(("report", "mode", "what", "ratio"), prices),
     ]
 
@@ -188,8 +196,9 @@ def _restarts() -> list[str]:
         "tensors that differ",
     )  # fmt: skip
     return [
-        "**Stops.** Runs were saved, resumed in fresh processes and compared with a run without a "
-        "stop. The state that other mappings loaded was compared with the saved state:",
+        "**Stops.** Runs saved a checkpoint, resumed from it in fresh processes, and were compared "
+        "with a run without a stop. Other *mappings* (schedule, ranks, stages per rank) also "
+        "loaded the checkpoint; their state was compared with the saved state:",
         markdown(header, rows),
     ]
 
@@ -197,19 +206,30 @@ def _restarts() -> list[str]:
 def library() -> str:
     """What Transformer Engine itself does, by the reports of probes."""
     lines: list[str] = []
-    for name, report in files("probes"):
-        lines.append(f"{name}: {_probed(report['derived'])}.")
+    probed = [row for name, report in files("probes") for row in _probed(name, report["derived"])]
+    if probed:
+        lines += [
+            "**Probes.** Each row tests one statement about Transformer Engine on the machine of "
+            "the report. *Invalid writes* were counted by NVIDIA's compute-sanitizer:",
+            markdown(("report", "probe", "found"), probed),
+        ]
+    for _, report in files("probes"):
         lines += _interleaved(report["raw"].get("interleaved", ()))
     return "\n\n".join(lines)
 
 
-def _probed(derived: Mapping[str, Any]) -> str:
+PROBES: Mapping[str, str] = {
+    "the graph of a dW in the library's own graphs": "work that the library's own graphs give a dW",
+    "a look at every baked address": "time of one check of all addresses in a stage's graphs",
+}
+"""Names of probes on the page, by their names in a report; other names stay."""
+
+
+def _probed(name: str, derived: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """The findings of the probes, without those about interleaved stages."""
-    return "; ".join(
-        f"{probe['what']}: {probe['found']}"
-        for probe in derived["probes"]
-        if not probe["what"].startswith("interleaved")
-    )
+    for probe in derived["probes"]:
+        if not probe["what"].startswith("interleaved"):
+            yield name, PROBES.get(probe["what"], probe["what"]), probe["found"]
 
 
 def _interleaved(sides: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -227,10 +247,13 @@ def _interleaved(sides: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for side in sides
     ]
     yield (
-        "**Interleaved stages under the library's own graphs.** Two public reports "
-        "(NVIDIA/Megatron-LM#5966, NVIDIA-NeMo/Megatron-Bridge#2096) describe such stages; their "
-        "cause was not published. On rank 0 of two, with two chunks, each use of "
-        "`make_graphed_callables` is compared with native eager, bit by bit:"
+        "**Interleaved stages under the library's own graphs.** In two public reports "
+        "(NVIDIA/Megatron-LM#5966, NVIDIA-NeMo/Megatron-Bridge#2096), a rank with several stages "
+        "(chunks) under `make_graphed_callables` gets a loss of NaN; the cause was not published. "
+        "Each row below is one way to use `make_graphed_callables` on rank 0 of two, with two "
+        "chunks; its results are compared with native eager, bit by bit. *The row's order* is the "
+        "order of this rank's actions in the schedule. *Breaks* names the relation of the contract "
+        "that a wrong use breaks:"
     )
     yield markdown(
         ("use", "breaks", "values that differ", "first difference", "first non-finite value"),
@@ -268,9 +291,9 @@ def _training() -> list[str]:
         "held-out loss",
     )  # fmt: skip
     return [
-        "**Training** on the sources of the standard library, guarded and captured, compared with "
-        "torch's own native pipeline from the same initial bits. The two runs were not timed "
-        "alternately:",
+        "**Training** on the sources of Python's standard library. A guarded and captured run is "
+        "compared with a native run under torch's own pipeline; both start from the same bits. The "
+        "two runs were not timed alternately:",
         markdown(header, rows),
     ]
 
@@ -279,9 +302,9 @@ def _captions() -> dict[str, str]:
     """The caption of each picture, in the order of the page."""
     return {
         "step_time": "Step times and their floors, on a logarithmic axis.",
-        "memory": "Peak memory above the peak of the faster native column.",
+        "memory": "Peak memory of each column minus that of the faster native column.",
         "resources": _resources(),
-        "loss": "Loss by step, and by seconds of training on a logarithmic axis.",
+        "loss": "Loss against steps, and against seconds of training on a logarithmic axis.",
     }
 
 
@@ -298,11 +321,11 @@ def _resources() -> str:
     )
     return (
         f"Resources by number of microbatches M ({'; '.join(sweep_names(found))}). At M={last}, "
-        f"live slots need {live['slots']} slots and {live['graphs']} graphs; one slot per "
-        f"microbatch needs {each['slots']} and {each['graphs']}. A stage needs as many slots as it "
-        f"has live tapes at its peak; the whole rank has at most {live['peak_live_tapes']} live "
-        "tapes. "
-        "Capture is part of construction, drawn dashed."
+        f"one slot per live tape needs {live['slots']} slots and {live['graphs']} graphs; one slot "
+        f"per microbatch needs {each['slots']} slots and {each['graphs']} graphs. A stage needs as "
+        f"many slots as it has live tapes at its peak; the whole rank has at most "
+        f"{live['peak_live_tapes']} live tapes. The dashed lines are the time of capture, which is "
+        "part of construction."
     )
 
 
@@ -387,10 +410,11 @@ def _scales() -> Iterator[str]:
         found = {(run["scales"], run["seed"]): run for run in derived["runs"]}
         yield (
             f"**Scales that move once a step** ([{name}]({name}); {asked['run']['device']}, "
-            f"{asked['model']['layers']} layers of width {asked['model']['hidden']}), beside the "
-            "default, with which they move at every F and dI. *Loss* is the mean training loss of "
-            f"the last {LAST} steps, *held out* is the held-out loss at the end. The mean "
-            f"difference, epoch minus action, over {len(derived['differences'])} seeds is "
+            f"{asked['model']['layers']} layers of width {asked['model']['hidden']}). *Action* is "
+            "the default, under which scales move at every F and dI; *epoch* moves them once a "
+            f"step. *Loss* is the mean training loss of the last {LAST} steps, *held out* is the "
+            "held-out loss at the end. The mean difference, epoch minus action, over "
+            f"{len(derived['differences'])} seeds is "
             f"{derived['mean_difference']:+.4f} in loss and "
             f"{derived['mean_held_out_difference']:+.4f} in held-out loss."
         )

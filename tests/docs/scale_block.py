@@ -47,8 +47,8 @@ def compared(name: str, report: Report) -> Iterator[str]:
             for row in rows
         )
         yield (
-            f"**A pipeline over {ranks_of(report)}** ({name}; {machine_of(report)}), guarded and "
-            f"captured, compared with torch's own pipeline over full backwards: {said}."
+            f"**A pipeline over {ranks_of(report)}** ({name}; {machine_of(report)}). The guarded "
+            f"and captured pipeline was compared with torch's own over full backwards: {said}."
             f"{remark(name, report) * (not report['derived']['timed'])}"
         )
 
@@ -61,14 +61,20 @@ def timed(name: str, report: Report) -> Iterator[str]:
     in_order = any("over_in_order" in row for row in found)
     ahead = any("host_ahead_ms" in row for row in found)
     took = [row["message_ms"] * 1e3 for row in found if "message_ms" in row]
-    messages = f"of a message ({min(took):.0f} to {max(took):.0f} µs)" if took else ""
-    alone = f"graphs and {messages}, each alone" if took else "graphs alone, with free messages"
+    messages = (
+        f"A message counts with its time alone ({min(took):.0f} to {max(took):.0f} µs)."
+        if took
+        else "Messages count as free."
+    )
     yield (
-        f"A step over {ranks_of(report)}, {report['configuration']['vpp']} stages of one layer "
-        f"each ({name}; {machine_of(report)}). `native` is torch's Interleaved 1F1B; `one launch` "
-        "is the whole step as one graph, compared after six steps with guarded replays. The "
-        f"bound is the critical path of the schedule with the times of each stage's {alone}. The "
-        f"goal is for one launch; a bold figure misses it. {REPLAYED * in_order}*Kernels* is the "
+        f"A step over {ranks_of(report)} with {report['configuration']['vpp']} stages of one layer "
+        f"on each rank ({name}; {machine_of(report)}). `native` is torch's Interleaved 1F1B; "
+        "`guarded` replays a graph per action; `one launch` is a rank's whole step as one graph, "
+        "whose tensors were compared with those of `guarded` after six steps. "
+        "A *single step* starts on an idle device; *its host time* is the time until the host has "
+        f"enqueued that step. {BACK_TO_BACK * ahead}The *bound* is the critical path of the "
+        f"schedule, computed from the time that each graph takes alone. {messages} Only one launch "
+        f"has a goal over its bound; a bold ratio misses it. {REPLAYED * in_order}*Kernels* is the "
         "kernel time of the busiest rank under the profiler, with copies and without messages. The "
         "sides were not timed alternately."
         f"{remark(name, report)}"
@@ -83,9 +89,14 @@ def timed(name: str, report: Report) -> Iterator[str]:
     yield markdown(header, [_row(row, in_order, ahead) for row in found])
 
 
+BACK_TO_BACK = (
+    "*Host time back to back* is the host time of launches that directly follow each other; the "
+    "goal of host time judges this time. "
+)
 REPLAYED = (
-    "A graph that runs alone finds its weights in the device's cache. The *bound in order* "
-    "therefore takes each action's time from a rank's whole row, replayed without messages. "
+    "A graph that is replayed alone, again and again, finds its weights in the device's cache. The "
+    "*bound in order* therefore uses other times: all actions of a rank were replayed in the "
+    "schedule's order, without messages, and each action was timed within. "
 )
 
 
@@ -138,17 +149,17 @@ def split(name: str, report: Report) -> Iterator[str]:
             )
     if rows:
         yield (
-            f"Where a step of one launch spends its time, under the profiler ({name}): first the "
-            "rank's own row as one graph without messages, then the additional time of the step in "
-            "three parts. *Kernels* is the time of the CUDA kernels that belong to no rank's row "
-            "of the schedule (the ranks' votes, the handoff between streams, the next step's "
-            "data), plus the time by which other kernels run slower because messages occupy a part "
-            "of the GPU. *Between*: nothing runs. *Awaited*: only messages run, which includes the "
-            "schedule's own bubble. The last column is the time in which kernels and messages ran "
-            "at once."
+            "This table shows where a step of one launch spends its time, under the profiler "
+            f"({name}). *Its actions* is the time of all actions of the rank as one graph without "
+            "messages. Three columns split the additional time of the step. *Kernels* is the time "
+            "of the CUDA kernels that belong to no action (the ranks' votes, the handoff between "
+            "streams, the next step's data), plus the time by which other kernels run slower "
+            "because messages occupy a part of the GPU. *Between* is the time in which nothing "
+            "runs. *Awaited* is the time in which only messages run; the schedule's own bubble is "
+            "part of it. *Beside messages* is the time in which kernels and messages run at once."
         )
         header = (
-            "cell", "schedule", "rank", "step, ms", "its row, ms", "kernels, ms", "between, ms",
+            "cell", "schedule", "rank", "step, ms", "its actions, ms", "kernels, ms", "between, ms",
             "awaited, ms", "beside messages, ms",
         )  # fmt: skip
         yield markdown(header, rows)

@@ -65,10 +65,15 @@ def compared() -> Iterator[str]:
     rows = [(_link(name), *row) for name, row in compared_rows()]
     if rows:
         both = "".join(
-            f" A handoff between streams must go both ways: {stale_reads(report)}."
+            " In a handoff between two streams, each stream must wait for the other: "
+            f"{stale_reads(report)}."
             for report in reports("streams")
         )
-        yield f"**Bit for bit**, one row per report: raw bits, no tolerance.{both}"
+        yield (
+            "**Bit for bit.** Each report compared raw bits, without tolerance, and has one row. "
+            "*Scaling state* (amax histories, scales, FP8 weight caches and their versions) is "
+            f"counted in a column of its own.{both}"
+        )
         yield markdown(
             ("report", "compared with", "compared", "differ", "scaling state: differ", "also"),
             rows,
@@ -142,7 +147,7 @@ def _tables(report: Report) -> Row | None:
     if not rows:
         return None
     return (
-        "a language model after six steps: native, copied gradients or replays",
+        "a language model after six steps under native, copied gradients or replays",
         f"{sum(row['values'] for row in rows):,} tensors",
         f"{sum(row['different'] for row in rows):,}",
         "-",
@@ -292,7 +297,7 @@ def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
     names = ", ".join(_link(name) for name, _ in chosen.values())
     machines = "; ".join(dict.fromkeys(machine_of(report) for _, report in chosen.values()))
     said = "".join(
-        f" {name}:{remark(name, report)}"
+        f" Caveats on {name}:{remark(name, report)}"
         for name, report in chosen.values()
         if remark(name, report)
     )
@@ -300,8 +305,8 @@ def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
     yield (
         f"**A complete step** over PP ranks, with messages and the optimizer's update, in ms "
         f"({names}; {machines}). In brackets: native's time over this time. Native is torch's "
-        "Interleaved 1F1B. The bound is the critical path of the schedule with the times of each "
-        f"stage's graphs alone. A bold figure misses its goal ({wanted}).{said}"
+        "Interleaved 1F1B. The *bound* is the critical path of the schedule, computed from the "
+        f"time that each graph takes alone. A bold ratio misses its goal ({wanted}).{said}"
     )
     sides = ((f"PP={pp}: native", "replays", "one launch, over its bound") for pp in chosen)
     yield markdown(("cell", "schedule", *(name for three in sides for name in three)), rows)
@@ -345,16 +350,22 @@ def one_device(found: Sequence[Report]) -> Iterator[str]:
         return
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in found))
     yield (
-        f"**A step on one device**, in ms ({machines}): ours (`ours_accumulate`), native, and "
-        "Transformer Engine's own graphs, the fastest column of each. A ratio is the median of the "
-        "ratios within each round. The floor is the time of the CUDA kernels of the same "
-        "arithmetic."
+        f"**A step on one device**, in ms ({machines}). *Ours* is the column `ours_accumulate`; "
+        "*native* and *TE's graphs* are the fastest column of their kind. A ratio of two columns "
+        "is computed in each round; the table has the median of these ratios. The *floor* is the "
+        "time that the CUDA kernels of the same arithmetic take."
     )
     header = (
         "cell", "native", "TE's graphs", "ours", "native / ours", "TE's graphs / ours",
         "over the floor", "GB above native",
     )  # fmt: skip
     yield markdown(header, rows)
+
+
+GROUPED = (
+    " *Groups* computes the weight gradients of all microbatches as one product, with FP8 scales "
+    "that move once per step."
+)
 
 
 def peers(found: Found) -> Iterator[str]:
@@ -370,12 +381,11 @@ def peers(found: Found) -> Iterator[str]:
         if not rows:
             return
         yield (
-            f"**Peers** ({_link(name)}): one language model over two ranks, from the same initial "
-            "bits, in ms. In brackets: native's time over this time. A word after the brackets "
-            "says how far the gradients differ from the same framework without graphs; no word "
-            "means the same bits. *Groups* computes the weight gradients of all microbatches as "
-            "one product, with FP8 scales that move once per step."
-            f"{remark(name, report)}"
+            f"**Peers** ({_link(name)}): the time of a step in ms. Every side trains one language "
+            "model over two ranks, from the same initial bits. In brackets: native's time over "
+            "this time. A word after the brackets says how far the gradients differ from those of "
+            "the same framework without graphs; without a word, the bits are the same."
+            f"{GROUPED * any(row['group'] is not None for row in rows)}{remark(name, report)}"
         )
         yield markdown(
             ("main_grad", "side", "schedule", *named),
@@ -423,13 +433,14 @@ def _curve(name: str, report: Report) -> str:
         for level in row["levels"][-1:]:
             said.append(
                 f"`{row['run']}` reaches a loss of {level['loss']:g} after {level['seconds']:.1f} "
-                f"s, native after {level['native_seconds']:.1f} s (without building)"
+                f"s, native after {level['native_seconds']:.1f} s (without set-up)"
             )
     parameters = report["raw"]["runs"][0]["parameters"]
     steps = max(run["steps"] for run in derived["runs"])
     return (
         f"**Training** ({_link(name)}; {parameters / 1e6:.0f} M parameters, "
-        f"PP={asked['parallel']['pp']}, {steps:,} steps): {'; '.join(said)}."
+        f"PP={asked['parallel']['pp']}, {steps:,} steps; a run is named side:schedule:seed:head): "
+        f"{'; '.join(said)}."
     )
 
 
@@ -453,6 +464,6 @@ def met() -> Iterator[str]:
         for place, goals in found.items()
     )
     yield (
-        f"**Goals.** {sum(goal['met'] for goal in every)} of {len(every)} are met: {each}. Each "
-        "section below lists its missed goals, with the known reasons."
+        f"**Goals.** {sum(goal['met'] for goal in every)} of {len(every)} goals are met: {each}. "
+        "Each section below lists its missed goals, with the known reasons."
     )

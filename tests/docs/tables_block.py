@@ -51,11 +51,13 @@ def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         derived = report["derived"]
         parts.append(
             f"**The paper's tables on this machine** ({name}; {derived['trials']} fresh starts of "
-            f"all ranks; {machine(report)}). The language model has one layer per stage, embedding "
-            "and head over 32,768 tokens. A time is that of the slowest rank, as the median of the "
-            "trials' medians. Captured sides accumulate into one destination per matrix; the paper "
-            "uses one destination per microbatch, as `direct` does. The paper's numbers come from "
-            "H800 PCIe GPUs (resources: RTX 5880); its mapping figures are for the language model."
+            f"all ranks; {machine(report)}). The language model has one layer per stage, and an "
+            "embedding and a head for a vocabulary of 32,768 tokens. A time is the slowest rank's: "
+            "the median of a trial, then the median over trials. Captured sides accumulate all "
+            "microbatches' gradients of a matrix in one buffer, except `copied` and `direct`. The "
+            "paper uses one buffer per microbatch, as `direct` does. The paper measured on H800 "
+            "PCIe GPUs (its table by microbatches: RTX 5880). The paper's efficiency over four "
+            "ranks is for the language model."
             f"{remark(name, report)}"
         )
         for make in (_complete, _attribution, _resources, _weak, _mapping, _bits, goals):
@@ -181,8 +183,8 @@ def _bits(derived: Row) -> list[str]:
     different = sum(row["different"] for row in compared)
     return [
         f"After six steps {different} of {values} tensors (parameters, AdamW, scales and "
-        "histories) differ. The pairs: eager calls and replays with native; per-microbatch "
-        "destinations with copied gradients; one launch with replays."
+        "histories) differ. Eager calls and replays were compared with native, `direct` with "
+        "`copied`, and one launch with replays."
     ]
 
 
@@ -218,17 +220,18 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
     for name, report in found:
         derived = report["derived"]
         parts.append(
-            f"**Peers** ({name}; {machine(report)}): every mode runs the same language model: four "
-            "layers, with an embedding and a head for a vocabulary of 32,768 tokens. Every mode "
-            "starts from the same bits, runs over two ranks with two stages each, and has "
-            "processes of its own. *Gradients* compares a mode's "
-            "gradients with those of its own framework without graphs (for ours, with `native` and "
-            "replays). They have the same bits, or are close to these and to native's, or are "
-            f"wrong. {_heads(report['configuration'])} *main_grad* is the type of accumulated "
-            "gradients; fp32 has fp32 master weights too, and native runs only with bf16. *Group* "
-            "is the number of microbatches whose weight gradients are one product, with FP8 scales "
-            "that move once per step; rows without a group move scales at every action, as "
-            "Megatron does."
+            f"**Peers** ({name}; {machine(report)}). Every side trains the same language model: "
+            "four layers, with an embedding and a head for a vocabulary of 32,768 tokens. Every "
+            "side starts from the same bits, runs over two ranks with two stages each, and has "
+            "processes of its own. *Gradients* compares a side's gradients with those of its own "
+            "framework without graphs (replays with `native`, one launch with replays). The "
+            "gradients have the same bits, or are *close* (to these gradients and to native's), or "
+            "are *wrong*. Every head is bf16. *main_grad* is the type of accumulated gradients; "
+            "with fp32, master weights are fp32 too. Native runs only with bf16. *Group* is the "
+            "number of microbatches whose weight gradients are one product, with FP8 scales that "
+            "move once per step; rows without a group move scales at every action, as Megatron "
+            "does. Megatron's options: "
+            f"{_options(report['configuration']['megatron'])}."
             f"{remark(name, report)}"
         )
         rows = [_peer(row) for row in derived["rows"]]
@@ -283,19 +286,20 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
     if parts:
         parts.insert(
             0,
-            "Decoders with RMSNorm, SwiGLU, rotary positions and grouped-query attention, two "
-            "stages per rank, a vocabulary of 128,256, microbatches of one sequence. Layers are "
-            "FP8 under delayed scaling; the head, gradients, weights and the optimizer's moments "
-            "are bf16. Layers are cut by the measured times of a layer, the embedding and the "
-            "head. TFLOP/s count the matrix products of layers and head, and half of the products "
-            "of attention (a token attends to earlier tokens only), once forward and twice "
-            f"backward; recomputation is not counted. The FP8 peak is {FP8_TFLOPS:,} TFLOP/s, the "
-            "dense peak of an H100 or H200; it is used for the bf16 head too. *Native* is torch's "
+            "The models are decoders with RMSNorm, SwiGLU, rotary positions, grouped-query "
+            "attention and a vocabulary of 128,256 tokens. A rank has two stages; a microbatch is "
+            "one sequence. Layers compute in FP8 under delayed scaling; the head, gradients, "
+            "weights and the optimizer's moments are bf16. Layers are divided among the stages by "
+            "the measured times of a layer, the embedding and the head. TFLOP/s count the matrix "
+            "products of layers and head once for the forward and twice for the backward. Products "
+            "of attention count half, because a token attends to earlier tokens only; "
+            f"recomputation does not count. The FP8 peak is {FP8_TFLOPS:,} TFLOP/s, the dense peak "
+            "of an H100 or H200; the bf16 head is compared with this peak too. *Native* is torch's "
             "Interleaved 1F1B over full backwards. *Idle* is the part of a step that the kernels "
             "and copies of the busiest GPU do not cover; kernels of messages do not count, and "
             "kernels that overlap count twice. *Differ* compares weights, moments and scales after "
-            "three steps with native's, under native's schedule only: other schedules move scales "
-            "in another order.",
+            "three steps with native's. Only native's schedule can have the same bits, because "
+            "other schedules move scales in another order.",
         )
     return parts
 
@@ -317,12 +321,8 @@ def _model(row: Row) -> tuple[str, ...]:
     )
 
 
-def _heads(asked: Row) -> str:
-    """The heads that are compared, and Megatron's options if the report names them."""
-    if "megatron" not in asked:
-        return "Megatron's head is bf16, ours is FP8."
-    options = ", ".join(f"`{name}={value}`" for name, value in asked["megatron"].items())
-    return f"Every head is bf16. Megatron's options: {options}."
+def _options(options: Row) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in options.items())
 
 
 def _peer(row: Row) -> tuple[str, ...]:

@@ -258,7 +258,7 @@ class TestWords:
             told.append("\n".join(curves("curves.json", report, "a machine")))
         for said, where in (
             ("No loss differs by a bit", [True, True, True, False]),
-            ("rolls only the histories of the layers that ran", [True, True, False, False]),
+            ("rolls only the amax histories of the layers that ran", [True, True, False, False]),
             (
                 "entries, a whole number of steps (a step has 16 F per rank)",
                 [True, False, False, False],

@@ -25,12 +25,12 @@ WHOLE_CAUSE = "the whole cause"
 #: Why a failure is not caught, by kind.
 KINDS = {
     "values": "a number in a message, a loss or a placeholder is wrong, but every action is right",
-    "state": "saved or restored numbers are the caller's, which the contract never sees",
+    "state": "saved or restored numbers of the caller are wrong; the contract never sees them",
     "memory": "memory is lost below the contract: in the allocator, or while a graph is captured",
-    "autograd": "it happens inside one call of autograd",
+    "autograd": "the fault happens inside one call of autograd",
     "transport": "the fault is in communicators or in the driver, below the order of calls",
-    "harmless": "it costs time and changes no numbers; the contract never refuses additional order",
-    "evidence": "the contract has no field for the report that would show it",
+    "harmless": "the fault costs time but changes no number; the contract never refuses a wait",
+    "evidence": "the contract has no field for the report that would show the fault",
     "cause": "the cause was never published",
 }
 

@@ -45,7 +45,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("step", "sweep"),
         default="step",
-        help="step: time, memory, set-up, copies and guards; sweep: resources against microbatches",
+        help="step (default): time, memory, set-up, copies and guards. sweep: slots, graphs, "
+        "memory and times for several numbers of microbatches",
     )
     parser.add_argument(
         "--cells",
@@ -98,13 +99,13 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device (default cuda); cpu tries out the command with the eager reference backend: "
-        "its times mean nothing",
+        help="device (default cuda); cpu tries out the command with the eager reference backend, "
+        "whose times mean nothing",
     )
     parser.add_argument(
         "--no-profile",
         action="store_true",
-        help="run no steps under the profiler, which leaves out kernel times",
+        help="run no steps under the profiler; the report then lacks kernel times",
     )
     add_report_options(parser)
 

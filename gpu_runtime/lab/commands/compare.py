@@ -53,7 +53,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         "--cases",
         nargs="+",
         metavar="NAME",
-        help="cases to compare, by name, from these sets (default: all)",
+        help="names of the cases to compare, from the chosen sets (default: all cases)",
     )
     parser.add_argument(
         "--steps",
@@ -61,7 +61,14 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="optimizer steps per run (default: depends on the case)",
     )
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="sides to run (default: all)")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=SIDES,
+        help="sides to run (default: all). native: Transformer Engine's own full backward. "
+        "native-again: the same a second time. eager and captured: the guarded runtime without and "
+        "with CUDA graphs. disturbed: the guarded runtime with injected faults",
+    )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),

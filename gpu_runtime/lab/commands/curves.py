@@ -69,15 +69,15 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out-steps",
         type=int,
         metavar="N",
-        help="held-out windows per evaluation: as many as N training steps read (default: the "
-        "file's)",
+        help="amount of held-out text per evaluation, in training steps: as many windows as N "
+        "training steps read (default: the file's)",
     )
     parser.add_argument(
         "--limit-s",
         type=float,
         metavar="S",
-        help="time limit in seconds; then the current run ends at its next log line or "
-        "evaluation, no other run begins, and the report is incomplete (default: no limit)",
+        help="time limit in seconds; after the limit, the current run ends at its next log line or "
+        "evaluation, no other run starts, and the report is incomplete (default: no limit)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: the file's)")
     parser.add_argument(

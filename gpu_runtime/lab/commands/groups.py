@@ -65,8 +65,8 @@ def add_groups_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[],
         metavar="N",
-        help="microbatches per product; a cell leaves out numbers that do not divide its "
-        "microbatches (default: every power of two that divides them)",
+        help="numbers of microbatches per product; each cell skips the numbers that do not divide "
+        "its microbatches (default: every power of two that divides its microbatches)",
     )
     parser.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="rounds per row (default 3)"
@@ -81,9 +81,9 @@ def add_groups_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(_DIGESTED),
         choices=tuple(CELLS),
         metavar="NAME",
-        help="cells whose grouped rows leave a digest of parameters, moments and scales, which "
-        "takes up to 10 s per row of a large cell; none if no name follows (default: "
-        f"{' '.join(_DIGESTED)})",
+        help="cells for whose grouped rows the report has a digest of parameters, moments and "
+        "scales; a digest takes up to 10 s per row of a large cell; without a NAME, no cell has "
+        f"digests (default: {' '.join(_DIGESTED)})",
     )
     parser.add_argument(
         "--limit",

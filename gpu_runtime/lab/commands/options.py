@@ -52,7 +52,7 @@ def add_rank_options(
             "--no-profile",
             action="store_true",
             default=None if given else False,
-            help="do not start the ranks a second time under the profiler, which leaves out "
+            help="do not start the ranks a second time under the profiler; the report then lacks "
             "kernel times and copy counts",
         )
     parser.add_argument(

@@ -214,17 +214,16 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(MAIN_GRADS),
         choices=MAIN_GRADS,
         metavar="TYPE",
-        help=f"types of accumulated weight gradients, from {', '.join(MAIN_GRADS)}; fp32 has fp32 "
-        "master weights too; native runs only with bf16 (default: all)",
+        help=f"types of accumulated weight gradients, from {', '.join(MAIN_GRADS)}; with fp32, "
+        "master weights are fp32 too; native runs only with bf16 (default: all)",
     )
     parser.add_argument(
         "--limit",
         type=float,
         default=LIMIT_S,
         metavar="S",
-        help="time limit in seconds for each of a mode's two starts, four times that for ours "
-        "(default "
-        f"{LIMIT_S:g})",
+        help=f"time limit in seconds for each of the two starts of a mode (default {LIMIT_S:g}); "
+        "ours has four times this limit",
     )
     add_rank_options(parser, rounds=3)
 

@@ -67,7 +67,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="device; selects gloo (cpu) or NCCL (cuda); default cpu",
+        help="device (default cpu); cpu selects gloo, cuda selects NCCL",
     )
     parser.add_argument(
         "--backend",
@@ -81,21 +81,23 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--rule",
         choices=RULES,
         default="accumulate",
-        help="where a dW writes its gradient (default accumulate)",
+        help="memory that a dW writes its gradient to. accumulate: one buffer per matrix, to which "
+        "all microbatches add (default). per_microbatch: one buffer per matrix and microbatch. "
+        "copied: the library's own memory, which is cloned after each dW",
     )
     parser.add_argument(
         "--provisioning",
         choices=PROVISIONINGS,
         default="live",
-        help="number of slots: one per tape that is live at once (live), or one per microbatch "
-        "(static) (default live)",
+        help="number of slots per stage. live: as many as its tapes that are live at the same time "
+        "(default). static: one per microbatch",
     )
     parser.add_argument(
         "--amax",
         choices=AMAX,
         default="replica",
-        help="amaxes from which scales are computed: each replica's own (replica), or the largest "
-        "of all replicas (replicas) (default replica)",
+        help="amaxes (largest absolute values) from which FP8 scales are computed. replica: each "
+        "replica uses its own amaxes (default). replicas: all replicas use the largest of all",
     )
     for name, text in (
         ("layers", "layers per stage (default 1)"),

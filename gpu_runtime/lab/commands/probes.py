@@ -64,8 +64,8 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device (default cuda); cpu runs the reference backend, which checks no statement "
-        "about the library",
+        help="device (default cuda); cpu tries out the command with the reference backend, and "
+        "checks no statement about Transformer Engine",
     )
     parser.add_argument(
         "--only",

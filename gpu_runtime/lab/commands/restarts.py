@@ -128,7 +128,11 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of parts that run at the same time (default 1)",
     )
-    parser.add_argument("--same", action="store_true", help="resume only under the same mapping")
+    parser.add_argument(
+        "--same",
+        action="store_true",
+        help="resume only under the saved schedule and number of ranks, not under other mappings",
+    )
     add_report_options(parser)
 
 

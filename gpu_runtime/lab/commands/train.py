@@ -41,8 +41,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         choices=("all", "ends"),
-        help="also train natively under torch's own pipeline, and compare bit for bit: the loss "
-        "of every step, and every tensor after each step (all) or only at the end (ends)",
+        help="also train natively under torch's own pipeline, and compare the loss of every step "
+        "bit for bit. all: also compare every tensor after each step. ends: also compare every "
+        "tensor after the last step",
     )
 
 

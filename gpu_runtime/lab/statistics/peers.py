@@ -118,10 +118,8 @@ def derive_peers(raw: Raw) -> dict[str, Any]:
         `rows`, `capability` and `targets`.
     """
     rows: list[dict[str, Any]] = []
-    # Reports of before these fields have bf16 gradients only, and no groups.
-    found = [{"main_grad": "bf16", "group": None, **row} for row in raw["rows"]]
-    for cell, main_grad in dict.fromkeys((row["cell"], row["main_grad"]) for row in found):
-        held = [row for row in found if row["cell"] == cell]
+    for cell, main_grad in dict.fromkeys((row["cell"], row["main_grad"]) for row in raw["rows"]):
+        held = [row for row in raw["rows"] if row["cell"] == cell]
         own = [row for row in held if row["main_grad"] == main_grad]
         base = {row["side"]: step_ms(row) for row in held if _is_base(row, main_grad)}
         graphs = [
