@@ -16,7 +16,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.lab.commands import peers, tables
 from qeffect.gpu_runtime.lab.runner.rank_process import Findings
 from qeffect.gpu_runtime.lab.sides import model_rows
-from qeffect.gpu_runtime.lab.sides.language import PeerSettings
+from qeffect.gpu_runtime.lab.sides.language import PeerRow, PeerSettings
 from qeffect.gpu_runtime.lab.sides.pipelines import build_guarded, isolation
 from qeffect.gpu_runtime.lab.sides.table_rows import TableRow
 from qeffect.gpu_runtime.ranks.job import Job
@@ -69,7 +69,12 @@ def peers_of_ours(folder: str) -> list[dict[str, Any]]:
         settling_steps=3,
     )
     text = io.StringIO()
-    peers.measure_ours("cpu", peers.rows_of("ours", cells, asked), Path(folder), Findings(text))
+    # The last row has scales of an epoch without a group.
+    rows = [
+        *peers.rows_of("ours", cells, asked),
+        PeerRow("tiny-m2", "replays", "il", asked, group=1),
+    ]
+    peers.measure_ours("cpu", rows, Path(folder), Findings(text))
     lines = map(json.loads, text.getvalue().splitlines())
     return [line["row"]["rows"] for line in lines if "row" in line]
 

@@ -23,7 +23,7 @@ def test_replays_have_natives_gradients_and_another_schedule_is_close(tmp_path: 
     said = launch(2, tmp_path / "said", body, str(tmp_path / "kept"))
     assert said.codes == [0, 0]
     for rank in range(2):
-        native, il, zbv, *far = said.words[rank]
+        native, il, zbv, *far, alone = said.words[rank]
         assert [row["side"] for row in (native, il, zbv)] == ["native", "replays", "replays"]
         assert [verdict(row) for row in (native, il)] == ["same bits", "same bits"]
         (against,) = il["gradients"]
@@ -41,6 +41,10 @@ def test_replays_have_natives_gradients_and_another_schedule_is_close(tmp_path: 
             ("il", "fp32", 2),
             ("zbv", "fp32", 2),
         ]
+        # Scales that move once per step change the gradients; a group hardly changes them more.
+        one, two = (row["gradients"][0]["relative"] for row in (alone, far[0]))
+        assert one > 0.01
+        assert two == pytest.approx(one, rel=0.01)
         for row in far:
             (against,) = row["gradients"]
             assert against["different"] > 0
