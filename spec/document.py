@@ -202,10 +202,10 @@ def _raised_by(clause: str, keeping: Mapping[str, Any]) -> str:
     said = []
     if promises := named("promises"):
         several = ", " in promises
-        fails = "these promises fail" if several else "this promise fails"
-        said.append(f"without a guard of this clause {fails}: {promises}")
+        fails = "each of these promises fails" if several else "this promise fails"
+        said.append(f"{fails} if a certain guard of this clause is deleted: {promises}")
     elif lemmas := named("lemmas"):
-        said.append(f"without a guard of this clause these lemmas fail: {lemmas}")
+        said.append(f"each of these lemmas fails if a certain guard is deleted: {lemmas}")
     rest = [(row["transition"], row["otherwise"]) for row in guards if "otherwise" in row]
     renamed = [
         f"at {transition} {_clause_link(text.partition(' becomes ')[2])} would name the refusal"
@@ -512,7 +512,7 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
         f"{_functions([place.removeprefix(_PROOFS)], _PROOFS)} ({', '.join(kinds)})"
         for place, kinds in row["obligations"].items()
     ]
-    said = f" *Proved by* {'; '.join(made)}"
+    said = f" *Proved by* the formulas of {'; '.join(made)}"
     used: list[str] = []
     lemmas: dict[str, list[str]] = {}
     for other in row.get("from", ()):
@@ -522,7 +522,7 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
             used.append(_predicate(other, keeping))
     used += [f"{', '.join(n)} in {_proof_file(m)}" for m, n in lemmas.items()]
     if used:
-        said += f"; related statements, proved too: {', '.join(used)}"
+        said += f"; the proof may use these statements, proved too: {', '.join(used)}"
     if beside := row.get("beside"):
         said += f"; transitions and lemmas in {', '.join(map(_proof_file, beside))}"
     return f"{said}."

@@ -215,13 +215,14 @@ def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
 def _why_actions(data: Mapping[str, Any]) -> str:
     parts = data["guards_and_updates_by_action"]
     counts = ", ".join(
-        f"{action} {parts[action]['guards']} guards and {parts[action]['updates']} updates"
+        f"{action} has {parts[action]['guards']} guards and {parts[action]['updates']} writes"
         for action in parts
     )
     commit = data["environment"]["commit"][:12]
     return (
-        "A check is one flat function with the guards of all relations; a commit is another. At "
-        f"the measured commit `{commit}`, check and commit together had: {counts}."
+        "A check is one flat function with the guards of all relations; a commit is another. In "
+        f"the measured source, git commit `{commit}`, both functions of an action together have "
+        f"these numbers of guards and of writes to the contract's state: {counts}."
     )
 
 

@@ -231,8 +231,8 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
             "number of microbatches whose weight gradients are one product, with FP8 scales that "
             "move once per step; rows without a group move scales at every action, as Megatron "
             "does. Rows with a group therefore have other FP8 scales than native, and their "
-            "gradients are rounded differently; on a CPU a group of 1 has the same distance from native "
-            "(tests/ranks/test_peers.py). Megatron's options: "
+            "gradients are rounded differently; on a CPU a group of 1 has the same distance from "
+            "native (tests/ranks/test_peers.py). Megatron's options: "
             f"{_options(report['configuration']['megatron'])}."
             f"{remark(name, report)}"
         )
