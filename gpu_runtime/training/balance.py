@@ -14,7 +14,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,8 @@ __all__ = ["ACTIONS", "Times", "agreed_times", "measure_times", "slowest"]
 ACTIONS = ("F", "dI", "dW")
 WARMUP = 3
 REPEATS = 15
+_ACTIONS_OF_ONE = ("0F", "1F", "2F", "2I", "2W", "1I", "1W", "0I", "0W")
+"""The actions of one microbatch over three stages."""
 _DIGITS = 3
 _FINE = 6
 
@@ -71,6 +74,15 @@ class Times:
             "head_time": round(sum(self.head), _DIGITS),
         }
 
+    @property
+    def parts(self) -> dict[str, tuple[float, ...]]:
+        """By part, the times of F, dI and dW, and of one product of each number of microbatches."""
+        owns = {"embedding": self.embedding, "layer": self.layer, "head": self.head}
+        return {
+            name: (*own, *(took[n] for took in self.products.values()))
+            for n, (name, own) in enumerate(owns.items())
+        }
+
     def durations(self, cut: Sequence[int]) -> dict[str, Any]:
         """
         Return the times of every stage in the format of `qeffect plan --durations`.
@@ -82,30 +94,18 @@ class Times:
         >>> times.durations((2, 1))["stages"]["1"]
         {'F': 2.0, 'I': 2.0, 'W': 1.0, 'grouped_W': {'2': 1.5}}
         """
-        whole: dict[str, Any] = {"unit": "ms", **_named(self.layer), "stages": {}}
+        parts = self.parts
+        layer = [round(float(one), _FINE) for one in self.layer]
+        found: dict[str, Any] = {"unit": "ms", **dict(zip("FIW", layer, strict=True)), "stages": {}}
         for stage, layers in enumerate(cut):
-            ends = [n for n, at in ((0, 0), (2, len(cut) - 1)) if stage == at]
-            own = whole["stages"][str(stage)] = _named(
-                _sums(layers, (self.embedding, self.layer, self.head), ends)
-            )
+            held = [parts["layer"]] * layers
+            held += [parts["embedding"]] * (stage == 0) + [parts["head"]] * (stage == len(cut) - 1)
+            sums = [round(float(sum(column)), _FINE) for column in zip(*held, strict=True)]
+            own: dict[str, Any] = dict(zip("FIW", sums, strict=False))
+            found["stages"][str(stage)] = own
             if self.products:
-                parts = [[products[n] for products in self.products.values()] for n in range(3)]
-                took = _sums(layers, parts, ends)
-                own["grouped_W"] = dict(zip(map(str, self.products), took, strict=True))
-        return whole
-
-
-def _named(times: Sequence[float]) -> dict[str, Any]:
-    """The times of F, dI and dW, by their names in a table."""
-    return dict(zip("FIW", (round(float(one), _FINE) for one in times), strict=True))
-
-
-def _sums(layers: int, parts: Sequence[Sequence[float]], ends: Iterable[int]) -> list[float]:
-    """The times of a stage: so many layers, and the ends of the model that it has."""
-    return [
-        round(layers * parts[1][n] + sum(float(parts[end][n]) for end in ends), _FINE)
-        for n in range(len(parts[1]))
-    ]
+                own["grouped_W"] = dict(zip(map(str, self.products), sums[3:], strict=True))
+        return found
 
 
 def slowest(ranks: Sequence[Times]) -> Times:
@@ -151,43 +151,36 @@ def measure_times(
     """
     probe = attrs.evolve(job, schedule="1f1b", pp=3, vpp=1, cut=(1, 1, 1), wgrad_group=1)
     stages = probe.stages((0, 1, 2), device, backend)
-    first, layer, last = _measured(stages, job, 1, mode, repeats)
-    products = {}
-    for group in groups:
-        ends = [part[-1] for part in _measured(stages, job, group, mode, repeats)]
-        products[group] = (max(0.0, ends[0] - ends[1]), ends[1], max(0.0, ends[2] - ends[1]))
-
-    def beyond(whole: Sequence[float]) -> tuple[float, ...]:
-        return tuple(max(0.0, a - b) for a, b in zip(whole, layer, strict=True))
-
-    return Times(beyond(first), layer, beyond(last), products)
+    embedding, layer, head = _measured(stages, job, 1, mode, repeats)
+    products = {
+        group: tuple(part[-1] for part in _measured(stages, job, group, mode, repeats))
+        for group in groups
+    }
+    return Times(embedding, layer, head, products)
 
 
 def _measured(
     stages: Sequence[StageBackend], job: LanguageJob, group: int, mode: Mode, repeats: int
 ) -> list[tuple[float, ...]]:
-    """Times of F, of dI and of one product of `group` microbatches, for each stage."""
+    """Times of F, of dI and of one product of `group` microbatches: embedding, layer and head."""
     products = job.microbatches // group
-    order = Order.parse(" ".join(_cells(group, min(2, products))))
+    microbatches = range(group * min(2, products))
+    row = " ".join(f"{action}{m}" for m in microbatches for action in _ACTIONS_OF_ONE)
+    order = Order.parse(row).grouped(group)
     runtime = Runtime(stages, order, RuntimeConfig(rule=job.rule, mode=mode, group=group))
     with runtime.caller_scope():
         for memory in runtime.memories.values():
             _fill(memory, job.vocabulary)
-        found = [
+        first, layer, last = (
             _medians(runtime, memory, products, repeats) for memory in runtime.memories.values()
-        ]
+        )
     runtime.drain()
     runtime.close()
-    return found
 
+    def beyond(whole: Sequence[float]) -> tuple[float, ...]:
+        return tuple(max(0.0, a - b) for a, b in zip(whole, layer, strict=True))
 
-def _cells(group: int, blocks: int) -> Iterable[str]:
-    """The order of three stages in which each group of microbatches ends before the next begins."""
-    for block in range(blocks):
-        own = range(block * group, (block + 1) * group)
-        yield from (f"{stage}F{m}" for m in own for stage in (0, 1, 2))
-        yield from (f"{stage}I{m}" for m in own for stage in (2, 1, 0))
-        yield from (f"{stage}W{m}" for stage in (2, 1, 0) for m in own)
+    return [beyond(first), layer, beyond(last)]
 
 
 def agreed_times(
@@ -244,7 +237,7 @@ def _medians(
     at = {slot.index: slot for slot in memory.table}
     blocks = [members for members in memory.groups if members]
     executor.refresh(memory)
-    spans: dict[str, list[float]] = {name: [] for name in ("F", "dI", *map(str, range(2)))}
+    spans: dict[str, list[float]] = defaultdict(list)
     for n in range(WARMUP + repeats):
         for block, members in enumerate(blocks):
             slots = [at[memory.slot_of[m]] for m in members]
@@ -264,7 +257,7 @@ def _medians(
             if n >= WARMUP:
                 for name, times in took.items():
                     spans[name] += times
-    medians = {name: statistics.median(times) for name, times in spans.items() if times}
+    medians = {name: statistics.median(times) for name, times in spans.items()}
     # The first product of a step writes, and each later one adds.
     wgrad = (medians["0"] + (products - 1) * medians.get("1", 0.0)) / products
     return medians["F"], medians["dI"], wgrad

@@ -155,10 +155,6 @@ def _groups(
 
 def _table(times: Times) -> Iterator[str]:
     """The measured times in columns."""
-    products = times.products
-    rows = [["ms", *ACTIONS, *(f"dW of {group}" for group in products)]]
-    parts = (("embedding", times.embedding), ("layer", times.layer), ("head", times.head))
-    for n, (name, own) in enumerate(parts):
-        every = (*own, *(products[group][n] for group in products))
-        rows.append([name, *(f"{one:.4g}" for one in every)])
+    rows = [["ms", *ACTIONS, *(f"dW of {group}" for group in times.products)]]
+    rows += [[name, *(f"{one:.4g}" for one in own)] for name, own in times.parts.items()]
     return aligned(rows)

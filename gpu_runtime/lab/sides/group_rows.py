@@ -10,17 +10,14 @@ gradients of `group` microbatches as one product.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
-import torch
 
 from ...backends.layers import LayerConfig
 from ...ranks.job import Job
 from ...ranks.membership import Member
 from ...runtime import Mode
-from ...step.optimizer import Optimizer
 from ...training.state import by_layer
 from ...training.state_digest import state_digest
 from .language import LAYERS, MAIN_GRADS
@@ -118,12 +115,8 @@ class GroupRow:
 
     def make(self, member: Member) -> GuardedSide:
         """Build the side; every rank calls it."""
-        wide = DTYPES[self.dtype]
-        optimizer = Optimizer
-        if wide is not torch.bfloat16:
-            optimizer = partial(Optimizer, master_dtype=wide)  # type: ignore[assignment]
         mode: Mode | None = "one launch" if self.launches else None
-        return build_guarded(member, self.job(), mode, optimizer=optimizer, dtype=wide)
+        return build_guarded(member, self.job(), mode, dtype=DTYPES[self.dtype])
 
     def digest(self, side: GuardedSide) -> str:
         """

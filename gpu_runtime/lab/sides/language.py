@@ -8,7 +8,6 @@ tokens. In the peers' report the head is bf16, as in Megatron-core.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -191,10 +190,8 @@ class PeerRow(NamedRow):
         if self.side == "native":
             return build_native(member, self.job(), optimizer=motionless_adamw, look=look)
         mode: Mode | None = "one launch" if self.side == "one launch" else None
-        dtype, optimizer = MAIN_GRADS[self.main_grad], motionless_adamw
-        if dtype is not torch.bfloat16:
-            optimizer = partial(motionless_adamw, master_dtype=dtype)
-        return build_guarded(member, self.job(), mode, optimizer=optimizer, dtype=dtype)
+        dtype = MAIN_GRADS[self.main_grad]
+        return build_guarded(member, self.job(), mode, optimizer=motionless_adamw, dtype=dtype)
 
     def measured(
         self, gradients: Sequence[Mapping[str, Any]], loss: float | None, found: Mapping[str, Any]

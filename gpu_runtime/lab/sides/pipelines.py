@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -321,9 +322,11 @@ def build_guarded(
         job: The pipeline.
         mode: How a step runs; None for graph replays on a GPU and eager calls on a CPU.
         optimizer: Makes the optimizer.
-        dtype: Type of accumulated gradients.
+        dtype: Type of accumulated gradients, and of master weights unless it is bf16.
     """
     batch = drawn_batches(job, member.device)
+    if dtype is not torch.bfloat16:
+        optimizer = partial(optimizer, master_dtype=dtype)
     worker = build_worker_of(
         member,
         job,
