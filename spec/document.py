@@ -522,7 +522,7 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
             used.append(_predicate(other, keeping))
     used += [f"{', '.join(n)} in {_proof_file(m)}" for m, n in lemmas.items()]
     if used:
-        said += f"; the proof may use these statements, proved too: {', '.join(used)}"
+        said += f"; the proof may use {', '.join(used)}"
     if beside := row.get("beside"):
         said += f"; transitions and lemmas in {', '.join(map(_proof_file, beside))}"
     return f"{said}."
