@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qeffect.gpu_runtime.lab.statistics.models import FP8_TFLOPS
+from qeffect.gpu_runtime.lab.statistics.models import FP8_TFLOPS, LOSS_WITHIN
 from tests.docs.blocks import markdown
 from tests.docs.remarks import remark
 
@@ -275,14 +275,14 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
                 error["cell"],
                 error["schedule"],
                 error["side"],
-                *"------",
+                *"-------",
                 f"failed: {error['error']}",
             )
             for error in derived["errors"]
         ]
         header = (
             "cell", "schedule", "side", "ms (counted rounds)", "TFLOP/s per GPU", "of the FP8 peak",
-            "native / this", "idle", "peak GB", "differ",
+            "native / this", "Megatron / this", "idle", "peak GB", "differ",
         )  # fmt: skip
         parts += _table(header, rows)
     if parts:
@@ -297,7 +297,10 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "of attention count half, because a token attends to earlier tokens only; "
             f"recomputation does not count. The FP8 peak is {FP8_TFLOPS:,} TFLOP/s, the dense peak "
             "of an H100 or H200; the bf16 head is compared with this peak too. *Native* is torch's "
-            "Interleaved 1F1B over full backwards. *Idle* is the part of a step that the kernels "
+            "Interleaved 1F1B over full backwards. *Megatron* is the fastest mode of Megatron-core "
+            "0.19.2 that was run and has native's loss of the initial weights (within "
+            f"{LOSS_WITHIN:.1%}); it has the same cut, and its optimizer has a learning rate of 0. "
+            "*Idle* is the part of a step that the kernels "
             "and copies of the busiest GPU do not cover; kernels of messages do not count, and "
             "kernels that overlap count twice. *Differ* compares weights, moments and scales after "
             "three steps with native's. Only native's schedule can have the same bits, because "
@@ -317,6 +320,7 @@ def _model(row: Row) -> tuple[str, ...]:
         f"{row['tflops']['median']:.0f}",
         f"{row['share']:.1%}",
         _ratio(row["native_over_this"]),
+        _ratio(row["megatron_over_this"]),
         "-" if row["idle"] is None else f"{row['idle']:.1%}",
         f"{row['peak_bytes'] / 1e9:.1f}",
         f"{row['different']:,} of {row['compared']:,}" if row["compared"] else "-",

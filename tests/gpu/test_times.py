@@ -21,7 +21,7 @@ layers = 4
 hidden = 128
 ffn = 256
 heads = 2
-sequence = 32
+sequence = 128
 scales = "epoch"
 head = "bf16"
 [parallel]

@@ -100,6 +100,24 @@ def test_rates_shares_and_idle_time() -> None:
     ]
 
 
+def test_megatron_is_its_fastest_mode_with_natives_loss() -> None:
+    """A mode that computes another loss is another model, however fast."""
+    rows = [
+        model_row("native", "il", [4.0], loss=12.0),
+        model_row("one launch", "zbv", [2.0], loss=None),
+        model_row("megatron none", "il", [3.0], loss=12.0119),
+        model_row("megatron full_iteration", "il", [2.5], loss=11.9881),
+        model_row("megatron local", "il", [1.0], loss=12.0121),
+    ]
+    found = derive_models({"rows": rows})["rows"]
+    assert [0.625, 1.25, 0.8333, 1.0, 2.5] == [row["megatron_over_this"] for row in found]
+    assert [12.0, None, 12.0119, 11.9881, 12.0121] == [row["loss"] for row in found]
+    for ours in (rows[1:], rows[:2]):
+        assert [None] * len(ours) == [
+            row["megatron_over_this"] for row in derive_models({"rows": ours})["rows"]
+        ]
+
+
 def test_rows_and_cuts() -> None:
     """Native once in each cell, then every schedule; the layers are all cut into stages."""
     rows = model_rows(CELLS[:2], ["il", "zbv"], 2, device="cuda")
@@ -149,6 +167,22 @@ def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str])
     assert 2 == main(["runtime", "report", "models", *asked])
     said = capsys.readouterr().err
     assert "tiny-s16-m4 over --pp 4 ranks: 6 layers cannot be cut into 8 stages" in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--megatron", "none", "--device", "cpu"], "--megatron none needs --device cuda; on a"),
+        (["--megatron", "local", "--pp", "4"], "--megatron needs --pp 2, found --pp 4"),
+        (["--limit", "0"], "--limit must be positive, found 0"),
+    ],
+)
+def test_modes_of_megatron_that_cannot_run_are_refused(
+    asked: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything starts."""
+    assert 2 == main(["runtime", "report", "models", "--cells", "tiny-s16-m4", *asked])
+    assert message in capsys.readouterr().err
 
 
 def test_a_cell_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

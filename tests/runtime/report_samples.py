@@ -571,11 +571,12 @@ def model_row(side: str, schedule: str, ms: list[float], **more: Any) -> dict[st
 
 
 def models_report() -> dict[str, Any]:
-    """Native, one launch with its bits, and a row that found no memory."""
+    """Native, one launch with its bits, a mode of Megatron, and a row that found no memory."""
     launches = [{"capture_s": 3.0}, {"capture_s": 5.0}]
     rows = [
-        model_row("native", "il", [400.0]),
-        model_row("one launch", "il", [200.0], facts=launches, compared=[10, 0]),
+        model_row("native", "il", [400.0], loss=12.0),
+        model_row("one launch", "il", [200.0], facts=launches, compared=[10, 0], loss=None),
+        model_row("megatron full_iteration", "il", [250.0], loss=12.001),
         {"cell": "8b-s4096-m8", "side": "native", "schedule": "il", "error": "no memory"},
     ]
     asked = {"pp": 2, "cells": ["1b-s4096-m8", "8b-s4096-m8"], "schedules": ["il"],

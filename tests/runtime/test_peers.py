@@ -180,6 +180,32 @@ class TestNames:
         assert counts == [14, 12, 12, 15]
         te.library.cache_clear()
 
+    def test_a_decoder_of_the_common_kind_has_its_names_and_options_there(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without biases and positions of its own, and with several layers in a stage."""
+        install(monkeypatch)
+        row = megatron.MegatronModelRow(
+            "tiny-s16-m4", "megatron full_iteration", "il", cut=(1, 2, 2, 1)
+        )
+        job = row.job()
+        (stage,) = job.stages([2], CPU, "transformer-engine", loss=False)
+        named = [job.name_of(2, name) for name in parameters(stage)]
+        layers = [
+            *("self_attention.linear_proj.weight", "self_attention.linear_qkv.layer_norm_weight"),
+            *("self_attention.linear_qkv.weight", "mlp.linear_fc1.layer_norm_weight"),
+            *("mlp.linear_fc1.weight", "mlp.linear_fc2.weight"),
+        ]
+        assert sorted(megatron.megatron_name(name, 3) for name in named) == sorted(
+            f"decoder.layers.{n}.{name}" for n in (0, 1) for name in layers
+        )
+        assert row.mode == "full_iteration"
+        asked = megatron.options(job)
+        assert (asked["normalization"], asked["num_query_groups"]) == ("RMSNorm", 1)
+        assert (asked["gated_linear_unit"], asked["add_bias_linear"]) == (True, False)
+        assert asked["fp8_amax_history_len"] == 16
+        te.library.cache_clear()
+
     def test_layers_are_counted_from_the_chunks_first(self) -> None:
         """Both matrices of the MLP are modules of their own there."""
         assert megatron.megatron_name("layers.5.layernorm_mlp.fc2_bias", 4) == (

@@ -2,8 +2,9 @@
 ``qeffect runtime report models``: measure TFLOP/s of whole decoders over the ranks of a pipeline.
 
 Native is torch's Interleaved 1F1B over full backwards. Stages are cut by the measured times of a
-layer, the embedding and the head, taken before the first row of each cell. The report is written
-after every row.
+layer, the embedding and the head, taken before the first row of each cell. Modes of Megatron-core
+(``--megatron``) train the same models with the same cut, each in processes of its own. The report
+is written after every row.
 """
 
 from __future__ import annotations
@@ -28,12 +29,24 @@ from ..runner.processes import first_line
 from ..runner.profiles import SIDE_ERRORS, add_profiles
 from ..runner.rank_process import Findings
 from ..runner.rank_rows import RankRun, measure_rows
+from ..runner.starts import RankStarts
 from ..runner.timing import RoundPlan
+from ..sides import megatron
+from ..sides.language import PP
 from ..sides.model_rows import CELLS, SCHEDULES, ModelRow, measured_cut, model_rows
 from ..sides.pipelines import backend_on
-from .options import add_rank_options, rank_starts, require_rounds
+from ..statistics.peers import EAGER
+from .options import (
+    add_rank_options,
+    rank_starts,
+    require_limit,
+    require_megatron,
+    require_rounds,
+)
 
 __all__ = ["add_models_arguments", "run_models"]
+
+LIMIT_S = 240.0
 
 
 def add_models_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +69,22 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"schedules to measure, from {', '.join(SCHEDULES)} (default: all); bits are compared "
         "only under il",
     )
+    parser.add_argument(
+        "--megatron",
+        nargs="+",
+        default=[],
+        choices=megatron.GRAPH_MODES,
+        metavar="MODE",
+        help="modes of Megatron-core that train the same models, from "
+        f"{', '.join(megatron.GRAPH_MODES)} (default: none of them)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="S",
+        help=f"time limit in seconds for each start of Megatron-core's ranks (default {LIMIT_S:g})",
+    )
     add_rank_options(parser, rounds=3)
 
 
@@ -67,6 +96,7 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
         UnusableError: The ranks cannot run the models.
     """
     require_rounds(args)
+    _require_megatron(args)
     rows = model_rows(args.cells, args.schedules, args.pp, device=args.device)
     try:
         for row in rows:  # refuses before anything is measured
@@ -85,6 +115,19 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
     return outcome
 
 
+def _require_megatron(args: argparse.Namespace) -> None:
+    """
+    Refuse options with which Megatron's modes cannot run.
+
+    Raises:
+        UnusableError: Megatron-core or a GPU is missing, or an option has a wrong value.
+    """
+    require_limit(args)
+    if args.megatron and args.pp != PP:
+        raise UnusableError(f"--megatron needs --pp {PP}, found --pp {args.pp}")
+    require_megatron(args.megatron, args.device, "--megatron", "leave out --megatron")
+
+
 def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress) -> Report:
     configuration = {
         "pp": args.pp,
@@ -96,14 +139,20 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
         "steps": args.steps,
         "native_steps": args.native_steps,
     }
+    if args.megatron:
+        configuration["megatron"] = {
+            "version": megatron.VERSION,
+            "modes": args.megatron,
+            **megatron.options(rows[0].job()),
+        }
     raw: dict[str, Any] = {"rows": []}
     place = environment(args.commit, args.out)
     with rank_starts(args, progress) as (starts, shown):
         own = args.out if starts.speaks else None
         report = Report("models", own, place, configuration, raw)
 
-        def take(row: dict[str, Any]) -> None:
-            raw["rows"].append(row)
+        def take(found: dict[str, Any]) -> None:
+            raw["rows"].append(found)
             report.save()
 
         starts.start(_measure, args, rows, take=take, note=shown).require()
@@ -115,8 +164,36 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
         if good and not args.no_profile:
             meet = partial(join, args.device)
             add_profiles(starts, meet, good, save=report.save, note=shown.note).require()
+        for mode in args.megatron:
+            for cell in args.cells:
+                take(_measure_megatron(args, starts, mode, cell, raw["rows"], shown))
     report.finish()
     return report
+
+
+def _measure_megatron(
+    args: argparse.Namespace,
+    starts: RankStarts,
+    mode: str,
+    cell: str,
+    measured: Sequence[dict[str, Any]],
+    progress: Progress,
+) -> dict[str, Any]:
+    """Measure a mode of Megatron-core in processes of its own, with the cut of our rows."""
+    row = megatron.MegatronModelRow(cell, f"megatron {mode}", "il", args.pp)
+    ours = next((one for one in measured if one["cell"] == cell and one["error"] is None), None)
+    if ours is None:
+        return {**row.name, "error": "not run, because no row of ours gave a cut"}
+    row = attrs.evolve(row, cut=tuple(ours["cut"]))
+    eager = row.side == EAGER
+    plan = RoundPlan(args.rounds, args.native_steps if eager else args.steps, settles=eager)
+    found: list[dict[str, Any]] = []
+    body = megatron.measure_models
+    start = starts.start(body, row, plan, limit=args.limit, take=found.append, note=progress.note)
+    if start.exits.error is not None:
+        return {**row.name, "error": start.exits.error}
+    parts = {key: ours[key] for key in ("shape", "cut", "parts_ms")}
+    return {**row.name, "error": None, **parts, "compared": [0, 0], "first": [], **found[0]}
 
 
 def _measure(args: argparse.Namespace, rows: Sequence[ModelRow], findings: Findings) -> None:
@@ -158,6 +235,9 @@ def _measure_row(
     side = run.side
     run.settle(row.settling_steps)
     side.drain()
+    loss = None
+    if row.side == "native":
+        loss = sum(map(sum, all_gather(member, side.losses_of(0))))
     member.synchronize()
     # Interleaved 1F1B has native's order; under the others scales move in another order.
     left = tensor_digests(side.stages, side.optimizer) if row.schedule == "il" else {}
@@ -168,6 +248,7 @@ def _measure_row(
     eager = row.side == "native"
     steps = RoundPlan(args.rounds, args.native_steps if eager else args.steps, settles=eager)
     found = run.time(steps, side.facts())
+    found["loss"] = loss
     found["compared"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
     found["first"] = [name for rank in ranks for name in rank[2]]
     side.close()

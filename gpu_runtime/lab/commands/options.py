@@ -5,9 +5,10 @@ Options, checks and starts that the report commands over ranks share.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,8 +18,15 @@ from qeffect.report import UnusableError
 from ..reports.report import add_report_options, require_place
 from ..runner.device import require_device
 from ..runner.starts import RankStarts
+from ..sides import megatron
 
-__all__ = ["add_rank_options", "rank_starts", "require_rounds"]
+__all__ = [
+    "add_rank_options",
+    "rank_starts",
+    "require_limit",
+    "require_megatron",
+    "require_rounds",
+]
 
 _ROUNDS = (
     ("--rounds", "rounds per side"),
@@ -78,6 +86,41 @@ def require_rounds(args: argparse.Namespace, *others: int) -> None:
         names = ["--rounds", "--steps", "--native-steps"] + ["--microbatches"] * bool(others)
         raise UnusableError(
             f"{', '.join(names[:-1])} and {names[-1]} must be at least 1, found {least}"
+        )
+
+
+def require_limit(args: argparse.Namespace) -> None:
+    """
+    Require a positive `--limit`.
+
+    Raises:
+        UnusableError: It is not positive.
+    """
+    if args.limit <= 0:
+        raise UnusableError(f"--limit must be positive, found {args.limit:g}")
+
+
+def require_megatron(modes: Sequence[str], device: str, option: str, instead: str) -> None:
+    """
+    Refuse modes of Megatron-core where they cannot run.
+
+    Args:
+        modes: Its modes, possibly none.
+        device: `cuda` or `cpu`.
+        option: The option that names them.
+        instead: What to do without Megatron-core.
+
+    Raises:
+        UnusableError: The device is a CPU, or Megatron-core is not installed.
+    """
+    if not modes:
+        return
+    if device == "cpu":
+        raise UnusableError(f"{option} {modes[0]} needs --device cuda; on a CPU, {instead}")
+    if importlib.util.find_spec("megatron") is None:
+        raise UnusableError(
+            f"{option} {modes[0]} needs Megatron-core, which is not installed: pip install "
+            f"--no-deps {megatron.VERSION}; or {instead}"
         )
 
 

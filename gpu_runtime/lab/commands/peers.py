@@ -10,7 +10,6 @@ Only Megatron's modes need Megatron-core (``pip install --no-deps megatron-core=
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 import tempfile
@@ -39,15 +38,14 @@ from ..sides.language import LAYERS, MAIN_GRADS, PP, DrawnLanguage, PeerRow, Pee
 from ..sides.pipelines import GuardedSide
 from ..statistics.paper import LARGE, SMALL
 from ..statistics.peers import EAGER, combine_distances, has_owed_bits
-from .options import add_rank_options, require_rounds
+from .options import add_rank_options, require_limit, require_megatron, require_rounds
 
 __all__ = ["add_peers_arguments", "measure_ours", "rows_of", "run_peers"]
 
 LIMIT_S = 90.0
-MEGATRON = "megatron-core==0.19.2"
 OURS = "ours"
 CELLS = (SMALL, LARGE, "h4096-s1024-m8")
-MODES = (OURS, "none", "transformer_engine", "local", "full_iteration")
+MODES = (OURS, *megatron.GRAPH_MODES)
 
 
 def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: Findings) -> None:
@@ -237,8 +235,7 @@ def _settings(args: argparse.Namespace) -> PeerSettings:
                 f"microbatches, as in {SMALL}, found {cell!r}"
             )
     require_rounds(args)
-    if args.limit <= 0:
-        raise UnusableError(f"--limit must be positive, found {args.limit:g}")
+    require_limit(args)
     return PeerSettings(
         cells=args.cells,
         main_grads=args.main_grads,
@@ -258,13 +255,7 @@ def _require(args: argparse.Namespace) -> None:
         UnusableError: Megatron-core, a GPU or Transformer Engine is missing.
     """
     theirs = [mode for mode in args.modes if mode != OURS]
-    if theirs and args.device == "cpu":
-        raise UnusableError(f"--modes {theirs[0]} needs --device cuda; on a CPU, give --modes ours")
-    if theirs and importlib.util.find_spec("megatron") is None:
-        raise UnusableError(
-            f"--modes {theirs[0]} needs Megatron-core, which is not installed: pip install "
-            f"--no-deps {MEGATRON}; or give --modes ours"
-        )
+    require_megatron(theirs, args.device, "--modes", "give --modes ours")
     if args.device == "cuda":
         require_device("--device cpu --modes ours runs without a GPU")
         if torch.cuda.device_count() < PP:
@@ -292,7 +283,10 @@ def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
         **settings.configuration(),
         "modes": args.modes,
         "limit": args.limit,
-        "megatron": {"version": MEGATRON, **megatron.OPTIONS},
+        "megatron": {
+            "version": megatron.VERSION,
+            **megatron.options(settings.job(args.cells[0], "il")),
+        },
     }
     report = Report("peers", args.out, environment(args.commit, args.out), configuration, raw)
     with tempfile.TemporaryDirectory(prefix="qeffect-peers-") as folder:

@@ -278,6 +278,7 @@ def model_lines(derived: Raw) -> list[str]:
             number(row["tflops"]["median"], 1),
             "-" if row["share"] is None else f"{row['share']:.1%}",
             number(row["native_over_this"]),
+            number(row["megatron_over_this"]),
             "-" if row["idle"] is None else f"{row['idle']:.1%}",
             f"{row['peak_bytes'] / 1e9:.1f}",
             "-".join(map(str, row["cut"])),
@@ -287,7 +288,7 @@ def model_lines(derived: Raw) -> list[str]:
     ]
     header = (
         "cell", "schedule", "side", "ms per step", "TFLOP/s per GPU", "share of FP8 peak",
-        "native/this", "idle", "peak GB", "layers per stage", "tensors differ",
+        "native/this", "Megatron/this", "idle", "peak GB", "layers per stage", "tensors differ",
     )  # fmt: skip
     failed = [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
               for error in derived["errors"]]  # fmt: skip

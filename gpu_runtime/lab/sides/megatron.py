@@ -5,7 +5,8 @@ Megatron-core.
 Written for megatron-core 0.19.2, which needs only torch and Transformer Engine. Its model starts
 from the bits of our model: parameters are copied by name (`megatron_name`), and in both models one
 matrix holds query, key and value, with its rows ordered head by head. One thing differs: Megatron's
-GELU, with the same approximation, is rounded to bf16 before it is quantized. Both heads are bf16.
+activation, with the same approximation, is rounded to bf16 before it is quantized. Both heads are
+bf16. The models are those of the peers, with one layer per stage, or whole decoders with our cut.
 Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is the gradient, bf16
 or fp32; with fp32, the optimizer has fp32 master weights, as ours has. Fusions that Megatron has
 without APEX are on (`OPTIONS`). Messages are not batched, because with two ranks a batch has a send
@@ -29,6 +30,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from qeffect.report import UnusableError
 
@@ -39,22 +41,32 @@ from ...step.plan.order import Order
 from ..comparisons.gradients import compare_gradients, save_gradients
 from ..runner.rank_process import Findings
 from ..runner.rank_rows import RankRun, measure_rows
+from ..runner.timing import RoundPlan
 from ..statistics.peers import EAGER
-from .language import HISTORY, MAIN_GRADS, PP, VPP, DrawnLanguage, PeerRow
+from .language import MAIN_GRADS, PP, VPP, DrawnLanguage, PeerRow
+from .model_rows import ModelRow
 from .pipelines import drawn_batches
 
 __all__ = [
+    "GRAPH_MODES",
     "MODES",
     "MODULES",
     "OPTIONS",
+    "VERSION",
+    "MegatronModelRow",
     "MegatronRow",
     "MegatronSide",
     "library",
+    "measure_models",
     "measure_modes",
     "meet",
     "megatron_name",
+    "options",
 ]
 
+VERSION = "megatron-core==0.19.2"
+GRAPH_MODES = ("none", "transformer_engine", "local", "full_iteration")
+"""Values of Megatron's `cuda_graph_impl`."""
 CAPTURED_AT = 3
 """Number of steps before Transformer Engine's graphs are made, as in Megatron's own loop."""
 MODULES = (
@@ -74,13 +86,13 @@ OPTIONS: Mapping[str, Any] = {
     "gradient_accumulation_fusion": True,
     "bias_activation_fusion": True,
     "bias_dropout_fusion": True,
+    "apply_rope_fusion": True,
     "cross_entropy_loss_fusion": True,
     "cross_entropy_fusion_impl": "te",
     "overlap_p2p_comm": True,
     "batch_p2p_comm": False,
     "fp8": "hybrid",
     "fp8_recipe": "delayed",
-    "fp8_amax_history_len": HISTORY,
     "fp8_amax_compute_algo": "max",
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
@@ -99,6 +111,7 @@ MODES = (
     "megatron.core.transformer.transformer_config",
 )
 """Modules that the sweep of modes needs on a CPU, where `MODULES` cannot be imported."""
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 _PAIRS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "self_attention.layernorm_qkv.": (
@@ -119,6 +132,20 @@ _OF_ENDS: Mapping[str, str] = {
     "head.norm.bias": "decoder.final_layernorm.bias",
     "head.weight": "output_layer.weight",
 }
+
+
+def options(job: DrawnLanguage) -> dict[str, Any]:
+    """`OPTIONS`, and those that a job's layers determine."""
+    c = job.config
+    swiglu = c.activation == "swiglu"
+    return {
+        **OPTIONS,
+        "fp8_amax_history_len": job.history,
+        "normalization": _NORMS[c.norm],
+        "num_query_groups": c.groups,
+        "gated_linear_unit": swiglu,
+        "add_bias_linear": c.bias,
+    }
 
 
 def megatron_name(name: str, first_layer: int) -> str:
@@ -159,7 +186,7 @@ def library(names: Sequence[str] = MODULES) -> SimpleNamespace:
             found[name.rsplit(".", 1)[1]] = importlib.import_module(name)
         except ImportError as error:
             raise UnusableError(
-                f"{name} cannot be imported ({error}): pip install --no-deps megatron-core==0.19.2"
+                f"{name} cannot be imported ({error}): pip install --no-deps {VERSION}"
             ) from error
     return SimpleNamespace(**found)
 
@@ -207,19 +234,36 @@ def meet(mode: str) -> Member:
     return member
 
 
-@attrs.frozen
-class MegatronRow(PeerRow):
+class _ModeRow:
     """A row of one of Megatron's modes."""
 
-    @property
-    def label(self) -> str:
-        """The name in progress lines, without a schedule, because a mode has only one."""
-        return f"{self.cell}, {self.side}, {self.main_grad}"
+    side: str
 
     @property
     def mode(self) -> str:
         """`none`, `transformer_engine`, `local` or `full_iteration`."""
         return self.side.removeprefix("megatron ")
+
+
+@attrs.frozen
+class MegatronModelRow(_ModeRow, ModelRow):
+    """A whole model in one of Megatron's modes; Megatron's schedule is Interleaved 1F1B."""
+
+    settling_steps = CAPTURED_AT + 2
+
+    def make(self, member: Member) -> MegatronSide:  # type: ignore[override]
+        """Build the side."""
+        return MegatronSide(member, self.mode, self.job())
+
+
+@attrs.frozen
+class MegatronRow(_ModeRow, PeerRow):
+    """A row of the peers in one of Megatron's modes."""
+
+    @property
+    def label(self) -> str:
+        """The name in progress lines, without a schedule, because a mode has only one."""
+        return f"{self.cell}, {self.side}, {self.main_grad}"
 
     def make(  # type: ignore[override]
         self, member: Member, look: Callable[[Gradients], None] = lambda _: None
@@ -247,6 +291,26 @@ def measure_modes(rows: Sequence[MegatronRow], folder: Path, findings: Findings)
         return {"rows": _measure_row(member, row, folder)}
 
     measure_rows(member, rows, findings, measure)
+
+
+def measure_models(row: MegatronModelRow, plan: RoundPlan, findings: Findings) -> None:
+    """
+    Measure one whole model on one rank; its loss is that of the initial weights.
+
+    Args:
+        row: The row.
+        plan: How it is timed.
+        findings: Takes its times, its loss and its facts.
+    """
+    member = meet(row.mode)
+
+    def measure(row: MegatronModelRow) -> dict[str, Any]:
+        run = RankRun.of(member, row.make)
+        run.settle(row.settling_steps)
+        loss = sum(all_gather(member, run.side.loss()))
+        return {"loss": loss, **run.time(plan, run.side.facts())}
+
+    measure_rows(member, [row], findings, measure)
 
 
 def _measure_row(member: Member, row: MegatronRow, folder: Path) -> dict[str, Any]:
@@ -282,7 +346,9 @@ class MegatronSide:
         dtype: Type of main_grad, and of the weights that the optimizer updates.
     """
 
-    def __init__(self, member: Member, mode: str, job: DrawnLanguage, dtype: torch.dtype) -> None:
+    def __init__(
+        self, member: Member, mode: str, job: DrawnLanguage, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         lib = library()
         self.lib, self.mode, self.job, self.dtype = lib, mode, job, dtype
         self.number, self.capture_s = 0, 0.0
@@ -298,15 +364,17 @@ class MegatronSide:
         for v, index in enumerate(self.indices):
             chunk = self._chunk(v).cuda().bfloat16()  # as its Float16Module does
             held = dict(chunk.named_parameters())
-            if odd := sorted(held.keys() ^ {megatron_name(name, index) for name in own[index]}):
+            first = sum(job.cut[:index])
+            theirs = {name: megatron_name(name, first) for name in own[index]}
+            if odd := sorted(held.keys() ^ set(theirs.values())):
                 raise ValueError(
                     f"expected the same parameters in our model and Megatron's, found {len(odd)} "
                     f"in only one of them, such as {odd[0]}"
                 )
             with torch.no_grad():
                 for name, value in own[index].items():
-                    held[megatron_name(name, index)].copy_(value)
-            self.names += [(name, held[megatron_name(name, index)]) for name in own[index]]
+                    held[theirs[name]].copy_(value)
+            self.names += [(name, held[other]) for name, other in theirs.items()]
             chunks.append(chunk)
         del own
         self.model = self._replicated(chunks)
@@ -346,7 +414,7 @@ class MegatronSide:
         if self.mode == "full_iteration":
             graphs["cuda_graph_modules"] = []
         return self.lib.transformer_config.TransformerConfig(
-            num_layers=self.job.num_stages,
+            num_layers=sum(self.job.cut),
             hidden_size=c.hidden,
             ffn_hidden_size=c.ffn,
             num_attention_heads=c.heads,
@@ -355,12 +423,20 @@ class MegatronSide:
             pipeline_dtype=torch.bfloat16,
             pipeline_model_parallel_size=PP,
             virtual_pipeline_model_parallel_size=VPP,
-            # The fusion of this function with the bias computes the approximation by tanh.
-            activation_func=torch.nn.functional.gelu,
-            **OPTIONS,
+            pipeline_model_parallel_layout=self._layout(),
+            # The fusion of GELU with the bias computes the approximation by tanh.
+            activation_func=functional.silu if c.activation == "swiglu" else functional.gelu,
+            **options(self.job),
             deallocate_pipeline_outputs=self.mode == "none",
             **graphs,
         )
+
+    def _layout(self) -> list[list[str]]:
+        """Embedding, layers and loss of each stage."""
+        stages = [["decoder"] * layers for layers in self.job.cut]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        return stages
 
     def _chunk(self, v: int) -> Any:
         layers = self.lib.layers
@@ -379,6 +455,7 @@ class MegatronSide:
 
     def _bare_chunk(self, v: int, spec: Any) -> Any:
         state, job = self.lib.parallel_state, self.job
+        rotary = job.config.positions == "rotary"
         return self.lib.gpt_model.GPTModel(
             self.config,
             spec,
@@ -386,7 +463,7 @@ class MegatronSide:
             job.config.sequence,
             pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=v),
             post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=v),
-            position_embedding_type="learned_absolute",
+            position_embedding_type="rope" if rotary else "learned_absolute",
             vp_stage=v,
             share_embeddings_and_output_weights=False,
         )

@@ -11,9 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from .peers import EAGER, GRAPHS
 from .summary import Raw, busiest_ms, extremes, median, ratio, rounded, step_ms
 
-__all__ = ["FP8_TFLOPS", "derive_models", "step_flops"]
+__all__ = ["FP8_TFLOPS", "LOSS_WITHIN", "derive_models", "step_flops"]
+
+LOSS_WITHIN = 0.001
+"""
+Largest relative difference between Megatron's loss of the initial weights and native's, for one
+model in two frameworks.
+"""
 
 FP8_TFLOPS = 1979
 """
@@ -43,17 +50,34 @@ def step_flops(shape: Raw) -> int:
     return int(3 * tokens * (products + attention))
 
 
+def _fastest_megatron(raw: Raw) -> dict[str, float]:
+    """Milliseconds of the fastest right mode of Megatron, by cell."""
+    good = [row for row in raw["rows"] if row["error"] is None]
+    native = {row["cell"]: row.get("loss") for row in good if row["side"] == "native"}
+    found: dict[str, float] = {}
+    for row in good:
+        cell = row["cell"]
+        if row["side"] not in (EAGER, *GRAPHS) or native.get(cell) is None:
+            continue
+        if abs(row["loss"] - native[cell]) <= LOSS_WITHIN * native[cell]:
+            found[cell] = min(step_ms(row), found.get(cell, step_ms(row)))
+    return found
+
+
 def derive_models(raw: Raw) -> dict[str, Any]:
     """
-    Derive every row's rate, its time relative to native's, and its memory.
+    Derive every row's rate, its time relative to native's and Megatron's, and its memory.
 
     Returns:
         `rows` and `errors`. A row has: whether the last rounds agree (None if no rounds may be
         added), TFLOP/s per GPU, share of the FP8 peak, tokens per second, the part of a step in
         which the busiest GPU runs neither kernels nor copies (messages left out), peak bytes, and,
         under native's schedule, how many tensors differ from native's weights, moments and scales.
+        Native and Megatron have the loss of the initial weights. `megatron_over_this` is the time
+        of Megatron's fastest mode whose loss is native's (within `LOSS_WITHIN`).
     """
     rows, errors = [], []
+    theirs = _fastest_megatron(raw)
     native: dict[str, Raw] = {}
     for row in raw["rows"]:
         name = {key: row[key] for key in ("cell", "side", "schedule")}
@@ -76,6 +100,8 @@ def derive_models(raw: Raw) -> dict[str, Any]:
                 "share": rounded(rates["median"] / FP8_TFLOPS),
                 "tokens_per_s": round(1e3 * shape["sequence"] * shape["microbatches"] / step),
                 "native_over_this": None if base is None else ratio(step_ms(base), step),
+                "megatron_over_this": ratio(theirs.get(row["cell"]), step),
+                "loss": row.get("loss"),
                 "idle": None if busiest is None else rounded(1 - busiest / step),
                 "peak_bytes": max(row["peak_bytes"]),
                 "capture_s": median(
