@@ -10,6 +10,7 @@ could be deferred, so it comes out of dI with the gradients of norms and biases.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import attrs
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .layers import LayerConfig
-from .protocol import TensorSpec, WgradUnit
+from .protocol import BackendError, TensorSpec, WgradUnit
 
 __all__ = [
     "EMBEDDED",
@@ -109,7 +110,7 @@ def stage_ends(
     if ends is not None and ends.embedding:
         if not first:
             raise ValueError(
-                "an embedding takes tokens, which no other stage outputs: pass first=True"
+                "an embedding takes tokens, and no stage outputs tokens: pass first=True"
             )
         takes = ends.tokens(config, device)
     if ends is not None and ends.head:
@@ -248,8 +249,29 @@ def weight_of(loss: object) -> tuple[int, int] | None:
     return loss.weight if isinstance(loss, LossShare) else None
 
 
+@cache
+def _library_computes_losses() -> bool:
+    """Whether Transformer Engine is installed in a version that this runtime takes."""
+    from .te.domain import library
+
+    try:
+        library()
+    except BackendError:
+        return False
+    return True
+
+
 def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log likelihood of a microbatch, in fp32, of logits and the next tokens."""
+    """
+    Mean negative log likelihood of a microbatch, in fp32, of logits and the next tokens.
+
+    On a GPU Transformer Engine's kernels compute it, if the library is installed: torch's own read
+    and write fp32 copies of the logits several times.
+    """
+    if logits.is_cuda and _library_computes_losses():
+        from .te.loss import mean_cross_entropy as by_the_library
+
+        return by_the_library(logits, targets)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     return functional.cross_entropy(flat, targets.reshape(-1))
 

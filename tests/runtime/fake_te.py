@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import queue
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -555,6 +556,62 @@ class Graphs:
 graphs = Graphs()
 
 
+class CrossEntropy:
+    """
+    The function of the mean cross entropy, with the options of a version, which are kept.
+
+    2.18 takes `is_cg_capturable`; 2.20 takes it too, with a warning, and `overwrite_input`.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def of(self, version: str) -> Any:
+        """The function of a version."""
+
+        def old(
+            inp: Tensor,
+            target: Tensor,
+            label_smoothing: float = 0.0,
+            reduce_loss: bool = False,
+            dist_process_group: Any = None,
+            ignore_idx: int = -100,
+            is_cg_capturable: bool = False,
+        ) -> Tensor:
+            self.asked.append(
+                {"reduce_loss": reduce_loss, "is_cg_capturable": is_cg_capturable, "inp": inp}
+            )
+            assert inp.dim() == 3
+            assert target.numel() == inp.shape[0] * inp.shape[1]
+            each = torch.nn.functional.cross_entropy(
+                inp.reshape(-1, inp.shape[-1]).float(),
+                target.reshape(-1),
+                ignore_index=ignore_idx,
+                reduction="mean" if reduce_loss else "none",
+            )
+            return each.reshape(1) if reduce_loss else each
+
+        def new(
+            inp: Tensor,
+            target: Tensor,
+            label_smoothing: float = 0.0,
+            reduce_loss: bool = False,
+            dist_process_group: Any = None,
+            ignore_idx: int = -100,
+            is_cg_capturable: bool = False,
+            overwrite_input: bool = False,
+        ) -> Tensor:
+            assert not overwrite_input
+            if is_cg_capturable:
+                warnings.warn("deprecated", FutureWarning, stacklevel=2)
+            return old(inp, target, label_smoothing, reduce_loss, None, ignore_idx)
+
+        return old if version.startswith("2.18") else new
+
+
+cross_entropies = CrossEntropy()
+
+
 def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
     """What to put into `sys.modules`."""
     names = (
@@ -576,6 +633,8 @@ def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
     te.TransformerLayer, te.LayerNormLinear, te.autocast = TransformerLayer, Head, autocast
     graphs.asked.clear()
     te.make_graphed_callables = graphs.of(version)
+    cross_entropies.asked.clear()
+    te.parallel_cross_entropy = cross_entropies.of(version)
     recipe = made["transformer_engine.common.recipe"]
     recipe.DelayedScaling = DelayedScaling
     recipe.Float8CurrentScaling = recipe.Float8BlockScaling = StatelessScaling

@@ -9,6 +9,7 @@ checks on a GPU.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import torch
 
 from qeffect import gpu_runtime
 from qeffect.gpu_runtime import doctor
-from qeffect.gpu_runtime.backends.ends import Ends
+from qeffect.gpu_runtime.backends.ends import Ends, mean_cross_entropy
 from qeffect.gpu_runtime.backends.epoch_scales import SCALES, Scales
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import (
@@ -37,6 +38,7 @@ from qeffect.gpu_runtime.backends.te import (
 from qeffect.gpu_runtime.backends.te import (
     deferred_gradients,
     joining,
+    loss,
 )
 from qeffect.gpu_runtime.backends.te import (
     domain as te,
@@ -91,6 +93,26 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = fake_te.VERSION) -> 
         monkeypatch.setitem(sys.modules, name, module)
     fake_te.FP8GlobalStateManager.reset()
     te.library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "capturable"), [("2.18.0", True), ("2.20.2", False)], ids=["2.18", "2.20"]
+)
+def test_the_librarys_cross_entropy_is_asked_for_a_mean_in_a_graph(
+    version: str, capturable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the option of which a later version warns; a left-out position does not count."""
+    install(monkeypatch, version)
+    logits, targets = torch.randn(3, 2, 7, dtype=BF16), torch.tensor([[1, 6], [-100, 0], [2, 3]])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = loss.mean_cross_entropy(logits, targets)
+
+    (asked,) = fake_te.cross_entropies.asked
+    assert (asked["reduce_loss"], asked["is_cg_capturable"]) == (True, capturable)
+    assert asked["inp"].data_ptr() == logits.data_ptr()
+    assert torch.equal(found, mean_cross_entropy(logits, targets))
 
 
 def stages_of(

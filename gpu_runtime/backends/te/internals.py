@@ -110,6 +110,7 @@ IMPORTED = (
         ("normalization", "bias", "params_dtype", "fuse_wgrad_accumulation", "device"),
     ),
     ImportedName(_PYTORCH, "autocast", ("enabled", "recipe")),
+    ImportedName(_PYTORCH, "parallel_cross_entropy", ("reduce_loss",)),
     ImportedName(
         _RECIPE,
         "DelayedScaling",
