@@ -106,7 +106,7 @@ def _library(torch: Any, probe: bool) -> Diagnosis:
 
     problem = version_problem(found)
     if not torch.cuda.is_available():
-        return Diagnosis(what, found, False, problem or "it needs a CUDA device")
+        return Diagnosis(what, found, False, problem or "Transformer Engine needs a CUDA device")
     if problem and os.environ.get("QEFFECT_UNTESTED_TE") != "1":
         return Diagnosis(what, found, False, f"{problem}. {_internals()}")
     try:
@@ -128,9 +128,9 @@ def _internals() -> str:
     try:
         missing = missing_imports((*IMPORTED, *BASELINE))
     except Exception as error:  # whatever the library raises while it loads
-        return f"Its internals cannot be examined: {error}"
+        return f"The library's internals cannot be examined: {error}"
     if missing:
-        return f"It lacks names that the runtime uses: {', '.join(missing)}"
+        return f"The library lacks names that the runtime uses: {', '.join(missing)}"
     return "All names that the runtime imports are present"
 
 

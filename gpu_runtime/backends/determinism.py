@@ -35,6 +35,6 @@ def require_deterministic(device: torch.device) -> None:
         found = os.environ.setdefault(name, value)
         if device.type == "cuda" and found != value:
             raise BackendError(
-                f"{name} is {found!r} in the environment, but scales that move once an epoch need "
-                f"{value!r}, or else bits may depend on the mapping onto ranks; unset it"
+                f"{name} is {found!r} in the environment, but scales='epoch' needs {value!r}: "
+                f"otherwise the bits may depend on the mapping onto ranks; unset {name}"
             )

@@ -5,9 +5,9 @@ Each action casts the operands that it reads, each with a scale from its own ama
 products are the library's own functions in the library's own order, and its full backward
 (`Float8Linear`) is the oracle.
 
-dI casts the weight again, as the library does, since the cast of F is not kept. dW multiplies the
-input as cast in F by the output gradient as cast in dI; the library would cast the same values once
-more.
+dI casts the weight again, as the library does, since the cast of F is not kept. dW multiplies F's
+cast of the input by dI's cast of the output gradient. The library would cast both again, with the
+same values.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def library() -> SimpleNamespace:
         from torchao.float8.float8_training_tensor import GemmInputRole
     except (ImportError, OSError) as error:
         raise BackendError(
-            f"TorchAO cannot be imported ({error}); install 'qeffect[torchao]', or use the head "
-            "of the layers' own library"
+            f"TorchAO cannot be imported ({error}); install 'qeffect[torchao]', or use another head"
         ) from error
     return SimpleNamespace(
         Config=Float8LinearConfig,

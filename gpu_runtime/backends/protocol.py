@@ -137,8 +137,8 @@ class DeferredWork:
         compute: The function.
         join: Makes the operands of one product over several microbatches from the operands of
             each, in that order: the rows (tokens) of all, one behind the other. It may assume that
-            all were quantized with the same scales. None if such a product does not exist, because
-            each microbatch has its own scales; then each is multiplied by itself.
+            all were quantized with the same scales. None if each microbatch has its own scales, so
+            that each needs a product of its own.
     """
 
     unit: WgradUnit
@@ -320,8 +320,8 @@ def products(tape: Tape, others: Sequence[Tape]) -> Iterable[DeferredWork]:
         for other in others:
             if other.queued != tape.queued:
                 raise BackendError(
-                    f"slot {other.slot} has deferred {other.queued}, but slot {tape.slot} of the "
-                    f"same dW {tape.queued}; group tapes of one stage after their dI"
+                    f"dI deferred {other.queued} in slot {other.slot}, but {tape.queued} in slot "
+                    f"{tape.slot} of the same dW; group only tapes of one stage, after their dI"
                 )
             parts.append(other.work[at])
         if work.join is None:

@@ -116,9 +116,9 @@ class DoubleRun:
         log: The digests for the step's log, if it has any; they are taken from the second run.
 
     Attributes:
-        differs: Scalar of float64 on the device, after the second run: 0 if no gradient differs,
-            else 1, plus the place of the first gradient that differs, plus the number of all
-            gradients for each further one that differs.
+        differs: Scalar of float64 on the device, after the second run. 0 if no gradient differs.
+            Otherwise the sum of 1, the place of the first gradient that differs, and the number of
+            all gradients times the number of further gradients that differ.
         between: Called between the two runs of a guarded step; for tests.
     """
 

@@ -35,8 +35,8 @@ class LaunchWaits:
         under_way: The events of launches without a verdict, in their order.
         spare: Events of launches that have ended.
         asking: How many verdicts are awaited at this moment.
-        weights_ms: By epoch of the last launches with a verdict, milliseconds of the device in one
-            dW of each stage (`LaunchStamps`); NaN where nothing stamped them.
+        weights_ms: For the last launches with a verdict, by epoch: milliseconds of the device in
+            one dW of each stage (`LaunchStamps`); NaN for a launch without time stamps.
     """
 
     worker: Worker

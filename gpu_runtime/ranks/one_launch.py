@@ -7,8 +7,8 @@ no host acts between two actions. What is checked, and when:
 * *Once, when the step is captured*: everything that guarded replays check, since the capture is a
   guarded step; and that both ends of each channel posted the same messages in the same order.
 * *Before each of the two launches that follow the captured step*: every transition of the step, one
-  after another, by the same guarded actions over the same contract, with a performer that moves
-  nothing (`rehearsal.py`). The two recorded steps must be the same step.
+  after another. The guarded actions call the same contract, but without device work
+  (`rehearsal.py`). The two recorded steps must be the same step.
 * *Before each later launch*: that everything those transitions read is unchanged, except counters
   that moved alike (`qeffect.steps` says why all guards then decide as before), and that the row's
   program and the gradient destinations are unchanged. If anything differs, the step is rehearsed
@@ -119,7 +119,7 @@ class OneLaunch:
         One optimizer step.
 
         Raises:
-            StoppedError: This or the previous step ended on every rank, for one cause.
+            StoppedError: All ranks stopped in this or the previous step, for one cause.
         """
         if self._left_at is not None:
             raise BackendError(

@@ -514,11 +514,11 @@ def _require_boundaries(stage: StageBackend, *, first: bool, last: bool) -> None
     flows = [n for n, spec in enumerate(stage.inputs) if spec.differentiable]
     if not first and flows != [0]:
         raise BackendError(
-            f"{where} has gradients of its inputs {flows}; expected a gradient of input 0 only, "
-            "the input that a message brings to every stage behind the first"
+            f"{where} has gradients of its inputs {flows}; expected a gradient of input 0 only: "
+            "a message brings this input to every stage but the first"
         )
     if first and flows:
         raise BackendError(
-            f"{where} is the first stage, but has input gradients, which nothing reads; make it "
-            "with first=True, or with the option that its backend has instead"
+            f"{where} is the first stage, but has input gradients, which nothing reads; make this "
+            "stage with first=True, or with the equivalent option of its backend"
         )

@@ -81,8 +81,8 @@ class Worker:
         event_log: Where this rank's event log goes, as for `Runtime`.
         rank_log: Where this rank's rank log goes (`qeffect.log.rank_log`): a path, True for
             memory, False for nowhere. By default, if the event log has a path, the rank log is
-            beside it: the suffix is the first letters of the attempt's name and ``ranks.jsonl``. It
-            is split into several files if the event log is.
+            beside it: the suffix is the first letters of the attempt's name and ``ranks.jsonl``. If
+            the event log is split into several files, so is the rank log.
         tagged: Whether messages carry tags, on a transport that has tags.
         pipeline: The pipeline's class; a subclass may record what it runs.
         clip_norm: Limit of the norm of all ranks' gradients together. Beyond it every rank
@@ -447,14 +447,14 @@ class Worker:
 
     def step(self) -> Gradients:
         """
-        One optimizer step; the first of a new run calibrates epoch scales before it.
+        Run one optimizer step. The first step of a new run calibrates epoch scales first.
 
         Returns:
             The gradients that the optimizer was given, valid until the next dW.
 
         Raises:
             StoppedError: All ranks stopped, for one cause. This rank's weights have not changed;
-                after a recoverable cause no rank's have.
+                after a recoverable cause no rank's weights have changed.
         """
         self.calibrate()
         with self.stepping():

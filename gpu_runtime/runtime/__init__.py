@@ -2,7 +2,7 @@
 The runtime of one process: its configuration, its parts, and the boundaries of its epochs.
 
 * `step_mode.py`: how a step can run (`Mode`), and why it cannot be one launch.
-* `runtime_config.py`: `RuntimeConfig`, which says how a step runs (`mode`) and what it holds.
+* `runtime_config.py`: `RuntimeConfig`, the choices for a process, such as how a step runs (`mode`).
 * `assembly.py`: builds slots, gradient destinations, the contract and the executor.
 * `parts.py`: holds these objects; inside `performed_by`, another object does what touches memory,
   streams or other ranks.

@@ -314,14 +314,14 @@ class Assembly:
                 raise BackendError(
                     f"group is {self.config.group}, but stage {index} of the {self.domain.name} "
                     "backend cannot compute the weight gradients of several microbatches as one "
-                    "product: that needs delayed scaling with scales that move once an epoch; "
-                    "make its domain with scales='epoch', or set group=1"
+                    "product: this needs delayed scaling and scales='epoch'; make the stage's "
+                    "domain with scales='epoch', or set group=1"
                 )
         if self.tied.names:
             raise BackendError(
                 f"group is {self.config.group}, but the stages {sorted(self.tied.names)} have tied "
-                "weights with one destination; name them as copies (the ties of a Worker), or set "
-                "group=1"
+                "weights with one destination; name the parameters as copies (the ties of a "
+                "Worker), or set group=1"
             )
         self.order.require_groups(self.config.group)
 
@@ -339,10 +339,10 @@ class Assembly:
         """
         if self.tied.names:
             raise BackendError(
-                f"the stages {sorted(self.tied.names)} have tied weights with one destination. Its "
-                "order of additions depends on the mapping, which scales that move once an epoch "
-                "do not allow; give each its own parameter, and name them as copies (the ties of a "
-                "Worker)"
+                f"the stages {sorted(self.tied.names)} have tied weights with one destination. The "
+                "order of additions in this destination depends on the mapping; scales='epoch' "
+                "does not allow this. Give each stage its own parameter, and name the parameters "
+                "as copies (the ties of a Worker)"
             )
         if self.config.rule != "accumulate":
             return
@@ -352,8 +352,8 @@ class Assembly:
                     raise BackendError(
                         f"{self.order.source}: stage {stage} runs its {action} in the order "
                         f"{found} of microbatches, and rule 'accumulate' adds in that order, but "
-                        "scales that move once an epoch need the order of microbatches; take "
-                        f"rule='per_microbatch', or a table whose {action} follow that order"
+                        "scales='epoch' needs ascending microbatches; take "
+                        f"rule='per_microbatch', or a table with {action} in ascending order"
                     )
 
     @property

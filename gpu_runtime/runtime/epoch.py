@@ -153,14 +153,14 @@ class EpochRuntime(RuntimeParts):
         obstacle = self._short_walk_obstacle()
         if obstacle:
             raise BackendError(f"shorten_walk: {obstacle}")
-        if type(microbatches) is int:
+        if type(microbatches) is int and microbatches > 0:
             for index in self.memories:
                 first = self.order.microbatches(index, Kind.WGRAD)[0]
                 if first >= microbatches:
                     raise BackendError(
-                        f"shorten_walk: stage {index} runs the dW of microbatch {first} first, "
-                        f"which overwrites the gradients, and a walk of {microbatches} leaves it "
-                        "out; take an order whose first dW is of microbatch 0"
+                        f"shorten_walk: the first dW of stage {index}, which overwrites the "
+                        f"gradients, is of microbatch {first}, and a walk of {microbatches} leaves "
+                        "this dW out; take an order whose first dW is of microbatch 0"
                     )
         self.contract.shorten_walk(microbatches)
 

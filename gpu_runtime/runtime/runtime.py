@@ -40,9 +40,9 @@ class Runtime(EpochRuntime):
             with messages, and says which stages receive and send; provisioning, feeds and readers
             of `RuntimeConfig` are then ignored.
         rank: Rank of the process, for the event log.
-        registry: Gradient destinations of the other runtimes of one training process, which those
-            of this runtime must not overlap. `close` releases them. By default they are not
-            compared.
+        registry: Gradient destinations of the other runtimes of one training process. This
+            runtime's destinations must not overlap them; `close` releases this runtime's
+            destinations. Without a registry, destinations of two runtimes are not compared.
 
     Raises:
         BackendError: The order names other stages or is incomplete, the backend cannot be captured,
@@ -61,8 +61,8 @@ class Runtime(EpochRuntime):
         """
         Abort every outstanding tape after a failure outside of the actions.
 
-        A failed action calls this itself. A loop calls it if a transfer or another rank fails. The
-        epoch of a stage that had a tape can no longer commit; `rebuild` restarts it.
+        A failed action calls this itself. Your loop calls it if a transfer or another rank fails.
+        If a stage had a tape, its epoch can no longer commit; `rebuild` restarts the epoch.
 
         Returns:
             Number of tapes aborted.

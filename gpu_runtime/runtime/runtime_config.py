@@ -118,21 +118,21 @@ class RuntimeConfig:
             at the next `finalize` or `checkpoint`. The default is ``next step`` in mode ``one
             launch``, which accepts no other value, and None otherwise.
         rule: Where dW writes.
-        walks: Largest number of walks over the order in an epoch, at least 1. With more than one,
-            gradients accumulate over the walks, which `Runtime.next_walk` separates; needs the rule
-            ``accumulate``, and a mode other than ``one launch``.
-        group: Microbatches whose weight gradients one product computes: consecutive ones, so it
-            must divide the microbatches of a walk. 1 computes each by itself. More than 1 needs
-            scales that move once an epoch, since one product has one set of scales, the rule
-            ``accumulate``, and an order whose dW of a group follow one another
-            (`qeffect.schedule.grouping`). In bf16 it changes the bits: one rounding replaces
-            several.
+        walks: Largest number of walks over the order in an epoch, at least 1. `Runtime.next_walk`
+            begins the next walk, and gradients accumulate over the walks. More than 1 needs the
+            rule ``accumulate``, and a mode other than ``one launch``.
+        group: Number of consecutive microbatches whose weight gradients one product computes; must
+            divide the microbatches of a walk. 1 computes each microbatch by itself. More than 1
+            needs scales that move once an epoch (one product has one set of scales), the rule
+            ``accumulate``, and an order in which the dW of a group follow one another
+            (`qeffect.schedule.grouping`). In bf16 the number changes the bits: one rounding
+            replaces several.
         dtype: Type of the destinations; needs master weights if the parameters have another type.
         provisioning: How slots are counted.
         readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
-            recorder), which must finish before a slot is free.
-        feeds: By local stage, the local stage that reads its output; the slot is kept for this
-            reader.
+            recorder). A slot is free only after its readers have finished.
+        feeds: For each local stage whose output another local stage reads: that other stage. The
+            slot is kept for this reader.
         declared: Refuse any other order of F and dI than the plan's.
         callers: Names of the calling streams.
         feeder: Name of the caller whose stream copies data into the slots of stages that take data,
@@ -146,12 +146,13 @@ class RuntimeConfig:
             not named has one bucket of all its gradients; the bucket's name is the stage's index.
         reductions: The order of all buckets in which every replica starts their reductions; empty
             if the order of the calls is not checked.
-        tied: Groups of matrices, each by stage and name, that are one parameter: they share one
-            destination, and the first has the gradient. A parameter in two places is refused unless
-            it is declared here.
-        copies: By a weight's name, its copies: separate parameters, each with its own gradient. The
-            reducer gets all copies of this process under that name, after all other gradients, and
-            must leave the same sum in all copies, including those of other ranks.
+        tied: Groups of matrices, each by stage and name, that are one parameter. They share one
+            destination, and the first matrix has the gradient. A parameter in two places is refused
+            unless it is declared here.
+        copies: For each weight that exists several times, by its name: its copies, which are
+            separate parameters, each with its own gradient. The reducer gets the gradients of all
+            copies of this process under the weight's name, after all other gradients. It must leave
+            the same sum in the gradients of all copies, also of copies on other ranks.
         amax: ``replica`` makes scales from a replica's own amaxes; with ``replicas`` all
             replicas share their amaxes at the end of each epoch (`step/memory/scaling.py`). With a
             reducer, the contract's configuration then has a bucket ``amax``, which must be reduced

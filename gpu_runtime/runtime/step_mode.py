@@ -34,7 +34,7 @@ def mode_on(device: torch.device | str, mode: Mode = "replays") -> Mode:
 
 def without_launches(mode: Mode) -> Mode:
     """
-    The mode in which a step that cannot be one launch runs: ``replays`` for ``one launch``.
+    The mode of a step that cannot be one launch: ``replays`` instead of ``one launch``.
 
     >>> without_launches("one launch"), without_launches("eager")
     ('replays', 'eager')
@@ -92,8 +92,8 @@ def one_launch_obstacles(
     if keeps_gradients:
         found.append(
             "the scales move once an epoch and the table's dI are not in the order of "
-            "microbatches, so gradients are kept outside of the slots' graphs: take a table in "
-            "that order"
+            "microbatches, so gradients are kept outside of the slots' graphs: take a table whose "
+            "dI are in the order of microbatches"
         )
     found += filter(None, (walks_obstacle(walks), nesting_obstacle(device)))
     return found

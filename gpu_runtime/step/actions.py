@@ -537,7 +537,7 @@ class GuardedActions:
         return self._slot_of(ref).dgrads
 
     def finish_dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
-        """Declare that the reader of the input gradients is done; otherwise as `finish_outputs`."""
+        """Declare that the reader of the input gradients is done, like `finish_outputs`."""
         self.contract.finish_read(key, ref, gradient=True, link=self.links[caller])
 
     @property
@@ -636,8 +636,9 @@ class GuardedActions:
         """
         Abort every outstanding tape of the process: the step has failed (paper, III-A and IV-E).
 
-        A failed action calls this itself. A loop calls it if another part of the step fails, for
-        example a transfer. The epoch can then no longer commit; `Runtime.rebuild` restarts it.
+        A failed action calls this itself. Your loop calls it if another part of the step fails, for
+        example a transfer. The epoch can then no longer commit; `Runtime.rebuild` restarts the
+        epoch.
 
         Returns:
             Number of tapes aborted.

@@ -175,7 +175,8 @@ def square_sums(
 
     Args:
         gradients: Finalized and reduced gradients, by stage and name, one per parameter.
-        elsewhere: Gradients to leave out, by stage and name: another copy of the weight counts.
+        elsewhere: Gradients to leave out, by stage and name, because the norm counts another copy
+            of their weight.
     """
     found: dict[Part, Tensor] = {}
     for part, names in parts_of(gradients, elsewhere).items():

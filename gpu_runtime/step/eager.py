@@ -47,11 +47,11 @@ class StageMemory:
         all_units: Names of its units, in the order in which dI queues them.
         all_matrices: Names of its matrices, sorted; the kernel's own tuple once that exists.
         shared: Units whose destination another stage also writes.
-        groups: By microbatch, the microbatches whose dW runs as one with its own, itself included;
-            empty if an earlier microbatch's dW takes it.
-        kept: By microbatch, its non-matrix gradients, to be summed in the order of microbatches at
-            the end; None if `sums` adds them in dI order, because that order is the same or does
-            not matter.
+        groups: For each microbatch, the microbatches whose dW run together with its dW, itself
+            included; empty if an earlier microbatch's dW includes it.
+        kept: Each microbatch's non-matrix gradients, which are summed in the order of microbatches
+            at the end of the step. None if dI adds them to `sums` at once, because dI runs in the
+            order of microbatches or the order does not matter.
     """
 
     stage: StageBackend
@@ -282,7 +282,7 @@ class EagerExecutor:
         *,
         keep: bool,
     ) -> tuple[str, ...]:
-        """dW that may keep the deferred work, for the capture of another variant."""
+        """Run dW; `keep` leaves the deferred work in place, for the capture of another variant."""
         result = self.run_work(memory, slot, variant, others, keep=keep)
         self._count("dW", slot.index, variant.writes, memory.located(variant.destination))
         return memory.evidence(result.covered)

@@ -37,8 +37,8 @@ def evaluated(
             forward, and the cache gets its former content back.
 
     Returns:
-        The outputs, detached, and the effects on training that are left: no filled cache, and no
-        scaling update unless the domain's state differs from the state before.
+        The outputs, detached, and the lasting effects on training. No cache counts as filled.
+        Scaling updates count only if the domain's state differs from the state before.
     """
     stage = memory.stage
     reports = [(other.reports, other.reports.updates()) for other in others]

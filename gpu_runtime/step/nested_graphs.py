@@ -1,8 +1,8 @@
 """
-Graphs that become a child node of another graph when they are replayed during a capture.
+Graphs that can be replayed while another graph is captured.
 
-torch's own graphs cannot: a launch while capturing is an error. A nestable graph keeps the captured
-graph and adds it to the current capture as a child node, after the stream's earlier work.
+Such a graph becomes a child node of the other graph, after the stream's earlier work. A graph of
+torch cannot: launching it during a capture is an error.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch
 
 from qeffect.contract import Contract
 from qeffect.stage_config import Bucket
+from qeffect.text import counted
 
 from ..backends.protocol import BackendError, StageBackend
 from .memory.scaling import SharedScaling
@@ -69,8 +70,8 @@ def require_buckets(
         reduces: Whether the runtime has a reducer.
 
     Raises:
-        BackendError: The buckets are of other stages, the runtime has no reducer, or the buckets
-            do not hold exactly the stage's gradients.
+        BackendError: A stage with buckets is not in this process, the runtime has no reducer, or a
+            stage's buckets do not hold exactly the stage's gradients.
     """
     unknown = sorted(buckets.keys() - stages.keys())
     if unknown:
@@ -94,9 +95,9 @@ def require_buckets(
         rest = [bucket for bucket in given if not bucket.matrices]
         if given and len(rest) != bool(others):
             raise BackendError(
-                f"stage {index} has {len(others)} parameters that are not matrices, and "
-                f"{len(rest)} buckets without matrices to hold their gradients; expected "
-                f"{int(bool(others))}"
+                f"stage {index} has {counted(len(others), 'parameter')} that are not matrices; for "
+                f"their gradients, expected {counted(int(bool(others)), 'bucket')} without "
+                f"matrices, found {len(rest)}"
             )
         for bucket in given:
             if bucket.name in found:

@@ -303,9 +303,9 @@ class Run:
             the log. 0 writes one file.
         event_log_keep: Number of event log files to keep per rank, the current file included; the
             oldest file is removed when a new file begins. The oldest file of a rank log is removed
-            two steps later, when every rank has a new file. Of the folders `before-0001` and so on,
-            only the newest is then kept. 0 keeps all.
-        deterministic: Whether libraries may only use CUDA kernels that give the same bits each
+            two steps later, when every rank has a new file. If the number is above 0, only the
+            newest of the folders `before-0001` and so on is kept. 0 keeps all files and folders.
+        deterministic: Whether libraries may use only CUDA kernels that give the same bits each
             time. If false, a run that resumes may end with other bits than a run that never
             stopped. `--compare` always asks for deterministic kernels.
         retries: How often in a row a stopped step is repeated, if all ranks survived the stop.
@@ -392,10 +392,10 @@ class Guarding:
     Args:
         digests: Whether the log has a digest (hash) of each gradient of every step, taken before
             the update. `qeffect runtime bisect` compares the digests of two logs.
-        replay_every: Steps from one step that runs twice to the next. Both runs begin with the same
-            weights, scales and random numbers. The device compares digests of all gradients; if
-            they differ, no rank updates. An error that is in both runs is not seen, such as a bit
-            of a weight that flipped before them. 0 runs no step twice.
+        replay_every: Steps between two steps that run twice. Both runs begin with the same weights,
+            scales and random numbers. The device compares digests of all gradients; if they differ,
+            no rank updates. An error in both runs is not seen, such as a bit of a weight that
+            flipped before the first run. 0 runs no step twice.
         on_mismatch: What happens if the two runs differ: `stop` ends the run with exit code 1;
             `again` restarts the step, and ends the run after three mismatches in a row.
     """

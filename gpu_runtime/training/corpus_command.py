@@ -77,7 +77,7 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--any-version",
         action="store_true",
-        help="accept a standard library without a list, or one that differs from its list",
+        help="accept a standard library whose list of hashes is missing, or differs from it",
     )
 
 

@@ -169,8 +169,8 @@ class Saves:
                 )
             if "source" not in free:
                 changed.append(
-                    "the checkpoint does not name its training file, so it was not checked that "
-                    "it belongs to this run"
+                    "the checkpoint does not name its training file, so the run did not check "
+                    "whether the checkpoint is its own"
                 )
             line = {"resumed": str(path), "step": began, "changed": changed}
             self.log({**line, "run": run[0]})

@@ -6,8 +6,8 @@ Examples are `model.layers.5.qkv.weight`, `optim.layers.5.qkv.weight.exp_avg` an
 `fp8.dp0.layers.5.forward.scale`. Layers count over the whole model, so any rank of any mapping
 finds its tensors. A tensor that is the same in all replicas has one name. Scaling state differs
 between replicas and is named by replica; if the replicas share the state, all use the first
-replica's name. Random states belong to a process, so their names, and only theirs, contain a place
-in the pipeline.
+replica's name. Random states belong to a process, so their names contain a place in the
+pipeline; no other name does.
 
 Tokens, generations, tapes, graphs, streams, events, addresses and weight caches are not saved: they
 belong to a process, and a restore rebuilds them.

@@ -270,12 +270,12 @@ class _Columns:
         return _slice(self._digests_at, n, self._digests)
 
     def times(self, n: int) -> slice:
-        """The places of the times of the n-th step, in ms, as in `StepTimes.spent`."""
+        """Where the times of the n-th step are, in ms and in the order of `StepTimes.spent`."""
         return _slice(self._times_at, n, 4)
 
     def zeros(self, n: int) -> slice:
         """
-        The places of the flags of the n-th step: one per stage, padded to the rank with the most.
+        Where the flags of the n-th step are: one per stage, padded to the rank with most stages.
         """
         return _slice(self._zeros_at, n, self._stages)
 

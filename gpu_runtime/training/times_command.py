@@ -51,9 +51,9 @@ def add_times_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=int,
         metavar="G",
-        help="numbers of microbatches whose weight gradients one product computes, each compared "
-        "with one product per microbatch (default: every power of two that divides the "
-        "microbatches of one pass through the schedule)",
+        help="group sizes to compare with one product per microbatch: numbers of microbatches "
+        "whose weight gradients one product computes (default: every power of two that divides "
+        "the microbatches of one pass through the schedule)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="F", help="JSON file of the times, for qeffect plan --durations"

@@ -53,7 +53,7 @@ class WeightNames:
 
     Args:
         source: Where the names come from, for messages.
-        lines: By our name: the other name, and whether the matrix is transposed.
+        lines: For each of our names: the other name, and whether the matrix is transposed.
     """
 
     source: str

@@ -19,7 +19,7 @@ from tests.docs.blocks import KERNEL_PAGE, KERNEL_REPORTS, ROOT, RUNTIME_PAGE, l
 from tests.docs.found_block import found
 from tests.docs.kernel_block import failures_counts, faults
 from tests.docs.reading import dated, files, ratio, reports
-from tests.docs.remarks import in_short
+from tests.docs.remarks import bound, in_short
 from tests.docs.summary_block import compared_rows, goals_of_reports, longest, whole
 
 Report = Mapping[str, Any]
@@ -129,8 +129,9 @@ def over_ranks() -> Iterator[str]:
         rows = [row for row in report["derived"]["timed"] if row["side"] == "one launch"]
         if rows:
             faster, over = ([row[k] for row in rows] for k in ("native_over_this", "over_bound"))
+            sign = bound(name, report)
             yield (
-                f"*{pp} ranks*: {span(faster)} native's speed, {span(over)} the bound. "
+                f"*{pp} ranks*: {sign}{span(faster)} native's speed, {span(over)} the bound. "
                 f"[{name}{in_short(name, report)}]({RUNTIME}#{anchor(name, pp)})."
             )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["CUT", "FORMED_AGAIN", "IN_SHORT", "REMARKS", "in_short", "remark"]
+__all__ = ["CUT", "FORMED_AGAIN", "IN_SHORT", "REMARKS", "bound", "in_short", "remark"]
 
 FORMED_AGAIN = (
     "The bounds were computed again later, from the report's own times, with a refresh before each "
@@ -18,7 +18,8 @@ FORMED_AGAIN = (
 )
 PROFILED = (
     "The first side was timed before the profiler was used in its process, every other side after. "
-    "Once used, the profiler slows each launch on the host, for native, replays and one launch."
+    "Once used, the profiler slows each launch on the host, for native, replays and one launch. "
+    "It slows native most, so without it *native / this* is at most the ratio shown (≤)."
 )
 CUT = {
     ("tables_four.json", "df5819e4b527"): (
@@ -68,6 +69,11 @@ def remark(name: str, report: Mapping[str, Any]) -> str:
     """The caveat on a report after a space; empty without a caveat."""
     found = REMARKS.get((name, report["environment"]["commit"][:12]))
     return "" if found is None else f" {found}"
+
+
+def bound(name: str, report: Mapping[str, Any]) -> str:
+    """The sign before a ratio over native in a report that was timed behind the profiler."""
+    return "≤ " if PROFILED in remark(name, report) else ""
 
 
 def in_short(name: str, report: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from qeffect.gpu_runtime.lab.statistics.scale import BOUND_GOALS
 from tests.docs.blocks import markdown
 from tests.docs.reading import machine_of, ratio
-from tests.docs.remarks import remark
+from tests.docs.remarks import bound, remark
 from tests.docs.tables_block import goals
 
 Report = Mapping[str, Any]
@@ -86,7 +86,8 @@ def timed(name: str, report: Report) -> Iterator[str]:
         "kernels, ms, and step / kernels", "tensors that differ from replays",
         "GB above native",
     )  # fmt: skip
-    yield markdown(header, [_row(row, in_order, ahead) for row in found])
+    sign = bound(name, report)
+    yield markdown(header, [_row(row, in_order, ahead, sign) for row in found])
 
 
 BACK_TO_BACK = (
@@ -100,7 +101,7 @@ REPLAYED = (
 )
 
 
-def _row(row: Mapping[str, Any], in_order: bool, ahead: bool) -> tuple[str, ...]:
+def _row(row: Mapping[str, Any], in_order: bool, ahead: bool, sign: str) -> tuple[str, ...]:
     step, above = row["step_ms"], row["above_native_bytes"]
     return (
         row["cell"],
@@ -110,7 +111,7 @@ def _row(row: Mapping[str, Any], in_order: bool, ahead: bool) -> tuple[str, ...]
         f"{row['single_ms']['median']:.2f}",
         f"{row['host_ms']['median']:.2f}",
         *([_ahead(row)] if ahead else []),
-        ratio(row["native_over_this"]),
+        "-" if row["native_over_this"] is None else sign + ratio(row["native_over_this"]),
         over_bound(row),
         *([ratio(row.get("over_in_order"))] if in_order else []),
         f"{row['busiest_ms']:.2f}, {ratio(row['over_busiest'])}" if "busiest_ms" in row else "-",

@@ -26,7 +26,7 @@ from tests.docs.reading import (
     reports,
     stale_reads,
 )
-from tests.docs.remarks import remark
+from tests.docs.remarks import bound, remark
 from tests.docs.scale_block import over_bound, ranks_of
 
 Report = Mapping[str, Any]
@@ -284,11 +284,11 @@ def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
             schedule,
             *(
                 said
-                for pp in chosen
+                for pp, source in chosen.items()
                 for said in (
                     _timed(native.get((cell, pp))),
-                    _timed(timed.get((cell, schedule, "guarded", pp))),
-                    _launch(timed.get((cell, schedule, "one launch", pp))),
+                    _timed(timed.get((cell, schedule, "guarded", pp)), bound(*source)),
+                    _launch(timed.get((cell, schedule, "one launch", pp)), bound(*source)),
                 )
             ),
         )
@@ -312,18 +312,18 @@ def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
     yield markdown(("cell", "schedule", *(name for three in sides for name in three)), rows)
 
 
-def _launch(row: Mapping[str, Any] | None) -> str:
+def _launch(row: Mapping[str, Any] | None, sign: str) -> str:
     if row is None:
         return "-"
     over = over_bound(row).partition(" ")[0]
-    return _timed(row) + ("" if over == "-" else f", {over}")
+    return _timed(row, sign) + ("" if over == "-" else f", {over}")
 
 
-def _timed(row: Mapping[str, Any] | None) -> str:
+def _timed(row: Mapping[str, Any] | None, sign: str = "") -> str:
     if row is None:
         return "-"
     ms, faster = row["step_ms"]["median"], row["native_over_this"]
-    return milliseconds(ms) + ("" if faster is None else f" ({ratio(faster)})")
+    return milliseconds(ms) + ("" if faster is None else f" ({sign}{ratio(faster)})")
 
 
 def one_device(found: Sequence[Report]) -> Iterator[str]:

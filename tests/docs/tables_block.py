@@ -9,7 +9,7 @@ from typing import Any
 
 from qeffect.gpu_runtime.lab.statistics.models import FP8_TFLOPS, LOSS_WITHIN
 from tests.docs.blocks import markdown
-from tests.docs.remarks import remark
+from tests.docs.remarks import bound, remark
 
 Row = Mapping[str, Any]
 
@@ -60,7 +60,9 @@ def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "ranks is for the language model."
             f"{remark(name, report)}"
         )
-        for make in (_complete, _attribution, _resources, _weak, _mapping, _bits, goals):
+        sign = bound(name, report)
+        parts += [*_complete(derived, sign), *_attribution(derived, sign)]
+        for make in (_resources, _weak, _mapping, _bits, goals):
             parts += make(derived)
     return parts
 
@@ -69,14 +71,14 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [markdown(header, rows)] if rows else []
 
 
-def _complete(derived: Row) -> list[str]:
+def _complete(derived: Row, sign: str) -> list[str]:
     rows = [
         (
             row["cell"],
             row["schedule"],
             row["set"],
             f"{_number(row['native_ms'])} / {_number(row['ms'])}",
-            _ratio(row["speedup"]),
+            sign + _ratio(row["speedup"]),
             f"{row['paper_native_ms']} / {row['paper_ms']}",
             f"{row['paper_speedup']:.3f}x",
             f"{_number(row['break_even_steps'], 1)} ({_number(row['paper_break_even_steps'], 1)})",
@@ -91,12 +93,12 @@ def _complete(derived: Row) -> list[str]:
     return _table(header, rows)
 
 
-def _attribution(derived: Row) -> list[str]:
+def _attribution(derived: Row, sign: str) -> list[str]:
     rows = [
         (
             row["configuration"],
             _number(row["ms"]),
-            _ratio(row["native_over_this"]),
+            "-" if row["native_over_this"] is None else sign + _ratio(row["native_over_this"]),
             _ratio(row["copied_over_this"]),
             _number(row["break_even_steps"], 1),
             _gigabytes(row["above_native_bytes"]),

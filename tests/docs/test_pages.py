@@ -34,7 +34,7 @@ from tests.docs.device_block import _guards, _parts
 from tests.docs.history import AGE
 from tests.docs.kernel_block import agreements, proofs
 from tests.docs.reading import dated, files
-from tests.docs.remarks import CUT, IN_SHORT, REMARKS, in_short, remark
+from tests.docs.remarks import CUT, IN_SHORT, REMARKS, bound, in_short, remark
 from tests.docs.runtime_block import _bits, _typed, example_of
 
 
@@ -388,6 +388,20 @@ def test_a_goal_stands_beside_every_launch_over_its_bound() -> None:
             assert any(cell in line for line in lines), place
             counted += 1
     assert counted
+
+
+def test_ratios_over_a_native_behind_the_profiler_are_bounds() -> None:
+    """In both reports that were timed so, in their own tables; and in no other report's."""
+    text = (ROOT / "gpu_runtime/lab/reports/README.md").read_text()
+    sections = dict(
+        zip(("scale.json", "scale_four.json"), text.split("\n### scale")[1:3], strict=True)
+    )
+    for name, section in sections.items():
+        report = load(RUNTIME_REPORTS / name)
+        cells = [row.split(" | ")[6] for row in section.splitlines() if " | one launch | " in row]
+        signs = {cell.partition(" ")[0] == "≤" for cell in cells}
+        assert signs == {name == "scale_four.json"}
+        assert bound(name, report) == ("≤ " if name == "scale_four.json" else "")
 
 
 def test_a_remark_is_of_a_report_of_one_commit() -> None:

@@ -39,7 +39,8 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "gradients": (
         {"keeps_gradients": True},
         "the scales move once an epoch and the table's dI are not in the order of microbatches, so "
-        "gradients are kept outside of the slots' graphs: take a table in that order",
+        "gradients are kept outside of the slots' graphs: take a table whose dI are in the order "
+        "of microbatches",
     ),
     "walks": (
         {"walks": 3},

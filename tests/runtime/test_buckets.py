@@ -295,8 +295,8 @@ class TestConfiguration:
         ("change", "said"),
         [
             ({9: (Bucket("x"),)}, r"buckets name the stages \[9\]"),
-            ({0: BUCKETS[0][:2]}, "0 buckets without matrices.*expected 1"),
-            ({0: (*BUCKETS[0], Bucket("more"))}, "2 buckets without matrices.*expected 1"),
+            ({0: BUCKETS[0][:2]}, "expected 1 bucket without matrices, found 0"),
+            ({0: (*BUCKETS[0], Bucket("more"))}, "expected 1 bucket without matrices, found 2"),
         ],
     )
     def test_buckets_that_do_not_hold_a_stage(

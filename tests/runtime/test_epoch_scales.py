@@ -216,7 +216,7 @@ class TestSums:
         stages = reference_stages(order, 4, TINY, scales="epoch")
         stages[1].tie("layers.0.proj", stages[0].layers[0].proj)  # type: ignore[arg-type]
         tied = [[(0, "layers.0.proj.weight"), (1, "layers.0.proj.weight")]]
-        with pytest.raises(BackendError, match="name them as copies"):
+        with pytest.raises(BackendError, match="name the parameters as copies"):
             Runtime(stages, order, RuntimeConfig(tied=tied))
 
 

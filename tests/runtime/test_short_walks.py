@@ -155,7 +155,7 @@ def test_a_rebuilt_epoch_is_shortened_again() -> None:
         ({"declared": True}, "set declared=False"),
         ({"rule": "per_microbatch"}, "set rule='accumulate'"),
         ({"rule": "copied"}, "set rule='accumulate'"),
-        ({"order": "0F0 0F1 0I0 0I1 0W1 0W0"}, "stage 0 runs the dW of microbatch 1 first"),
+        ({"order": "0F0 0F1 0I0 0I1 0W1 0W0"}, "the first dW of stage 0.* is of microbatch 1"),
     ],
 )
 def test_what_cannot_be_shortened(options: dict[str, Any], told: str) -> None:
@@ -167,5 +167,5 @@ def test_what_cannot_be_shortened(options: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize("microbatches", [0, 4])
 def test_a_number_out_of_range(microbatches: int) -> None:
     """From one to all microbatches of the order."""
-    with pytest.raises((ValueError, BackendError), match=r"expected 1 to 3|leaves it out"):
+    with pytest.raises((ValueError, BackendError), match="expected 1 to 3"):
         looped().runtime.shorten_walk(microbatches)

@@ -383,7 +383,7 @@ class TestGroupedWgrad:
         """For example a tape whose dI has not run."""
         stage = stage_with_head()
         (first,) = taped(stage, 1, destinations_of(stage))
-        with pytest.raises(BackendError, match="group tapes of one stage after their dI"):
+        with pytest.raises(BackendError, match="group only tapes of one stage, after their dI"):
             stage.wgrad(first, accumulate=False, others=[stage.new_tape(1)])
 
 

@@ -72,7 +72,7 @@ class RandomNumbers:
 
     def drop_named(self, value: Tensor, probability: float, name: Sequence[int]) -> Tensor:
         """
-        As `drop`, with the numbers of a name instead of those of a position; no position moves.
+        Like `drop`, but draws the numbers by name instead of by position; no position moves.
 
         Args:
             value: The tensor.

@@ -34,7 +34,7 @@ def product(
 
 
 def joined(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """The rows of several operands that have the scale of the first, one behind the other."""
+    """The rows of several operands, one behind the other; all have the scale of the first."""
     return QuantizedTensor(torch.cat([part.data for part in parts]), parts[0].scale_inv)
 
 

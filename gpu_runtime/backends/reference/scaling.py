@@ -257,7 +257,7 @@ class ReferenceDomain:
 
     def drop(self, value: Tensor, probability: float, layer: int = 0, branch: int = 0) -> Tensor:
         """
-        Drop elements; a recomputation drops those that its F dropped.
+        Drop elements; a recomputation drops the same elements as its F.
 
         Args:
             value: The tensor.
@@ -350,7 +350,7 @@ class ReferenceDomain:
         return {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
 
     def recipe(self) -> Mapping[str, Any]:
-        """Delayed scaling, HYBRID; also when scales move, unless that is at every F and dI."""
+        """Delayed scaling, HYBRID; and when scales move, if not at every F and dI."""
         found = {
             "recipe": "DelayedScaling",
             "format": "HYBRID",

@@ -349,7 +349,7 @@ class TransformerEngineDomain:
         }
 
     def recipe(self) -> Mapping[str, Any]:
-        """The recipe as plain data; also when scales move, unless that is at every F and dI."""
+        """The recipe as plain data; and when scales move, if not at every F and dI."""
         if self.scaling != "delayed":
             return {"recipe": type(self._recipe).__name__}
         found = {

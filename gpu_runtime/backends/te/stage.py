@@ -279,9 +279,9 @@ class TransformerEngineStage:
         expected = len(self.units) - (self.split_head is not None)
         if cached != expected:
             raise BackendError(
-                f"stage {self.index} has {cached} weight caches, expected {expected}: it was not "
-                "warmed, or its layers create no caches under names that this backend knows; call "
-                "warm() before capture, and run qeffect runtime doctor if it was called"
+                f"stage {self.index} has {cached} weight caches, expected {expected}: the stage "
+                "was not warmed, or its layers create caches under names that this backend does "
+                "not know; call warm() before capture; if you did, run qeffect runtime doctor"
             )
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -61,7 +61,7 @@ class Row:
     One rank's actions in a step, and the slots that they use.
 
     Args:
-        table: The whole table as it is walked; `walked` makes it.
+        table: The whole table that `walked` returns.
         rank: The rank of this row.
         atoms: The row's indivisible steps.
         order: Its F, dI and dW.

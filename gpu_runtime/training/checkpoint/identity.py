@@ -52,8 +52,8 @@ def identity_of(
             whose = f"run {own[0]}" if own else "a run without identity"
             raise BackendError(
                 f"{folder} has checkpoints of two runs: {newest.name} belongs to {whose}, others "
-                f"to run {others[0]}; move those of one run away, or continue {newest.name} with "
-                "--adopt"
+                f"to run {others[0]}; move the checkpoints of one run away, or continue "
+                f"{newest.name} with --adopt"
             )
     warning = "" if own else f"{newest} has no run identity; an earlier version saved it"
     first = name or (own[0] if own else fresh)

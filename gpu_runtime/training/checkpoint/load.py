@@ -216,5 +216,5 @@ def require_all_taken(
 def _remedy(name: str) -> str:
     """What to do about a tensor that only the checkpoint has, or only this run."""
     if name.startswith(f"{NUMERICAL}.") and name.split(".")[2].startswith("process"):
-        return "this state belongs to a rank: resume with the pp that it was saved with"
+        return "this state belongs to one rank: resume with the pp of the saved run"
     return "build the model that it was saved from"
