@@ -119,8 +119,8 @@ OPTIONS = {
         *("--no-profile", "--device", "--merge", *REPORT),
     },
     "runtime report models": {
-        *("--pp", "--cells", "--schedules", "--megatron", "--limit", "--rounds", "--steps"),
-        *("--native-steps", "--no-profile", "--device", *REPORT),
+        *("--pp", "--cells", "--schedules", "--replicas", "--megatron", "--limit"),
+        *("--rounds", "--steps", "--native-steps", "--no-profile", "--device", *REPORT),
     },
     "runtime report groups": {
         *("--pp", "--cells", "--schedules", "--dtypes", "--groups", "--rounds", "--steps"),

@@ -277,14 +277,14 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
                 error["cell"],
                 error["schedule"],
                 error["side"],
-                *"-------",
+                *"--------",
                 f"failed: {error['error']}",
             )
             for error in derived["errors"]
         ]
         header = (
             "cell", "schedule", "side", "ms (counted rounds)", "TFLOP/s per GPU", "of the FP8 peak",
-            "native / this", "Megatron / this", "idle", "peak GB", "differ",
+            "native / this", "Megatron / this", "one replica / this", "idle", "peak GB", "differ",
         )  # fmt: skip
         parts += _table(header, rows)
     if parts:
@@ -302,7 +302,8 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "Interleaved 1F1B over full backwards. *Megatron* is the fastest mode of Megatron-core "
             "0.19.2 that was run and has native's loss of the initial weights (within "
             f"{LOSS_WITHIN:.1%}); it has the same cut, and its optimizer has a learning rate of 0. "
-            "*Idle* is the part of a step that the kernels "
+            "Replicas reduce their gradients within the step; *one replica* is the same pipeline "
+            "without reductions. *Idle* is the part of a step that the kernels "
             "and copies of the busiest GPU do not cover; kernels of messages do not count, and "
             "kernels that overlap count twice. *Differ* compares weights, moments and scales after "
             "three steps with native's. Only native's schedule can have the same bits, because "
@@ -316,13 +317,14 @@ def _model(row: Row) -> tuple[str, ...]:
     return (
         row["cell"],
         row["schedule"],
-        row["side"],
+        row["side"] + (f", {row['replicas']} replicas" if row["replicas"] > 1 else ""),
         f"{took['median']:.1f} ({took['min']:.1f} to {took['max']:.1f}"
         f"{', rounds do not agree' if row['settled'] is False else ''})",
         f"{row['tflops']['median']:.0f}",
         f"{row['share']:.1%}",
         _ratio(row["native_over_this"]),
         _ratio(row["megatron_over_this"]),
+        "-" if row["one_replica_over_this"] is None else f"{row['one_replica_over_this']:.3f}x",
         "-" if row["idle"] is None else f"{row['idle']:.1%}",
         f"{row['peak_bytes'] / 1e9:.1f}",
         f"{row['different']:,} of {row['compared']:,}" if row["compared"] else "-",

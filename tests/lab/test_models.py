@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import attrs
@@ -118,6 +120,24 @@ def test_megatron_is_its_fastest_mode_with_natives_loss() -> None:
         ]
 
 
+def test_replicas_are_compared_with_one() -> None:
+    """Of the same schedule; each GPU's rate counts its own replica's work alone."""
+    rows = [
+        model_row("native", "il", [4.0], loss=12.0),
+        model_row("one launch", "il", [2.0]),
+        model_row("one launch", "zbv", [3.0]),
+        model_row("one launch", "il", [2.5], replicas=2, peak_bytes=[5, 7, 5, 7]),
+        model_row("one launch", "izb", [2.5], replicas=2, peak_bytes=[5, 7, 5, 7]),
+    ]
+    found = derive_models({"rows": rows})["rows"]
+    assert [None, None, None, 0.8, None] == [row["one_replica_over_this"] for row in found]
+    assert [1, 1, 1, 2, 2] == [row["replicas"] for row in found]
+    one, two = found[1], found[3]
+    assert two["tflops"]["median"] == pytest.approx(one["tflops"]["median"] * 0.8, rel=1e-3)
+    assert two["tokens_per_s"] == pytest.approx(one["tokens_per_s"] * 1.6, rel=1e-3)
+    assert (None, None) == (two["native_over_this"], two["megatron_over_this"])
+
+
 def test_rows_and_cuts() -> None:
     """Native once in each cell, then every schedule; the layers are all cut into stages."""
     rows = model_rows(CELLS[:2], ["il", "zbv"], 2, device="cuda")
@@ -154,6 +174,29 @@ def test_a_run_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
+def test_replicas_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
+    """One replica in one process, then two replicas in two processes of their own."""
+    out = tmp_path / "models.json"
+    asked = ["--device", "cpu", "--cells", "tiny-s16-m4", "--schedules", "il", "--no-profile"]
+    asked += ["--rounds", "1", "--steps", "1", "--native-steps", "1", "--out", str(out)]
+    asked += ["--commit", "0" * 40, "--pp", "1", "--replicas", "2"]
+    words = [sys.executable, "-m", "qeffect", "runtime", "report", "models", *asked]
+
+    done = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False)
+
+    assert 0 == done.returncode, done.stderr
+    report = json.loads(out.read_text())
+    jsonschema.Draft202012Validator(reports.schema()).validate(report)
+    rows = report["derived"]["rows"]
+    assert [("native", 1), ("replays", 1), ("replays", 2)] == [
+        (row["side"], row["replicas"]) for row in rows
+    ]
+    assert [1, 1, 2] == [len(row["peak_bytes"]) for row in report["raw"]["rows"]]
+    assert rows[2]["one_replica_over_this"] > 0
+    assert rows[1]["cut"] == rows[2]["cut"]
+
+
+@pytest.mark.ci
 def test_a_rank_that_cannot_measure_is_named_by_all(tmp_path: Path) -> None:
     """No rank waits for it for ever."""
     said = launch(2, tmp_path, table_bodies.unmeasured_parts).words
@@ -175,6 +218,7 @@ def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str])
         (["--megatron", "none", "--device", "cpu"], "--megatron none needs --device cuda; on a"),
         (["--megatron", "local", "--pp", "4"], "--megatron needs --pp 2, found --pp 4"),
         (["--limit", "0"], "--limit must be positive, found 0"),
+        (["--replicas", "0"], "--replicas must be at least 1, found 0"),
     ],
 )
 def test_modes_of_megatron_that_cannot_run_are_refused(

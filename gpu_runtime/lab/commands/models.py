@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any
 
 import attrs
+import torch
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
 from ...backends.protocol import BackendError
-from ...ranks.membership import Member, all_gather, join
+from ...ranks.membership import Member, all_gather, join, launcher_ranks
 from ...ranks.processes import mute_unless_speaker
 from ..comparisons.ranks import tensor_digests
 from ..reports.report import Report, environment
@@ -70,6 +71,14 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         "only under il",
     )
     parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="also measure N replicas, whose gradients are reduced within the step, on N times "
+        "the ranks (default 1: no replicas)",
+    )
+    parser.add_argument(
         "--megatron",
         nargs="+",
         default=[],
@@ -97,6 +106,7 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     require_rounds(args)
     _require_megatron(args)
+    _require_replicas(args)
     rows = model_rows(args.cells, args.schedules, args.pp, device=args.device)
     try:
         for row in rows:  # refuses before anything is measured
@@ -128,9 +138,31 @@ def _require_megatron(args: argparse.Namespace) -> None:
     require_megatron(args.megatron, args.device, "--megatron", "leave out --megatron")
 
 
+def _require_replicas(args: argparse.Namespace) -> None:
+    """
+    Refuse replicas that this process cannot start.
+
+    Raises:
+        UnusableError: `--replicas` is below 1, torchrun started this process, or GPUs are missing.
+    """
+    if args.replicas < 1:
+        raise UnusableError(f"--replicas must be at least 1, found {args.replicas}")
+    if args.replicas == 1:
+        return
+    if launcher_ranks()[1] is not None:
+        raise UnusableError("--replicas starts its own ranks: start the command without torchrun")
+    ranks = args.pp * args.replicas
+    if args.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise UnusableError(
+            f"--pp {args.pp} with --replicas {args.replicas} needs {ranks} GPUs, found "
+            f"{torch.cuda.device_count()}"
+        )
+
+
 def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress) -> Report:
     configuration = {
         "pp": args.pp,
+        "replicas": args.replicas,
         "cells": args.cells,
         "schedules": args.schedules,
         "device": args.device,
@@ -164,6 +196,16 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
         if good and not args.no_profile:
             meet = partial(join, args.device)
             add_profiles(starts, meet, good, save=report.save, note=shown.note).require()
+        if args.replicas > 1:
+            several = [
+                (attrs.evolve(row, replicas=args.replicas), found)
+                for row, found in good
+                if row.side != "native"
+            ]
+            folder = starts.folder / "replicas"
+            folder.mkdir()
+            all_ranks = RankStarts(args.pp * args.replicas, folder)
+            all_ranks.start(_measure_replicas, args, several, take=take, note=shown).require()
         for mode in args.megatron:
             for cell in args.cells:
                 take(_measure_megatron(args, starts, mode, cell, raw["rows"], shown))
@@ -194,6 +236,26 @@ def _measure_megatron(
         return {**row.name, "error": start.exits.error}
     parts = {key: ours[key] for key in ("shape", "cut", "parts_ms")}
     return {**row.name, "error": None, **parts, "compared": [0, 0], "first": [], **found[0]}
+
+
+def _measure_replicas(
+    args: argparse.Namespace,
+    rows: Sequence[tuple[ModelRow, dict[str, Any]]],
+    findings: Findings,
+) -> None:
+    """Measure every row with its replicas on one rank; each row has what one replica measured."""
+    member = join(args.device)
+    alone = dict(rows)
+
+    def measure(row: ModelRow) -> dict[str, Any]:
+        try:
+            found, _ = _measure_row(member, args, row, {})
+        except SIDE_ERRORS as error:
+            return {**row.name, "error": first_line(error)}
+        parts = {key: alone[row][key] for key in ("shape", "cut", "parts_ms")}
+        return {**row.name, "error": None, **parts, **found}
+
+    measure_rows(member, [row for row, _ in rows], findings, measure)
 
 
 def _measure(args: argparse.Namespace, rows: Sequence[ModelRow], findings: Findings) -> None:

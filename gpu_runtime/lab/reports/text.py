@@ -279,6 +279,8 @@ def model_lines(derived: Raw) -> list[str]:
             "-" if row["share"] is None else f"{row['share']:.1%}",
             number(row["native_over_this"]),
             number(row["megatron_over_this"]),
+            str(row["replicas"]),
+            number(row["one_replica_over_this"], 3),
             "-" if row["idle"] is None else f"{row['idle']:.1%}",
             f"{row['peak_bytes'] / 1e9:.1f}",
             "-".join(map(str, row["cut"])),
@@ -288,7 +290,8 @@ def model_lines(derived: Raw) -> list[str]:
     ]
     header = (
         "cell", "schedule", "side", "ms per step", "TFLOP/s per GPU", "share of FP8 peak",
-        "native/this", "Megatron/this", "idle", "peak GB", "layers per stage", "tensors differ",
+        "native/this", "Megatron/this", "replicas", "one replica/this", "idle", "peak GB",
+        "layers per stage", "tensors differ",
     )  # fmt: skip
     failed = [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
               for error in derived["errors"]]  # fmt: skip

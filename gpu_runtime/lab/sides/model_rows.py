@@ -8,6 +8,7 @@ products are FP8 under delayed scaling. The head, the gradients and everything e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -86,12 +87,25 @@ class ModelRow(NamedRow):
         schedule: A short name of torch's schedule classes.
         pp: Number of ranks, with two stages each.
         cut: Layers of each stage; None for an even division.
+        replicas: Replicas of the pipeline, whose gradients are reduced.
     """
 
     pp: int = 2
     cut: tuple[int, ...] | None = None
+    replicas: int = 1
     settling_steps = 3
     copies = split = False
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """Cell, side and schedule, and the number of replicas if there are several."""
+        return {**super().name, **({"replicas": self.replicas} if self.replicas > 1 else {})}
+
+    @property
+    def label(self) -> str:
+        """The name in progress lines."""
+        several = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"{self.cell}, {self.side}, {self.schedule}{several}"
 
     @property
     def shape(self) -> ModelShape:
@@ -110,6 +124,7 @@ class ModelRow(NamedRow):
         return DrawnLanguage(
             schedule=self.schedule,
             pp=self.pp,
+            dp=self.replicas,
             vpp=VPP,
             microbatches=self.microbatches,
             config=self.shape.config(sequence),

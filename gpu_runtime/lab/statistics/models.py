@@ -74,11 +74,13 @@ def derive_models(raw: Raw) -> dict[str, Any]:
         which the busiest GPU runs neither kernels nor copies (messages left out), peak bytes, and,
         under native's schedule, how many tensors differ from native's weights, moments and scales.
         Native and Megatron have the loss of the initial weights. `megatron_over_this` is the time
-        of Megatron's fastest mode whose loss is native's (within `LOSS_WITHIN`).
+        of Megatron's fastest mode whose loss is native's (within `LOSS_WITHIN`). A row of several
+        replicas has the time of one replica over its own time; its tokens are those of all.
     """
     rows, errors = [], []
     theirs = _fastest_megatron(raw)
     native: dict[str, Raw] = {}
+    alone: dict[tuple[str, ...], float] = {}
     for row in raw["rows"]:
         name = {key: row[key] for key in ("cell", "side", "schedule")}
         if row["error"] is not None:
@@ -86,21 +88,31 @@ def derive_models(raw: Raw) -> dict[str, Any]:
             continue
         if row["side"] == "native":
             native[row["cell"]] = row
-        shape, step = row["shape"], step_ms(row)
-        ranks = len(row["peak_bytes"])
+        shape, step, replicas = row["shape"], step_ms(row), row.get("replicas", 1)
+        if replicas == 1:
+            alone[tuple(name.values())] = step
+        ranks = len(row["peak_bytes"]) / replicas
         rates = extremes([step_flops(shape) / (ms * 1e9) / ranks for ms in row["step_ms"]])
-        base, busiest = native.get(row["cell"]), busiest_ms(row)
+        base, busiest = native.get(row["cell"]) if replicas == 1 else None, busiest_ms(row)
         rows.append(
             {
                 **name,
+                "replicas": replicas,
                 "cut": row["cut"],
                 "step_ms": extremes(row["step_ms"]),
                 "settled": row.get("settled"),
                 "tflops": rates,
                 "share": rounded(rates["median"] / FP8_TFLOPS),
-                "tokens_per_s": round(1e3 * shape["sequence"] * shape["microbatches"] / step),
+                "tokens_per_s": round(
+                    1e3 * replicas * shape["sequence"] * shape["microbatches"] / step
+                ),
                 "native_over_this": None if base is None else ratio(step_ms(base), step),
-                "megatron_over_this": ratio(theirs.get(row["cell"]), step),
+                "megatron_over_this": (
+                    ratio(theirs.get(row["cell"]), step) if replicas == 1 else None
+                ),
+                "one_replica_over_this": (
+                    ratio(alone.get(tuple(name.values())), step) if replicas > 1 else None
+                ),
                 "loss": row.get("loss"),
                 "idle": None if busiest is None else rounded(1 - busiest / step),
                 "peak_bytes": max(row["peak_bytes"]),
