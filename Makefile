@@ -72,8 +72,7 @@ $(VENV)/.megatron: $(VENV)/.test tests/megatron/requirements.txt
 TITAN := $(VENV)/torchtitan
 torchtitan: $(VENV)/.torchtitan
 	$(TITAN)/bin/python -m pytest -m torchtitan tests/torchtitan $(RECORDED)
-	$(TITAN)/bin/python -m pytest tests/ranks/test_guard_evidence.py tests/ranks/test_guard_legal.py \
-	  tests/ranks/test_guard_manners.py tests/ranks/test_guard_replicas.py tests/torchtitan/test_guard.py
+	$(TITAN)/bin/python -m pytest tests/ranks/test_guard*.py tests/torchtitan/test_guard.py
 
 $(VENV)/.torchtitan: tests/torchtitan/requirements.txt
 	rm -rf $(TITAN)

@@ -112,7 +112,14 @@ class PipelineRanks:
             left.clear()
 
     def drop_unfinished(self) -> None:
-        """Drop what an unfinished step left in the schedule and its stages."""
+        """
+        Drop what an unfinished step left in the schedule and its stages; all receives have ended.
+        """
         for owner in (self._schedule, *self._stages):
             for name in UNFINISHED:
                 getattr(owner, name, {}).clear()
+        for stage in self._stages:
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                for info in infos:
+                    if hasattr(info, "take_buffer"):  # from torch 2.15 on, a buffer of one receive
+                        info.buffer = None

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,14 +137,18 @@ class TestOneRank:
         """Whichever entry is left out or stands twice, a clause names it; torch passes some by."""
         row = list(map(str, bodies.Run(name).schedule.pipeline_order_with_comms[rank]))
         places = [n for n, entry in enumerate(row) if "SHARD" not in entry]
-        passed = 0
+        passed = owned = 0
         for number, place in enumerate(places[::3]):
             change = ("doubled", "missing")[number % 2]
             found = _edited(name, place, change, True)
-            assert "." in found.get("refused", ""), (row[place], change, found)
+            # A send that nobody waits for is an error of torch's own from 2.15 on.
+            own = "sends have no matching wait" in found.get("failed", "")
+            assert own or "." in found.get("refused", ""), (row[place], change, found)
+            owned += own
             passed += "passed" in _edited(name, place, change, False)
 
-        assert passed >= 2
+        assert passed >= 1
+        assert passed + owned >= 2
 
     def test_a_refused_step_can_be_run_again(self, rank: int) -> None:
         """After a refusal `rebuild` begins the same epoch again; without it the step is refused."""
@@ -225,7 +230,7 @@ class TestOneRank:
         run.schedule.register_custom_function(kind, weight)
         row = list(map(str, run.schedule.pipeline_order_with_comms[rank]))
         run.step(0)
-        assert [entry for entry in row if "W" in entry] == seen
+        assert [entry for entry in row if re.fullmatch(r"\d+W\d+", entry)] == seen
         assert 1 == guarded.contract.epoch
         bodies.edit_row(run, lambda row: row.insert(row.index(seen[0]), seen[0]))
         seen.clear()

@@ -92,7 +92,8 @@ class TestReport:
         leave_out(run, BACKWARD)
         run.step(0)
         first = [v.clause for v in guarded.violations]
-        stage, forward = run.stages[-1], run.stages[-1].forward_one_chunk
+        # The first stage: torch 2.15 hands what a later stage receives to one forward only.
+        stage, forward = run.stages[0], run.stages[0].forward_one_chunk
 
         def twice(m: int, *args: Any, **kwargs: Any) -> Any:
             forward(m, *args, **kwargs)

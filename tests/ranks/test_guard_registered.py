@@ -288,4 +288,5 @@ def test_the_kinds_are_torchs() -> None:
             continue
         taken.append(each.name)
 
-    assert {*KINDS.values(), "OVERLAP_F_B", "UNSHARD", "RESHARD"} == {*taken}
+    others = {"OVERLAP_F_B", "UNSHARD", "RESHARD", "WAIT_REDUCE_GRAD"}  # the last from 2.15 on
+    assert {*KINDS.values()} <= {*taken} <= {*KINDS.values()} | others

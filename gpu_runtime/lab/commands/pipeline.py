@@ -89,15 +89,15 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--provisioning",
         choices=PROVISIONINGS,
         default="live",
-        help="number of slots per stage. live: as many as its tapes that are live at the same time "
-        "(default). static: one per microbatch",
+        help="number of slots per stage. live (default): the largest number of tapes that are "
+        "live at the same time. static: one for each microbatch",
     )
     parser.add_argument(
         "--amax",
         choices=AMAX,
         default="replica",
-        help="amaxes (largest absolute values) from which FP8 scales are computed. replica: each "
-        "replica uses its own amaxes (default). replicas: all replicas use the largest of all",
+        help="FP8 scales are computed from amaxes (largest absolute values). replica (default): "
+        "each replica uses its own amaxes. replicas: all replicas use the largest amax of all",
     )
     for name, text in (
         ("layers", "layers per stage (default 1)"),

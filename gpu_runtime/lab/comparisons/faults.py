@@ -242,7 +242,7 @@ def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
     steps = run.runtime.order.steps
     own = [step for step in steps if step.kind is kind]
     if len(own) < 2:
-        raise AssertionError(f"the order has fewer than two {kind.value}")
+        raise AssertionError(f"expected an order with at least two {kind.value}, found {len(own)}")
     failing = own[-1] if kind is Kind.WGRAD else own[1]
     run.begin()
     for step in steps[: steps.index(failing)]:

@@ -1,5 +1,5 @@
 """
-Run the rows of a report again in other processes: some steps of each side under the profiler.
+Profile the rows of a report: other processes run some steps of each side under the profiler.
 """
 
 from __future__ import annotations
