@@ -158,7 +158,7 @@ class EngineStep:
         if work is None:
             work = self._buffers.inputs.get(buffer) or self._buffers.next("input", stage)
         self._check_weights("check_forward", stage)
-        block = self._works.check(("F", *work))
+        ticket = self._works.check(("F", *work))
         if self._takes_labels(stage) and buffer not in self._buffers.labels:
             raise refused(
                 "ownership.receive-missing",
@@ -172,7 +172,7 @@ class EngineStep:
             outputs, self._outputs = self._outputs, None
             if self._calls != 1:
                 raise not_once("commit_forward", f"F of {work_name(work)}", self._calls)
-            self._works.commit(("F", *work), block)
+            self._works.commit(("F", *work), ticket)
             self._buffers.labels.discard(buffer)
             self._buffers.tapes[buffer] = work
             self._buffers.made("used", work, self._used(stage, buffer))
@@ -197,7 +197,7 @@ class EngineStep:
         work = self._buffers.tapes.get(buffer) or self._buffers.next("backward", stage)
         used = self._buffers.maker("used", self._used(stage, buffer))
         self._check_weights("check_dgrad", stage)
-        block = self._works.check(("B", *work), used)
+        ticket = self._works.check(("B", *work), used)
         arrived = self._gradient_of(stage, buffer)
         if arrived is not None and arrived != work:
             raise another_work("check_dgrad", "gradient", arrived, work)
@@ -211,7 +211,7 @@ class EngineStep:
                     raise another_work("commit_dgrad", "output", self._passes.last, work)
                 if own != 1 and (own == 0 or self._passes.nodes(work) == 1):
                     raise not_once("commit_dgrad", f"B of {work_name(work)}", own)
-            self._works.commit(("B", *work), block)
+            self._works.commit(("B", *work), ticket)
             self._buffers.gradients[buffer] = work
             self._backwards += 1
 

@@ -72,13 +72,16 @@ class Judge:
         self.step = 0
         self._rank, self._stop = rank, stop
 
-    def __call__(self, action: str, call: Callable[[], _T], step: int | None = None) -> _T | None:
+    def __call__(
+        self, action: str, call: Callable[..., _T], *args: Any, step: int | None = None
+    ) -> _T | None:
         """
         Ask the contract about an action, unless nothing is judged at present.
 
         Args:
             action: The action, in the framework's notation; if empty, the previous action.
             call: Asks the contract.
+            args: Arguments of `call`.
             step: Where the action is in the rank's row, from 0.
 
         Raises:
@@ -89,7 +92,7 @@ class Judge:
         if action:
             self.at = action
         try:
-            return call()
+            return call(*args)
         except Refused as refused:
             if self.reports is None:
                 place = "" if step is None else f", step {step} of its row"

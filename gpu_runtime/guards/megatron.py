@@ -27,12 +27,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-from qeffect.contract import Contract
+from qeffect.contract import Contract, Ticket
 from qeffect.refusals import Refused, refused
+from qeffect.schedule.pairing import Work
 from qeffect.stage_config import Bucket, StageConfig
 from qeffect.text import shown
 
@@ -55,14 +56,7 @@ UNUSED = ("arena", "capture", "completion")
 #: The releases of Megatron-core that the guard was tested with.
 TESTED = ("0.16", "0.17", "0.18", "0.19")
 
-#: The first arguments of Megatron-core's forward and backward step.
-_FORWARD = (
-    "forward_step_func",
-    "data_iterator",
-    "model",
-    "num_microbatches",
-    "input_tensor",
-)
+#: The first arguments of Megatron-core's backward step.
 _BACKWARD = ("input_tensor", "output_tensor", "output_tensor_grad")
 _PARTIAL = "num_microbatches_with_partial_activation_checkpoints"
 
@@ -136,9 +130,10 @@ class GuardedMegatron:
         self._judge = Judge(reports, lambda: self._rank, self._abort)
         self._logs: ContractLogs | None = None
         self._loops = 0
-        self._off = self._running = self._evaluates = self._left = self._told = False
+        self._off = self._evaluates = self._left = self._told = False
         self._shape: Any = None
         self._step: LoopStep | None = None
+        self._live: LoopStep | None = None  # the step whose loop runs
         self._caches = Caches()
         self._weights: weakref.WeakKeyDictionary[Any, Weights] = weakref.WeakKeyDictionary()
         self._scaling_updates = 0
@@ -178,7 +173,7 @@ class GuardedMegatron:
 
         A name that other code has replaced since then stays as it is, but no longer guards.
         """
-        self._off = True
+        self._off, self._live = True, None
         if self._logs is not None:
             self._logs.close()
         self._updates.remove()
@@ -242,7 +237,7 @@ class GuardedMegatron:
     def _loop(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
         def guarded_loop(*args: Any, **kwargs: Any) -> Any:
-            if self._off or self._running:
+            if self._off or self._live is not None:
                 return run(*args, **kwargs)
             if kwargs.get("forward_only"):
                 with self._evaluating():
@@ -252,7 +247,7 @@ class GuardedMegatron:
                     return run(*args, **kwargs)
             step = self._step
             assert step is not None
-            self._running = True
+            self._live = step
             try:
                 found = run(*args, **kwargs)
                 self._judge("the end of the loop", step.finish)
@@ -260,7 +255,7 @@ class GuardedMegatron:
                 self._abort()
                 raise
             finally:
-                self._running = False
+                self._live = None
             self._left = not step.whole
             return found
 
@@ -327,7 +322,7 @@ class GuardedMegatron:
             norms=self._norms,
         )
         self._updates.begin(chunks)
-        self._judge("the beginning of the loop", partial(self._check_beginning, plan, chunks))
+        self._judge("the beginning of the loop", self._check_beginning, plan, chunks)
 
     def _check_beginning(self, plan: LoopPlan, chunks: list[Any]) -> None:
         if plan.wrong is not None:
@@ -385,25 +380,19 @@ class GuardedMegatron:
 
     # Forward, backward, messages
 
-    def _seen(self) -> LoopStep | None:
-        """The step that runs; None outside of a guarded loop."""
-        if self._running and not self._off:
-            return self._step
-        return None
-
     def _forward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
         def guarded_forward_step(*args: Any, **kwargs: Any) -> Any:
-            step = self._seen()
+            step = self._live
             if step is None:
                 self._missed(kwargs)
                 return run(*args, **kwargs)
-            given = dict(zip(_FORWARD, args, strict=False)) | kwargs
-            chunk = given.get("vp_stage") or 0
-            stage, microbatch = step.plan.stages[chunk], given["current_microbatch"]
-            at = f"F of stage {stage}, microbatch {microbatch}"
-            end = self._judge(at, partial(step.forward, stage, microbatch, given["input_tensor"]))
-            function = given["forward_step_func"]
+            stage = step.plan.stages[kwargs.get("vp_stage") or 0]
+            work = stage, kwargs["current_microbatch"]
+            at = f"F of stage {stage}, microbatch {work[1]}"
+            given = args[4] if len(args) > 4 else kwargs["input_tensor"]
+            ticket = self._judge(at, step.forward, work, given)
+            function = args[0] if args else kwargs["forward_step_func"]
 
             def entered(*inner: Any, **options: Any) -> Any:
                 step.entered(stage)
@@ -415,8 +404,9 @@ class GuardedMegatron:
             else:
                 kwargs["forward_step_func"] = entered
             found = run(*args, **kwargs)
-            if end is not None:
-                self._judge(at, partial(end, found[0], self._scaling_updates - before))
+            if ticket is not None:
+                updates = self._scaling_updates - before
+                self._judge(at, step.commit_forward, work, ticket, found[0], updates)
             return found
 
         return guarded_forward_step
@@ -434,37 +424,43 @@ class GuardedMegatron:
     def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
         def guarded_backward_step(*args: Any, **kwargs: Any) -> Any:
-            step = self._seen()
+            step = self._live
             if step is None:
                 return run(*args, **kwargs)
-            given = dict(zip(_BACKWARD, args, strict=False)) | kwargs
-            tensors = [given[name] for name in _BACKWARD]
-            end = self._judge("a backward", partial(self._check_backward, step, *tensors))
+            tensors = args[:3]
+            if len(tensors) < 3:
+                tensors += tuple(kwargs[name] for name in _BACKWARD[len(tensors) :])
+            checked = self._judge("a backward", self._check_backward, step, *tensors)
             before = self._scaling_updates
             found = run(*args, **kwargs)
-            if end is not None:
-                self._judge("", partial(end, found, self._scaling_updates - before))
+            if checked is not None:
+                updates = self._scaling_updates - before
+                self._judge("", step.commit_backward, *checked, found, updates)
             return found
 
         return guarded_backward_step
 
-    def _check_backward(self, step: LoopStep, *tensors: Any) -> Any:
-        work = step.backward_of(*tensors)
+    def _check_backward(
+        self, step: LoopStep, given: Any, output: Any, gradient: Any
+    ) -> tuple[Work, Ticket]:
+        owners = step.owners(given, output, gradient)
+        work = step.backward_of(owners)
         self._judge.at = f"B of stage {work[0]}, microbatch {work[1]}"
-        return step.backward(work, *tensors)
+        return work, step.backward(work, owners)
 
     def _exchange(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
         def guarded_exchange(communicator: Any, *args: Any, **kwargs: Any) -> Any:
-            step = self._seen()
+            step = self._live
             if step is None:
                 return run(communicator, *args, **kwargs)
-            names = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next")
-            parts = [n for n in names if kwargs.get(n) is not None and kwargs.get(n) is not False]
-            at = f"exchange({', '.join(parts)})"
-            self._judge(at, partial(step.post, kwargs))
+            get = kwargs.get
+            output, gradient = get("tensor_send_next"), get("tensor_send_prev")
+            before, behind = get("recv_prev"), get("recv_next")
+            at = _exchange_of(output is not None, gradient is not None, before, behind)
+            self._judge(at, step.post, output, gradient, before, behind)
             found = run(communicator, *args, **kwargs)
-            self._judge(at, partial(step.posted, kwargs, found))
+            self._judge(at, step.posted, found, get("wait_on_reqs", True))
             return found
 
         return guarded_exchange
@@ -477,10 +473,10 @@ class GuardedMegatron:
             step = self._step
             if self._off or step is None or _repeats(group):
                 return run(group, *args, **kwargs)
-            self._judge("start_grad_sync", partial(step.start_reduction, group))
+            self._judge("start_grad_sync", step.start_reduction, group)
             found = run(group, *args, **kwargs)
             if not group.ddp_config.overlap_grad_reduce:  # it has waited
-                self._judge("start_grad_sync", partial(step.finish_reduction, group))
+                self._judge("start_grad_sync", step.finish_reduction, group)
             return found
 
         return guarded_start
@@ -490,7 +486,7 @@ class GuardedMegatron:
         def guarded_finish(group: Any, *args: Any, **kwargs: Any) -> Any:
             found = run(group, *args, **kwargs)
             if not self._off and self._step is not None:
-                self._judge("finish_grad_sync", partial(self._step.finish_reduction, group))
+                self._judge("finish_grad_sync", self._step.finish_reduction, group)
             return found
 
         return guarded_finish
@@ -513,18 +509,25 @@ class GuardedMegatron:
             self._abort()
             self._left = True
             return
-        self._judge("optimizer.step", partial(step.commit_update, block))
+        self._judge("optimizer.step", step.commit_update, block)
         self.epochs += 1
         self._gradients.left(self._updates.chunks())
 
     def _check_save(self) -> None:
         """Check that nothing is open while a checkpoint is saved."""
         contract, step = self.contract, self._step
-        if self._off or contract is None or step is None or (self._left and not self._running):
+        if self._off or contract is None or step is None or (self._left and self._live is None):
             return
-        if not self._running and not step.updates and not self._updates.ever:
+        if self._live is None and not step.updates and not self._updates.ever:
             return  # no update was ever seen, so a missing one shows nothing
         self._judge("dist_checkpointing.save", contract.check_checkpoint)
+
+
+@cache
+def _exchange_of(*posted: bool | None) -> str:
+    """Return the name of an exchange by which of its messages are posted."""
+    names = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next")
+    return f"exchange({', '.join(name for name, each in zip(names, posted, strict=True) if each)})"
 
 
 def _is_plain(parameter: Any) -> bool:

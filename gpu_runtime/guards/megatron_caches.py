@@ -74,7 +74,13 @@ class Caches:
         The result is the number of local graphs that it replayed, and the number of layers to which
         Megatron has given graphs of Transformer Engine.
         """
-        layers = sum(bool(vars(module).get("cuda_graphs")) for module in chunk.modules())
+        layers, seen, todo = 0, set(), [chunk]
+        while todo:  # less than half the time of `chunk.modules()`
+            module = todo.pop()
+            if module is not None and module not in seen:
+                seen.add(module)
+                layers += bool(vars(module).get("cuda_graphs"))
+                todo += module._modules.values()
         return len(self._replayed), layers
 
     def stale(self) -> str | None:

@@ -62,7 +62,7 @@ class LoopPlan:
     messages: bool
     wrong: Finding | None = attrs.field(default=None, eq=False)
 
-    @property
+    @cached_property
     def stages(self) -> tuple[int, ...]:
         """The global stages of the rank, one for each virtual stage."""
         return tuple(chunk * self.ranks + self.rank for chunk in range(self.chunks))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from qeffect.contract import Contract
+from qeffect.contract import Contract, Ticket
 from qeffect.refusals import Refused, refused
 from qeffect.schedule.pairing import Work
 
@@ -19,9 +19,12 @@ from .works import Event, Works
 
 __all__ = ["LoopStep", "bucket_groups"]
 
-#: Arguments of an exchange, by the message: what is sent, and whose it is.
-_SENDS = {"SEND_F": ("tensor_send_next", "output"), "SEND_B": ("tensor_send_prev", "gradient")}
-_RECEIVES = {"RECV_F": ("recv_prev", "input"), "RECV_B": ("recv_next", "arrived")}
+#: What the messages carry.
+_MESSAGES = {"SEND_F": "output", "SEND_B": "gradient", "RECV_F": "input", "RECV_B": "arrived"}
+_WRAPPERS = (list, tuple)
+
+Owners = tuple[Work | None, Work | None, Work | None]
+"""Whose a backward's input, output and gradient of the output are; None if unknown."""
 
 Norm = tuple[str, int, tuple[int, int]]
 """Actions that update the scaling state equally often: their kind, stage and mode of graphs."""
@@ -85,18 +88,21 @@ class LoopStep:
         self._caches, self._quantizes, self._scales = caches, quantizes, scales
         self._weights = dict(zip(plan.stages, weights, strict=True))
         self._watched: set[int] = set()  # the stages whose first forward has run
-        self._made: dict[tuple[str, int], tuple[Any, Work]] = {}
+        #: By what a tensor is: a reference to it and whose it is, by its identity.
+        self._made: dict[str, dict[int, tuple[weakref.ref[Any], Work]]]
+        self._made = {what: {} for what in _MESSAGES.values()}
         self._due = deque((stage, mb) for _, stage, mb in plan.events.get("B", ()))
-        self._messages = {kind: deque(plan.events.get(kind, ())) for kind in (*_SENDS, *_RECEIVES)}
-        self._posting: dict[str, Event] = {}
+        self._messages = {kind: deque(plan.events.get(kind, ())) for kind in _MESSAGES}
+        self._posting: list[tuple[int, Event]] = []  # receives, with their place in the result
         self._sent: list[Event] = []
         self._forwards: Counter[int] = Counter()
         self._backwards: Counter[int] = Counter()
         self._runs = 0
         self._norms: dict[Norm, int] = {} if norms is None else norms
         self._scaling: dict[Norm, list[tuple[int, int]]] = {}
-        self._modes: dict[int, tuple[int, int]] = {}
-        self._inside: Work | None = None
+        self._modes = dict.fromkeys(plan.stages, (0, 0))
+        self._inside: Work | None = None  # the backward that runs
+        self._before: tuple[int | None, int] = None, 0  # passes when it began: its own, and all
         self._buckets = {
             id(group): (f"{stage}/{n}", stage)
             for stage, chunk in self._chunks.items()
@@ -110,51 +116,66 @@ class LoopStep:
 
     # Forward and backward
 
-    def forward(self, stage: int, microbatch: int, given: Any) -> Callable[[Any, int], None]:
+    def forward(self, work: Work, given: Any) -> Ticket:
         """
-        Check a forward; return a function of its output and scaling updates that commits it.
+        Check a forward; return its ticket.
 
         Args:
-            stage: The stage.
-            microbatch: The microbatch.
+            work: The forward.
             given: The input that was received for it; None on the first stage.
         """
-        work = (stage, microbatch)
+        stage, microbatch = work
         self._check_weights("check_forward", stage)
-        first = self._forwards[stage] == 0
         owner = self._maker("input", given)
         if owner is not None and owner != work:
             raise another_work("check_forward", "input", owner, work)
+        first = self._forwards[stage] == 0
         refresh = first and any(self._quantizes.values())
-        block = self._works.check(("F", *work), refresh=refresh)
-        self._caches.begin()
+        ticket = self._works.check(("F", stage, microbatch), refresh=refresh)
+        if first:
+            self._caches.begin()
         self._runs = 0
+        return ticket
 
-        def end(output: Any, updates: int) -> None:
-            before = self._maker("output", output)
-            if self._runs != 1 or before is not None:
-                runs = 0 if before is not None else self._runs
-                raise not_once("commit_forward", f"F of {work_name(work)}", runs)
-            stale = self._caches.stale() if self._quantizes[stage] and first else None
-            if stale is not None:
-                raise refused(
-                    "version.stale-cache",
-                    "check_forward",
-                    f"F of {work_name(work)}, the first of the step: {stale}",
-                    "the stage's first F of a step quantizes the weights that the update left",
-                )
-            if first:
-                self._modes[stage] = self._caches.mode(self._chunks[stage])
-            self._check_scaling("F", work, updates)
-            self._works.commit(("F", *work), block)
-            self._forwards[stage] += 1
-            self._note("output", work, output)
-            self._passes.watch(work, _first(output))
-            if first:
-                self._weights[stage].renew()
-                self._watched.add(stage)
+    def commit_forward(self, work: Work, ticket: Ticket, output: Any, updates: int) -> None:
+        """
+        Commit a forward.
 
-        return end
+        Args:
+            work: The forward.
+            ticket: What `forward` returned.
+            output: What the forward returned.
+            updates: Number of its scaling updates.
+        """
+        stage, microbatch = work
+        first = self._forwards[stage] == 0
+        before = self._maker("output", output)
+        if self._runs != 1 or before is not None:
+            runs = 0 if before is not None else self._runs
+            raise not_once("commit_forward", f"F of {work_name(work)}", runs)
+        if first:
+            self._check_caches(work)
+        self._check_scaling("F", work, updates)
+        self._works.commit(("F", stage, microbatch), ticket)
+        self._forwards[stage] += 1
+        self._note("output", work, output)
+        self._passes.watch(work, _first(output) if isinstance(output, _WRAPPERS) else output)
+        if first:
+            self._weights[stage].renew()
+            self._watched.add(stage)
+
+    def _check_caches(self, work: Work) -> None:
+        """Check that a stage's first forward quantized its weights; record its mode of graphs."""
+        stage, _ = work
+        stale = self._caches.stale() if self._quantizes[stage] else None
+        if stale is not None:
+            raise refused(
+                "version.stale-cache",
+                "check_forward",
+                f"F of {work_name(work)}, the first of the step: {stale}",
+                "the stage's first F of a step quantizes the weights that the update left",
+            )
+        self._modes[stage] = self._caches.mode(self._chunks[stage])
 
     def entered(self, stage: int) -> None:
         """Record that the forward's own function was called."""
@@ -162,72 +183,79 @@ class LoopStep:
         if self._forwards[stage] == 0 and self._quantizes[stage]:
             self._caches.entered(self._chunks[stage])
 
-    def backward_of(self, given: Any, output: Any, gradient: Any) -> Work:
+    def owners(self, given: Any, output: Any, gradient: Any) -> Owners:
+        """
+        Return whose the tensors of a backward are.
+
+        Args:
+            given: The input of its forward.
+            output: What its forward returned.
+            gradient: The gradient of the output; None on the last stage.
+        """
+        maker = self._maker
+        return maker("output", output), maker("input", given), maker("arrived", gradient)
+
+    def backward_of(self, owners: Owners) -> Work:
         """
         Return which backward runs.
 
-        That is the next backward of the declared order, unless input, output and gradient all
+        That is the next backward of the declared order, unless output, input and gradient all
         belong to another backward.
-
-        Args:
-            given: The input of its forward.
-            output: What its forward returned.
-            gradient: The gradient of the output; None on the last stage.
         """
-        owners = (
-            self._maker("output", output),
-            self._maker("input", given),
-            self._maker("arrived", gradient),
-        )
-        known = [owner for owner in owners if owner is not None]
+        known = [*filter(None, owners)]
         due = self._due.popleft() if self._due else None
-        if due is None or (len(known) > 1 and len(set(known)) == 1):
+        if due is None or (len(known) > 1 and known.count(known[0]) == len(known)):
             return known[0] if known else (self.plan.stages[0], 0)
         return due
 
-    def backward(
-        self, work: Work, given: Any, output: Any, gradient: Any
-    ) -> Callable[[Any, int], None]:
+    def backward(self, work: Work, owners: Owners) -> Ticket:
         """
-        Check a backward; return a function of the input's gradient and the updates that commits it.
+        Check a backward; return its ticket.
 
         Args:
             work: The backward that runs.
-            given: The input of its forward.
-            output: What its forward returned.
-            gradient: The gradient of the output; None on the last stage.
+            owners: What `owners` returned of its tensors.
         """
-        used = self._maker("output", output)
-        stage = work[0]
+        stage, microbatch = work
+        used, given, arrived = owners
         self._check_weights("check_dgrad", stage)
-        block = self._works.check(("B", *work), used)
-        for what, owner in (
-            ("gradient", self._maker("arrived", gradient)),
-            ("input", self._maker("input", given)),
-        ):
-            if owner is not None and owner != work:
-                raise another_work("check_dgrad", what, owner, work)
-        before, total = self._passes.of(work), self._passes.total
+        ticket = self._works.check(("B", stage, microbatch), used)
+        if arrived is not None and arrived != work:
+            raise another_work("check_dgrad", "gradient", arrived, work)
+        if given is not None and given != work:
+            raise another_work("check_dgrad", "input", given, work)
+        self._before = self._passes.of(work), self._passes.total
         self._inside = work
+        return ticket
 
-        def end(found: Any, updates: int) -> None:
-            self._inside = None
-            passed = self._passes.of(work)
-            if before is not None and passed is not None:
-                own = passed - before
-                if self._passes.total - total > own:
-                    raise another_work("commit_dgrad", "output", self._passes.last, work)
-                if own != 1:
-                    raise not_once("commit_dgrad", f"B of {work_name(work)}", own)
-            self._check_scaling("B", work, updates)
-            self._works.commit(("B", *work), block)
-            self._backwards[stage] += 1
-            self._note("gradient", work, found)
+    def commit_backward(self, work: Work, ticket: Ticket, gradient: Any, updates: int) -> None:
+        """
+        Commit a backward.
+
+        Args:
+            work: The backward.
+            ticket: What `backward` returned.
+            gradient: The gradient of the input.
+            updates: Number of its scaling updates.
+        """
+        stage, microbatch = work
+        self._inside = None
+        before, total = self._before
+        passed = self._passes.of(work)
+        if before is not None and passed is not None:
+            own = passed - before
+            if self._passes.total - total > own:
+                raise another_work("commit_dgrad", "output", self._passes.last, work)
+            if own != 1:
+                raise not_once("commit_dgrad", f"B of {work_name(work)}", own)
+        self._check_scaling("B", work, updates)
+        self._works.commit(("B", stage, microbatch), ticket)
+        self._backwards[stage] += 1
+        self._note("gradient", work, gradient)
+        if self._postponed:
             postponed, self._postponed = self._postponed, []
             for event in postponed:
                 event()
-
-        return end
 
     def _check_weights(self, call: str, stage: int) -> None:
         if stage in self._watched:
@@ -243,18 +271,22 @@ class LoopStep:
         if not self._scales:
             return
         stage, microbatch = work
-        norm = kind, stage, self._modes.get(stage, (0, 0))
+        norm = kind, stage, self._modes[stage]
+        expected = self._norms.get(norm)
+        if expected == updates:
+            return
+        if expected is not None:
+            said = f"{expected}, as in the steps before"
+            raise _scaling_refused(kind, work, updates, said)
         seen = self._scaling.setdefault(norm, [])
         seen.append((microbatch, updates))
-        expected, source = self._norms.get(norm), "in the steps before"
-        if expected is None:
-            if len(seen) < 3 or len({each for _, each in seen}) == 1:
-                return
-            expected = Counter(each for _, each in seen).most_common(1)[0][0]
-            source = f"in other {kind} of the step"
+        if len(seen) < 3 or len({each for _, each in seen}) == 1:
+            return
+        expected = Counter(each for _, each in seen).most_common(1)[0][0]
         for other, found in seen:
             if found != expected:
-                raise _scaling_refused(kind, (stage, other), found, f"{expected}, as {source}")
+                said = f"{expected}, as in other {kind} of the step"
+                raise _scaling_refused(kind, (stage, other), found, said)
 
     def _check_few_scalings(self) -> None:
         """Check the scaling updates of stages with two microbatches, too few for a majority."""
@@ -272,42 +304,66 @@ class LoopStep:
     # Whose a tensor is
 
     def _note(self, what: str, work: Work, value: Any) -> None:
-        tensor = _first(value)
+        tensor = _first(value) if isinstance(value, _WRAPPERS) else value
         if tensor is not None:
-            self._made[what, id(tensor)] = weakref.ref(tensor), work
+            self._made[what][id(tensor)] = weakref.ref(tensor), work
 
     def _maker(self, what: str, value: Any) -> Work | None:
-        tensor = _first(value)
-        found = self._made.get((what, id(tensor)))
-        return None if found is None or found[0]() is not tensor else found[1]
+        made = self._made[what]
+        tensor = _first(value) if isinstance(value, _WRAPPERS) else value
+        if (found := made.get(id(tensor))) is None:
+            return None
+        kept, work = found
+        return work if kept() is tensor else None
 
     # Messages
 
-    def post(self, given: Mapping[str, Any]) -> None:
-        """Check the messages that are posted together; `given` are the exchange's arguments."""
-        if not self.plan.messages:
-            return
-        for kind, (name, what) in _SENDS.items():
-            if (tensor := given.get(name)) is not None:
-                maker = self._maker(what, tensor)
-                event = self._next(kind, maker)
-                self._works.post_message(event, used=maker)
-                self._sent.append(event)
-        self._posting = {}
-        for kind, (name, _) in _RECEIVES.items():
-            if given.get(name):
-                event = self._posting[kind] = self._next(kind, None)
-                self._works.post_message(event)
+    def post(self, output: Any, gradient: Any, before: bool | None, behind: bool | None) -> None:
+        """
+        Check the messages of an exchange, which are posted together.
 
-    def posted(self, given: Mapping[str, Any], found: Any) -> None:
-        """Record which work each received tensor belongs to, by the posted messages."""
+        Args:
+            output: What is sent to the next stage; None sends nothing.
+            gradient: What is sent to the previous stage; None sends nothing.
+            before: Whether an input is received, from the previous stage.
+            behind: Whether the gradient of an output is received, from the next stage.
+        """
         if not self.plan.messages:
             return
-        for tensor, (kind, (_, what)) in zip(found, _RECEIVES.items(), strict=False):
-            if (event := self._posting.get(kind)) is not None:
-                _, stage, microbatch = event
-                self._note(what, (stage, microbatch), tensor)
-        if given.get("wait_on_reqs", True):
+        if output is not None:
+            self._send("SEND_F", output)
+        if gradient is not None:
+            self._send("SEND_B", gradient)
+        self._posting.clear()
+        if before:
+            self._receive("RECV_F", 0)
+        if behind:
+            self._receive("RECV_B", 1)
+
+    def _send(self, kind: str, value: Any) -> None:
+        maker = self._maker(_MESSAGES[kind], value)
+        event = self._next(kind, maker)
+        self._works.post_message(event, used=maker)
+        self._sent.append(event)
+
+    def _receive(self, kind: str, place: int) -> None:
+        event = self._next(kind, None)
+        self._posting.append((place, event))
+        self._works.post_message(event)
+
+    def posted(self, found: Any, ended: bool) -> None:
+        """
+        Record which work each received tensor belongs to, by the posted messages.
+
+        Args:
+            found: What the exchange returned: the received input and gradient come first.
+            ended: Whether the exchange has waited for its messages.
+        """
+        if not self.plan.messages:
+            return
+        for place, (kind, stage, microbatch) in self._posting:
+            self._note(_MESSAGES[kind], (stage, microbatch), found[place])
+        if ended:
             self._finish_sends()
 
     def _next(self, kind: str, maker: Work | None) -> Event:
@@ -404,11 +460,9 @@ def _scaling_refused(kind: str, work: Work, found: int, expected: str) -> Refuse
     )
 
 
-def _first(value: Any) -> Any:
-    """Return the tensor of a stage's input or output, which Megatron may wrap in a list."""
-    if isinstance(value, list | tuple):
-        return next((each for each in value if each is not None), None)
-    return value
+def _first(values: list[Any] | tuple[Any, ...]) -> Any:
+    """Return the tensor of a stage's input or output that Megatron has wrapped."""
+    return next((each for each in values if each is not None), None)
 
 
 def _unready(group: Any) -> int:

@@ -240,6 +240,10 @@ class StageEvidence:
         """Whether a stage computes with graphs of its own, which leave no such evidence."""
         return any(hasattr(self._stages[stage], name) for name in OWN_GRAPHS)
 
+    def still_reduces(self, stage: int) -> bool:
+        """Whether torch (2.15 and later) has not yet waited for a reduction that it started."""
+        return getattr(self._stages[stage], "_gradient_reduction_handle", None) is not None
+
     def watch(self, event: Event, *, registered: bool = False) -> None:
         """
         Watch an action whose method is no longer the guard's.

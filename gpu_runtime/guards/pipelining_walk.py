@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
+from qeffect.contract import Ticket
 from qeffect.refusals import Refused
 
 from .evidence import is_sharded
@@ -72,7 +72,7 @@ class ActionGuard:
         #: The parts of an overlapped action of the table that have not run yet.
         self._parts: set[Event] = set()
         #: What the walk has checked or posted, so that the stage's method does not do it again.
-        self._checked: dict[Event, Any] = {}
+        self._checked: dict[Event, Ticket] = {}
         self._posted: set[Event] = set()
 
     def begin_step(self, step: GuardedStep, *, begins_epoch: bool = True) -> None:
@@ -159,7 +159,7 @@ class ActionGuard:
             Refused: The action breaks the contract; a note names rank, step and action.
         """
         event, text = self._read(action)
-        self._judge(text, partial(self._begin, event, action), step)
+        self._judge(text, self._begin, event, action, step=step)
 
     def _begin(self, event: Event, action: Any) -> None:
         kind, stage, microbatch = event
@@ -179,6 +179,7 @@ class ActionGuard:
             self._watch(event)
         elif kind == _REDUCED:
             self.step.finish_reduction(stage)
+            self._posted.add(event)
 
     def end(self, step: int, action: Any) -> None:
         """
@@ -192,20 +193,22 @@ class ActionGuard:
             Refused: The computation of the action did not run.
         """
         event, text = self._read(action)
-        self._judge(text, partial(self._end, event), step)
+        self._judge(text, self._end, event, step=step)
 
     def _end(self, event: Event) -> None:
-        block = self._checked.pop(event, None)
-        if block is not None:
+        ticket = self._checked.pop(event, None)
+        if ticket is not None:
             if self._left_out(event):
                 self.abort()
                 raise self.evidence.not_run(event)
-            self._commit(event, block)
+            self._commit(event, ticket)
         elif event[0] == _OVERLAP and self._parts:
             raise self.evidence.not_run(min(self._parts))
         elif event in self._posted:
             self._posted.discard(event)
             if event[0] == _REDUCE and self._reduces(event[1]) and self._left_out(event):
+                raise self.evidence.not_run(event)
+            if event[0] == _REDUCED and self.evidence.still_reduces(event[1]):
                 raise self.evidence.not_run(event)
 
     def _post(self, event: Event) -> None:
@@ -231,12 +234,12 @@ class ActionGuard:
         starts = hasattr(stage, _REDUCE_METHODS[1]) and is_sharded(stage.submod)
         return starts and bool(getattr(self._schedule, "_finalize_gradients", True))
 
-    def _check(self, event: Event) -> Any:
+    def _check(self, event: Event) -> Ticket:
         self.evidence.check_weights(event)
         return self.step.check(event)
 
-    def _commit(self, event: Event, block: Any) -> None:
-        self.step.commit(event, block)
+    def _commit(self, event: Event, ticket: Ticket) -> None:
+        self.step.commit(event, ticket)
         self.evidence.wrote(event, self._schedule._n_microbatches)
         if event[0] == "F":
             self.evidence.forwarded(event)
@@ -312,7 +315,7 @@ class ActionGuard:
             if event in self._posted:
                 self._posted.discard(event)
             else:
-                self._judge(f"{index}{kind}{chunk_id}", partial(self._post, event))
+                self._judge(f"{index}{kind}{chunk_id}", self._post, event)
             return ops(chunk_id, *args, **kwargs)
 
         return get_ops
@@ -320,22 +323,21 @@ class ActionGuard:
     def _run(self, event: Event, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a stage's action: check it, unless the walk has checked it, and commit it once it has
         run."""
-        block = self._checked.pop(event, None)
-        if block is None:
-            check = partial(self._check, event)
-            block = self._judge(f"{event[1]}{event[0]}{event[2]}", check)
-        if event[0] == "I" and block is not None:
+        ticket = self._checked.pop(event, None)
+        if ticket is None:
+            ticket = self._judge(f"{event[1]}{event[0]}{event[2]}", self._check, event)
+        if event[0] == "I" and ticket is not None:
             self.evidence.begin_split(event, kwargs.get("loss"))
         try:
             found = method(*args, **kwargs)
         except BaseException:
             self.abort()
             raise
-        if block is not None:
-            self._judge("", partial(self._ran, event, block))
+        if ticket is not None:
+            self._judge("", self._ran, event, ticket)
         return found
 
-    def _ran(self, event: Event, block: Any) -> None:
+    def _ran(self, event: Event, ticket: Ticket) -> None:
         """Commit an action that the stage's own method has run."""
         self.evidence.forget(event)
         self._parts.discard(event)
@@ -346,4 +348,4 @@ class ActionGuard:
         except Refused:
             self.abort()
             raise
-        self._commit(event, block)
+        self._commit(event, ticket)

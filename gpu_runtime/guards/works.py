@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from qeffect.action_blocks import Dgrad, Forward
-from qeffect.contract import Contract
+from qeffect.contract import Contract, Ticket
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.relations.constants import GENERATION_MAX
 from qeffect.schedule.pairing import Work
@@ -16,6 +13,29 @@ Event = tuple[str, int, int]
 """An action: torch's name of its kind, its stage, and its microbatch (-1 without one)."""
 
 _RECEIVES = frozenset({"RECV_F", "RECV_B"})
+
+
+class _Keys(dict[Work, TapeKey]):
+    """The keys of works in a contract's epoch, which is the same until the step ends."""
+
+    def __init__(self, contract: Contract) -> None:
+        super().__init__()
+        self._contract = contract
+
+    def __missing__(self, work: Work) -> TapeKey:
+        key = self[work] = TapeKey(self._contract.epoch, *work)
+        return key
+
+
+class _References(dict[Work, TapeRef]):
+    """The references to works' tapes; for any other work, one that was never issued."""
+
+    def __init__(self, contract: Contract) -> None:
+        super().__init__()
+        self._contract = contract
+
+    def __missing__(self, work: Work) -> TapeRef:
+        return TapeRef(0, GENERATION_MAX, self._contract.incarnation)
 
 
 class Works:
@@ -30,14 +50,13 @@ class Works:
 
     def __init__(self, contract: Contract) -> None:
         self.contract = contract
-        self.refs: dict[Work, TapeRef] = {}
-        self._keys: dict[Work, TapeKey] = {}
+        self._keys, self._refs = _Keys(contract), _References(contract)
         self.posted: set[Event] = set()
         self.reading: set[Event] = set()
 
-    def check(self, event: Event, used: Work | None = None, *, refresh: bool = False) -> Any:
+    def check(self, event: Event, used: Work | None = None, *, refresh: bool = False) -> Ticket:
         """
-        Check F (`F`), dI (`I`), dW (`W`) or a full backward (`B`); return its open block.
+        Check F (`F`), dI (`I`), dW (`W`) or a full backward (`B`); return its ticket.
 
         Args:
             event: The action.
@@ -45,32 +64,28 @@ class Works:
             refresh: Whether F quantizes the stage's weights anew.
         """
         kind, stage, microbatch = event
-        key, work = self.key((stage, microbatch)), (stage, microbatch)
-        block: Any
+        work = (stage, microbatch)
         if kind == "F":
-            self.finish_receive(("RECV_F", *work))
-            block = self.contract.forward(key, refresh=refresh)
-        elif kind == "W":
-            block = self.contract.wgrad(key, self.ref(work))
-        else:
-            self.finish_receive(("RECV_B", *work))
-            block = self.contract.dgrad(key, self.ref(used or work))
-        return block.__enter__()
+            self.finish_receive(("RECV_F", stage, microbatch))
+            return self.contract.check_forward(self._keys[work], refresh=refresh)
+        if kind == "W":
+            return self.contract.check_wgrad(self._keys[work], self._refs[work])
+        self.finish_receive(("RECV_B", stage, microbatch))
+        return self.contract.check_dgrad(self._keys[work], self._refs[used or work])
 
-    def commit(self, event: Event, block: Any) -> None:
-        """Commit an action that ran, by the block that `check` returned."""
+    def commit(self, event: Event, ticket: Ticket) -> None:
+        """Commit an action that ran, by the ticket that `check` returned."""
         kind, stage, microbatch = event
-        block.__exit__(None, None, None)
-        if isinstance(block, Forward):
-            self.refs[stage, microbatch] = block.ref
-        elif isinstance(block, Dgrad) and kind == "B":  # the full backward has run dW too
-            work = (stage, microbatch)
-            with self.contract.wgrad(self.key(work), self.ref(work)):
-                pass
+        contract, work = self.contract, (stage, microbatch)
+        ref = contract.commit(ticket)
+        if ref is not None:  # of F
+            self._refs[work] = ref
+        elif kind == "B":  # the full backward has run dW too
+            contract.commit(contract.check_wgrad(self._keys[work], self._refs[work]))
 
     def reserve(self, work: Work, slot: int | None = None) -> None:
         """Reserve a slot for the input of a work."""
-        self.refs[work] = self.contract.reserve(self.key(work), slot)
+        self._refs[work] = self.contract.reserve(self._keys[work], slot)
 
     def post_message(self, event: Event, slot: int | None = None, used: Work | None = None) -> None:
         """
@@ -82,45 +97,30 @@ class Works:
             used: The work whose output or gradient is sent; by default the message's own.
         """
         kind, stage, microbatch = event
-        work, gradient = (stage, microbatch), kind.endswith("B")
+        work = (stage, microbatch)
         if kind == "RECV_F":
             self.reserve(work, slot)
-        ref = self.ref(used or work)
+        key, ref = self._keys[work], self._refs[used or work]
         if kind in _RECEIVES:
-            self.contract.post_receive(self.key(work), ref, gradient=gradient)
+            self.contract.post_receive(key, ref, gradient=kind == "RECV_B")
             self.posted.add(event)
         else:
-            self.contract.read(self.key(work), ref, gradient=gradient)
+            self.contract.read(key, ref, gradient=kind == "SEND_B")
             self.reading.add(event)
 
     def finish_receive(self, event: Event) -> None:
         """End a receive, if it was posted and has not ended."""
         if event in self.posted:
             self.posted.discard(event)
-            kind, *work = event
-            stage, microbatch = work
-            ref = self.ref((stage, microbatch))
+            kind, stage, microbatch = event
+            work = (stage, microbatch)
             self.contract.finish_receive(
-                self.key((stage, microbatch)), ref, gradient=kind == "RECV_B"
+                self._keys[work], self._refs[work], gradient=kind == "RECV_B"
             )
 
     def finish_send(self, event: Event) -> None:
         """End a send, which the framework has waited for."""
         kind, stage, microbatch = event
         work = (stage, microbatch)
-        self.contract.finish_read(self.key(work), self.ref(work), gradient=kind == "SEND_B")
+        self.contract.finish_read(self._keys[work], self._refs[work], gradient=kind == "SEND_B")
         self.reading.discard(event)
-
-    def key(self, work: Work) -> TapeKey:
-        """Return the key of a work in the contract's epoch."""
-        key = self._keys.get(work)
-        if key is None:  # the epoch is the same until the step ends
-            key = self._keys[work] = TapeKey(self.contract.epoch, *work)
-        return key
-
-    def ref(self, work: Work) -> TapeRef:
-        """Return the reference to a work's tape."""
-        ref = self.refs.get(work)
-        if ref is None:  # nothing was retained: use a reference that was never issued
-            return TapeRef(0, GENERATION_MAX, self.contract.incarnation)
-        return ref

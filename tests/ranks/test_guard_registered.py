@@ -276,6 +276,36 @@ class TestGraphs:
             run.step(1)
 
 
+@pytest.mark.skipif(
+    "WAIT_REDUCE_GRAD" not in bodies.torch_schedules._ComputationType.__members__,
+    reason="from torch 2.15 on, a table says where reductions end",
+)
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_wait_for_a_reduction(waits: bool) -> None:
+    """torch keeps the handle of a reduction until it was awaited; a function may leave this out."""
+    run = own_run(IL)
+    types = bodies.torch_schedules._ComputationType
+    stages = {stage.stage_index: stage for stage in run.stages}
+
+    def starts(action: Any, context: Any) -> None:
+        Stage.perform_reduce_grad(stages[action.stage_index], run.microbatches)
+        stages[action.stage_index]._gradient_reduction_handle = object()
+
+    def ends(action: Any, context: Any) -> None:
+        if waits or action.stage_index != 1:
+            stages[action.stage_index]._gradient_reduction_handle = None
+
+    guarded = guard(run.schedule)
+    run.schedule.register_custom_function(types["REDUCE_GRAD"], starts)
+    run.schedule.register_custom_function(types["WAIT_REDUCE_GRAD"], ends)
+    if waits:
+        run.step(0)
+        assert 1 == guarded.contract.epoch
+        return
+    with pytest.raises(Refused, match="WAIT_REDUCE_GRAD of stage 1: its computation did not run"):
+        run.step(0)
+
+
 def test_the_kinds_are_torchs() -> None:
     """Every kind of computation that torch lets a function take over is in this table."""
     run = own_run(IL)
