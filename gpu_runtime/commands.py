@@ -84,7 +84,11 @@ def _torch_works() -> bool:
 #: The parts of `qeffect runtime report`, each in its own module of `lab/commands`.
 PARTS = (
     ("bench", "measure step time, memory, set-up, copies and guards"),
-    ("scale", "compare and time a pipeline over the ranks that torchrun started"),
+    (
+        "scale",
+        "time a guarded pipeline and torch's own over the ranks that torchrun started, and compare "
+        "their bits",
+    ),
     ("tables", "measure the paper's tables of complete steps over the ranks that torchrun started"),
     ("models", "measure TFLOP/s of whole decoders over the ranks that torchrun started"),
     ("groups", "measure steps with one weight-gradient product for several microbatches"),

@@ -14,15 +14,13 @@ from attrs import evolve, fields, frozen
 
 from .destinations import Destination
 from .keys import Cell, cell_of
-from .process_layout import GRAPHS, share_buckets
-from .relations.constants import GENERATION_MAX
+from .process_layout import GRAPHS, REFRESH, Graph, default_capture_order, share_buckets
+from .relations.constants import GENERATION_MAX, NO_RANK
 from .stage_config import ADDED, Bucket, StageConfig
 from .text import counted, is_name, shown
 
 __all__ = ["Configuration", "Graph", "Positions", "write_destinations"]
 
-#: A captured graph: its stage, its slot within the stage, and ``F``, ``dI`` or ``dW``.
-Graph = tuple[int, int, str]
 #: The declared order of one domain: its name and its (``F`` | ``dI``, cell) pairs.
 Positions = tuple[Hashable, tuple[tuple[str, Cell], ...]]
 
@@ -36,8 +34,9 @@ class Configuration:
         stages: The stages of the process.
         relations: Relations in force, in the normative order.
         callers: Names of the streams that call.
-        capture_order: Order of capture; empty for the default order, in which all F come first,
-            then all dI, then all dW, stage by stage and slot by slot.
+        capture_order: Order of capture; empty for the default order, in which the refreshes with a
+            ``refresh_pool`` come first, then all F, then all dI, then all dW, stage by stage and
+            slot by slot.
         declared: The declared order of each domain that declares one.
         generation_max: The last generation that a slot may reach.
         reductions: The declared order of all buckets; empty if no order is declared.
@@ -75,7 +74,12 @@ class Configuration:
         """
         local = [(config.stage, i) for config in stages for i in range(config.slots)]
         ranks = zip(GRAPHS, (st.forward_rank, st.dgrad_rank, st.wgrad_rank), strict=True)
-        placed = [(rank[i], (*local[i], kind)) for kind, rank in ranks for i in range(len(local))]
+        placed: list[tuple[int, Graph]] = [
+            (rank[i], (*local[i], kind)) for kind, rank in ranks for i in range(len(local))
+        ]
+        for config in stages:
+            if (place := st.refresh_rank[config.stage]) != NO_RANK:
+                placed.append((place, (config.stage, REFRESH)))
         order = tuple(graph for _, graph in sorted(placed))
         domains = dict.fromkeys(config.domain for config in stages)
         return cls(
@@ -166,7 +170,7 @@ class Configuration:
             tuple(_read_stage(stage) for stage in plain["stages"]),
             tuple(plain["relations"]),
             tuple(_name(caller, "caller") for caller in plain["callers"]),
-            tuple((stage, slot, kind) for stage, slot, kind in plain["capture_order"]),
+            tuple(_read_graph(*graph) for graph in plain["capture_order"]),
             tuple(
                 (domain, tuple((kind, cell_of(*cell)) for kind, cell in sequence))
                 for domain, sequence in plain["declared"]
@@ -174,17 +178,6 @@ class Configuration:
             plain["generation_max"],
             tuple(_name(bucket, "bucket") for bucket in plain["reductions"]),
         )
-
-
-def default_capture_order(stages: Sequence[StageConfig]) -> tuple[Graph, ...]:
-    """
-    Return the default capture order.
-
-    >>> default_capture_order([StageConfig(3, microbatches=1, slots=1)])
-    ((3, 0, 'F'), (3, 0, 'dI'), (3, 0, 'dW'))
-    """
-    local = [(config.stage, i) for config in stages for i in range(config.slots)]
-    return tuple((*slot, kind) for kind in GRAPHS for slot in local)
 
 
 def write_destinations(destinations: tuple[Destination, ...]) -> list[dict[str, Any]]:
@@ -201,6 +194,15 @@ def write_destinations(destinations: tuple[Destination, ...]) -> list[dict[str, 
         for name in (destination.matrix, destination.dtype, destination.device):
             _printable(name, "destination")
     return [attrs.asdict(d) for d in destinations]
+
+
+def _read_graph(stage: int, *rest: Any) -> Graph:
+    match rest:
+        case (kind,):
+            return stage, kind
+        case (slot, kind):
+            return stage, slot, kind
+    raise ValueError(f"a captured graph has a stage and a kind, got {[stage, *rest]}")
 
 
 def _positions(st: Any, domain: int) -> tuple[tuple[str, Cell], ...]:
@@ -255,6 +257,8 @@ def _write_stage(config: StageConfig) -> dict[str, Any]:
     plain["domain"] = _name(config.domain, "domain")
     plain["matrices"] = [_printable(name, "matrix") for name in config.matrices]
     plain["pool"] = None if config.pool is None else _name(config.pool, "pool")
+    if config.refresh_pool is not None:
+        plain["refresh_pool"] = _name(config.refresh_pool, "pool")
     plain["destinations"] = write_destinations(config.destinations)
     plain["buckets"] = [
         {"name": _name(b.name, "bucket"), "matrices": list(b.matrices)} for b in config.buckets

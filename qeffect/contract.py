@@ -28,7 +28,7 @@ from .ledgers.restarts import Restarts
 from .ledgers.runner import Observer, Runner
 from .ledgers.streams import Streams
 from .ledgers.tapes import Tapes
-from .process_layout import lay_out
+from .process_layout import Graph, lay_out
 from .relations.constants import GENERATION_MAX
 from .stage_config import StageConfig
 from .text import shown
@@ -100,7 +100,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         *,
         omit: Iterable[str] = (),
         callers: Sequence[Hashable] = ("main",),
-        capture_order: Iterable[tuple[int, int, str]] = (),
+        capture_order: Iterable[Graph] = (),
         declared: Mapping[Hashable, Sequence[tuple[str, Cell]]] | None = None,
         reductions: Sequence[int | str] = (),
         generation_max: int = GENERATION_MAX,

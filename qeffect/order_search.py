@@ -49,7 +49,8 @@ def require_feasible(
     Require that some choice of slots, and of times for dW, lets a declared order run to its end.
 
     The order does not place dW and readers: they may run at any time after the dI, so the search
-    frees each slot as early as possible.
+    frees each slot as early as possible. Nor does the order place refreshes, which a stage's first
+    F may contain. So the search leaves out the place of a refresh in a shared pool.
 
     Args:
         domain: Name of the domain, for the message.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from attrs import frozen
 
@@ -17,12 +17,20 @@ from .keys import Cell
 from .local_edges import local_edges, require_edges_kept
 from .order_search import SlotPlaces, require_feasible
 from .refusals import refused
-from .relations.constants import GENERATION_MAX
+from .relations.constants import GENERATION_MAX, NO_RANK
 from .sharing import share_destinations, written_once
 from .stage_config import StageConfig
 from .text import shown
 
-__all__ = ["GRAPHS", "ProcessLayout", "lay_out", "share_buckets"]
+__all__ = [
+    "GRAPHS",
+    "REFRESH",
+    "Graph",
+    "ProcessLayout",
+    "default_capture_order",
+    "lay_out",
+    "share_buckets",
+]
 
 
 @frozen
@@ -47,8 +55,12 @@ class ProcessLayout:
     buckets: Mapping[int | str, int]
 
 
-#: Kinds of captured graph, in the order in which the graphs of a slot are replayed.
+#: Kinds of captured graph of a slot, in the order in which a slot's graphs are replayed.
 GRAPHS: Final = ("F", "dI", "dW")
+#: Kind of the captured graph of a stage's refresh.
+REFRESH: Final = "refresh"
+#: A captured graph: (stage, local slot, "F" | "dI" | "dW"), or (stage, "refresh").
+Graph: TypeAlias = tuple[int, int, str] | tuple[int, str]
 
 
 def lay_out(
@@ -56,7 +68,7 @@ def lay_out(
     functions: Transitions,
     *,
     callers: Sequence[Hashable] = ("main",),
-    capture_order: Iterable[tuple[int, int, str]] = (),
+    capture_order: Iterable[Graph] = (),
     declared: Mapping[Hashable, Sequence[tuple[str, Cell]]] | None = None,
     reductions: Sequence[int | str] = (),
     generation_max: int = GENERATION_MAX,
@@ -68,8 +80,9 @@ def lay_out(
         stages: The stages of the process; each index once.
         functions: The composed transitions that will run over the memory.
         callers: Names of the streams that call into the domains' graph streams.
-        capture_order: (stage, local slot, "F" | "dI" | "dW") of every captured graph, in the
-            order of capture; only shared pools need it. By default all F, then all dI, then all
+        capture_order: (stage, local slot, "F" | "dI" | "dW") of every captured graph of a slot, and
+            (stage, "refresh") of every stage with a ``refresh_pool``, in the order of capture; only
+            shared pools need it. By default these refreshes, then all F, then all dI, then all
             dW, stage by stage and slot by slot.
         declared: For a domain, the order of its F and dI within an epoch as
             ("F" | "dI", cell) pairs. Any other order is then refused.
@@ -111,13 +124,13 @@ def lay_out(
     }
     slot_stage = [c.stage for c in stages for _ in range(c.slots)]
     # One object for each number: a large pool has many columns with the same numbers.
-    numbers = list(range(3 * len(slot_stage)))
+    numbers = list(range(3 * len(slot_stage) + len(stages)))
     slots: dict[int, tuple[int, ...]] = {}
     first = 0
     for config in stages:
         slots[config.stage] = tuple(numbers[first : first + config.slots])
         first += config.slots
-    pools, ranks = _pools(stages, slots, domains, capture_order, numbers)
+    pools, ranks, refreshes = _pools(stages, slots, capture_order, numbers)
     cells = [cell for config in stages for cell in config.cells()]
     sharers = share_destinations(stages)
     edges = local_edges(stages)
@@ -180,6 +193,8 @@ def lay_out(
             "forward_rank": ranks["F"],
             "dgrad_rank": ranks["dI"],
             "wgrad_rank": ranks["dW"],
+            "refresh_pool": by_stage({s: pool for s, (pool, _) in refreshes.items()}),
+            "refresh_rank": by_stage({s: rank for s, (_, rank) in refreshes.items()}),
             "reports_fills": by_stage({c.stage: int(c.reports_fills) for c in stages}),
             "reports_updates": by_stage({c.stage: int(c.reports_updates) for c in stages}),
             "live_scales": by_stage({c.stage: int(c.tape_scales == "live") for c in stages}),
@@ -287,6 +302,7 @@ def _require_relations(
         ("arena", "destinations", any(config.destinations for config in stages)),
         ("arena", "tied", any(config.tied for config in stages)),
         ("capture", "a shared pool", any(config.pool is not None for config in stages)),
+        ("version", "refresh_pool", any(config.refresh_pool is not None for config in stages)),
         ("completion", "copies_input=True", any(config.copies_input for config in stages)),
         ("reduction", "reduces=True", any(config.reduces for config in stages)),
     ]
@@ -298,48 +314,82 @@ def _require_relations(
             )
 
 
+def default_capture_order(stages: Sequence[StageConfig]) -> tuple[Graph, ...]:
+    """
+    Return the default capture order.
+
+    >>> default_capture_order([StageConfig(3, microbatches=1, slots=1, pool="p", refresh_pool="p")])
+    ((3, 'refresh'), (3, 0, 'F'), (3, 0, 'dI'), (3, 0, 'dW'))
+    """
+    local = [(config.stage, i) for config in stages for i in range(config.slots)]
+    refreshes = [(c.stage, REFRESH) for c in stages if c.refresh_pool is not None]
+    return (*refreshes, *((*slot, kind) for kind in GRAPHS for slot in local))
+
+
 def _pools(
     stages: Sequence[StageConfig],
     slots: Mapping[int, tuple[int, ...]],
-    domains: Mapping[Hashable, int],
-    capture_order: Iterable[tuple[int, int, str]],
+    capture_order: Iterable[Graph],
     numbers: Sequence[int],
-) -> tuple[list[int], dict[str, list[int]]]:
-    """Return the pool of each slot, and by kind of graph the capture rank of each slot."""
+) -> tuple[list[int], dict[str, list[int]], dict[int, tuple[int, int]]]:
+    """
+    Return the pool of each slot, and by kind of graph the capture rank of each slot; then, for each
+    stage, the pool and the capture rank of its refresh.
+    """
     names: dict[Hashable, int] = {}
-    owner: dict[Hashable, Hashable] = {}
+    owner: dict[Hashable, StageConfig] = {}
     pools: list[int] = []
     for config in stages:
         for slot in slots[config.stage]:
             name: Hashable = ("slot", slot) if config.pool is None else ("pool", config.pool)
-            if owner.setdefault(name, config.domain) != config.domain:
-                raise ValueError(
-                    f"pool {config.pool!r} is shared by the state domains {owner[name]!r} and "
-                    f"{config.domain!r}; give each domain its own pool"
-                )
+            _require_one_domain(owner.setdefault(name, config), config, config.pool)
             pools.append(names.setdefault(name, numbers[len(names)]))
-    order = []
-    for graph in capture_order:
+    refreshing = [config.stage for config in stages if config.refresh_pool is not None]
+    order: list[tuple[int, str]] = []
+    for graph in tuple(capture_order) or default_capture_order(stages):
         match graph:
             case (stage, int(local), "F" | "dI" | "dW" as kind) if (
                 0 <= local < len(slots.get(stage, ()))
             ):
                 order.append((slots[stage][local], kind))
+            case (int(stage), "refresh") if stage in refreshing:
+                order.append((stage, REFRESH))
             case _:
                 raise ValueError(
                     f"capture_order has {graph!r}; expected (stage, local slot, F | dI | dW)"
+                    + " or (stage, 'refresh') of a stage with a refresh_pool" * bool(refreshing)
                 )
-    if not order:
-        order = [(slot, kind) for kind in GRAPHS for slot in range(len(pools))]
-    if len(order) != 3 * len(pools) or len(set(order)) != len(order):
+    if len(order) != 3 * len(pools) + len(refreshing) or len(set(order)) != len(order):
+        also = f", and the refresh of stages {refreshing}" if refreshing else ""
         raise ValueError(
-            f"capture_order must name F, dI and dW of all {len(pools)} slots once, "
+            f"capture_order must name F, dI and dW of all {len(pools)} slots once{also}, "
             f"got {len(order)} graphs"
         )
-    ranks = {kind: [0] * len(pools) for kind in GRAPHS}
-    for rank, (slot, kind) in zip(numbers, order, strict=True):
-        ranks[kind][slot] = rank
-    return pools, ranks
+    place = dict(zip(order, numbers, strict=False))
+    ranks = {kind: [place[slot, kind] for slot in range(len(pools))] for kind in GRAPHS}
+    refreshes = {}
+    for config in stages:
+        pool, rank = pools[slots[config.stage][0]], NO_RANK
+        if config.refresh_pool is not None:
+            name = ("pool", config.refresh_pool)
+            if name not in names:
+                raise ValueError(
+                    f"refresh_pool {config.refresh_pool!r} of stage {config.stage} is no stage's "
+                    "pool; name a pool of slots, or leave out refresh_pool if no slot shares it"
+                )
+            _require_one_domain(owner[name], config, config.refresh_pool)
+            pool, rank = names[name], place[config.stage, REFRESH]
+        refreshes[config.stage] = pool, rank
+    return pools, ranks, refreshes
+
+
+def _require_one_domain(one: StageConfig, other: StageConfig, pool: Hashable) -> None:
+    """Require that two stages that share a capture pool share a state domain."""
+    if one.domain != other.domain:
+        raise ValueError(
+            f"pool {pool!r} is shared by the state domains {one.domain!r} and {other.domain!r}; "
+            "give each domain its own pool"
+        )
 
 
 def _ranks(ranks: Mapping[str, Sequence[int]], alone: bool) -> Mapping[str, Sequence[int]]:

@@ -42,6 +42,7 @@ ADDED: Final[Mapping[str, Any]] = {
     "recomputes_draws": False,
     "weights_sum": None,
     "scales": "action",
+    "refresh_pool": None,
 }
 
 
@@ -221,6 +222,11 @@ class StageConfig:
             it, as delayed scaling does by default. ``epoch``: F and dI only gather amaxes, and the
             update moves it once (`Contract.move_scales`); F and dI then report 0 updates, and the
             update reports 1. All stages of a domain have the same value.
+        refresh_pool: Name of the capture-memory pool in which the graph of the stage's refresh was
+            captured, if slots share that pool (`pool` of this or another stage). The refresh then
+            keeps the pool's order of capture, in which ``capture_order`` names its graph as
+            (stage, "refresh"). The cache itself must lie outside the pool. None: the graph of the
+            refresh has a pool of its own.
 
     Raises:
         TypeError: A count is not an integer, a flag not a ``bool``, a fraction not two positive
@@ -262,6 +268,7 @@ class StageConfig:
     recomputes_draws: bool = field(default=False, validator=_flag)
     weights_sum: tuple[int, int] | None = field(default=None, converter=_pair, validator=_fraction)
     scales: str = field(default="action", validator=in_(("action", "epoch")))
+    refresh_pool: Hashable | None = field(default=None, validator=_hashable)
 
     def __attrs_post_init__(self) -> None:
         if (count := self.microbatches * self.blocks * self.invocations) > _MOST:

@@ -333,7 +333,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "pool -> int",
         0,
         "capture rank of the pool's latest replay",
-        "check_forward check_dgrad check_wgrad",
+        "check_refresh check_forward check_dgrad check_wgrad",
     ),
     _state(
         "capture",
@@ -720,6 +720,18 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     ),
     _configured(
         "wgrad_rank", "slot -> int", "place of the slot's dW graph in its pool's order of capture"
+    ),
+    _configured(
+        "refresh_pool",
+        "stage -> pool",
+        "capture pool of the graph of the stage's refresh; the pool of the stage's first slot if "
+        "`refresh_rank` is -1",
+    ),
+    _configured(
+        "refresh_rank",
+        "stage -> int",
+        "place of the graph of the stage's refresh in `refresh_pool`'s order of capture; -1 if the "
+        "graph was captured in a pool of its own",
     ),
     _configured(
         "reports_fills",

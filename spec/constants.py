@@ -20,6 +20,7 @@ __all__ = [
     "IN_BIT",
     "JOINS",
     "NEVER",
+    "NO_RANK",
     "NO_SLOT",
     "NO_STAGE",
     "OPENS",
@@ -38,6 +39,8 @@ NO_SLOT: Final = -1
 NO_STAGE: Final = -1
 #: A value that no epoch has: the event never happened, or the cache is stale.
 NEVER: Final = -1
+#: No capture rank: the graph of the stage's refresh was captured in a pool of its own.
+NO_RANK: Final = -1
 
 #: Consumer bits of a tape's mask: the consumers that have yet to visit the slot.
 DGRAD_BIT: Final = 1

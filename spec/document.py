@@ -203,9 +203,11 @@ def _raised_by(clause: str, keeping: Mapping[str, Any]) -> str:
     if promises := named("promises"):
         several = ", " in promises
         fails = "each of these promises fails" if several else "this promise fails"
-        said.append(f"{fails} if a certain guard of this clause is deleted: {promises}")
+        said.append(f"{fails} if {_one_of(guards)} is deleted: {promises}")
     elif lemmas := named("lemmas"):
-        said.append(f"each of these lemmas fails if a certain guard is deleted: {lemmas}")
+        several = ", " in lemmas
+        fails = "each of these lemmas fails" if several else "this lemma fails"
+        said.append(f"{fails} if {_one_of(guards)} is deleted: {lemmas}")
     rest = [(row["transition"], row["otherwise"]) for row in guards if "otherwise" in row]
     renamed = [
         f"at {transition} {_clause_link(text.partition(' becomes ')[2])} would name the refusal"
@@ -497,6 +499,11 @@ def _own(promise: str) -> str:
     return f'<a id="{_anchor(promise)}"></a>`{promise}`'
 
 
+def _one_of(guards: Sequence[Any]) -> str:
+    """A guard of a clause, in words."""
+    return "the guard of this clause" if len(guards) == 1 else "one of this clause's guards"
+
+
 @cache
 def _promised() -> frozenset[str]:
     """The ids of all promises about the contract's transitions."""
@@ -512,7 +519,7 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
         f"{_functions([place.removeprefix(_PROOFS)], _PROOFS)} ({', '.join(kinds)})"
         for place, kinds in row["obligations"].items()
     ]
-    said = f" *Proved by* the formulas of {'; '.join(made)}"
+    said = f" *Proved by* formulas that these functions make: {'; '.join(made)}"
     used: list[str] = []
     lemmas: dict[str, list[str]] = {}
     for other in row.get("from", ()):

@@ -55,6 +55,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "version.refresh-interrupted",
         "order.in-flight",
         "order.poisoned",
+        "capture.out-of-order",
         "completion.wrong-stream",
         "completion.caller-to-graph",
         "completion.update-to-graph",

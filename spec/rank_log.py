@@ -143,7 +143,11 @@ RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
     "consent": (_EPOCH, "the rank consents to the commit"),
     "commit": (_EPOCH, "the rank updated its weights, or launched its update, and committed"),
     "capture": (_EPOCH, "the rank begins to capture a step as one launch"),
-    "second_run": (_EPOCH, "the step's device work ran twice, or is launched twice"),
+    "second_run": (
+        _EPOCH,
+        "the step runs twice, as a check: the digests of both runs of a guarded step are equal, or "
+        "both launches of a step are enqueued and not yet compared",
+    ),
     "captured": (_EPOCH, "all ranks captured the step"),
     "launch": (_EPOCH, "the host launches the step"),
     "votes": (

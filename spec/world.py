@@ -78,7 +78,6 @@ WORDS: Final[Mapping[str, Word]] = {
         "just before that F or, if scales move once an epoch, at their last movement (0 for none)",
         rolls_seen="the domain's `rolls` just after the tenant's F",
         drew_at="where the tenant's F began to draw random numbers, if it reported that",
-        last_rank="the capture rank of the slot's graph that was replayed last",
         in_pool="1 while the slot keeps memory in its capture pool",
         moving="the transfers under way through the slot, as a mask",
         last_end_on="the link on which the slot's latest transfer ended, or its copy was enqueued",
@@ -157,7 +156,7 @@ WORDS: Final[Mapping[str, Word]] = {
     **_words(
         "pool",
         tapes="how many slots keep memory in the pool",
-        last_replayed="the slot whose graph the pool replayed last",
+        last_rank="the capture rank of the graph that the pool replayed last; 0 before the first",
     ),
     **_words(
         "link",

@@ -16,13 +16,10 @@ from qeffect import Contract, StageConfig
 from qeffect.contract import Observer
 from qeffect.engine.stage import transitions
 from qeffect.keys import Cell
-from qeffect.process_layout import ProcessLayout, lay_out
+from qeffect.process_layout import Graph, ProcessLayout, lay_out
 from qeffect.relations.constants import GENERATION_MAX
 
 __all__ = ["Process"]
-
-#: A captured graph: stage, local slot, action.
-Graph = tuple[int, int, str]
 
 
 def _stages(stages: Iterable[StageConfig]) -> tuple[StageConfig, ...]:
@@ -78,7 +75,10 @@ class Process:
 
     @cached_property
     def capture(self) -> tuple[list[int], dict[tuple[int, str], int]]:
-        """The pool of each slot, and the position of each graph in the order of capture."""
+        """
+        The pool of each slot, and the position of each graph in the order of capture: by slot and
+        "F", "dI" or "dW", or by stage and "refresh".
+        """
         names: list[Hashable] = []
         first: dict[int, int] = {}
         for config in self.stages:
@@ -87,8 +87,16 @@ class Process:
                 own = (config.stage, slot)
                 names.append(own if config.pool is None else (config.pool,))
         numbers = list(dict.fromkeys(names))
-        order = [(first[stage] + local, kind) for stage, local, kind in self.capture_order] or [
-            (slot, kind) for kind in ("F", "dI", "dW") for slot in range(len(names))
+        order: list[tuple[int, str]] = []
+        for graph in self.capture_order:
+            match graph:
+                case (stage, local, kind):
+                    order.append((first[stage] + local, kind))
+                case (stage, kind):
+                    order.append((stage, kind))
+        order = order or [
+            *((c.stage, "refresh") for c in self.stages if c.refresh_pool is not None),
+            *((slot, kind) for kind in ("F", "dI", "dW") for slot in range(len(names))),
         ]
         return [numbers.index(name) for name in names], {g: rank for rank, g in enumerate(order)}
 

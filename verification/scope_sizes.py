@@ -75,6 +75,7 @@ SCOPE_STATES: Final[Mapping[str, int]] = {
     "stage-shared-pool": 11_672,
     "stage-declared": 6_080,
     "stages-two": 46_380,
+    "stages-refreshed-in-pool": 5_304,
     "stages-declared": 12_232,
     "stage-reports": 1_342,
     "callers-reports": 4_560,

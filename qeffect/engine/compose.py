@@ -270,7 +270,9 @@ class _Joiner:
             self.locals[target.id] = definition
             into.append(statement)
         elif known != definition:
-            raise CompositionError(f"{where}: {target.id} is {definition}, elsewhere {known}")
+            raise CompositionError(
+                f"{where}: {target.id} has two definitions: here {definition}, before {known}"
+            )
 
     def inlined(self, module: ModuleType, body: list[ast.stmt]) -> list[ast.stmt]:
         """Replace statements that call a helper of the same module by the helper's body."""

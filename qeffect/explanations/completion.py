@@ -20,11 +20,22 @@ def _end(st: Any, a: Arguments) -> tuple[int, int, int]:
     return on, st.ended_at[slot], st.joined[on]
 
 
-def _captured(st: Any, a: Arguments) -> int:
-    """Return the position, in the order of capture, of the graph that would be replayed."""
+def _captured(st: Any, a: Arguments) -> tuple[str, int, int]:
+    """Return what would be replayed, its place in the order of capture, and its pool."""
+    if a["transition"] == "check_refresh":
+        return asked(a), st.refresh_rank[a["stage"]], st.refresh_pool[a["stage"]]
     ranks = {"check_forward": "forward_rank", "check_dgrad": "dgrad_rank"}
-    place: int = getattr(st, ranks.get(a["transition"], "wgrad_rank"))[slot_of(a)]
-    return place
+    slot, column = slot_of(a), ranks.get(a["transition"], "wgrad_rank")
+    return f"{a['key']} in slot {slot}", getattr(st, column)[slot], st.pool_of[slot]
+
+
+def _out_of_order(st: Any, a: Arguments) -> str:
+    """Say what would be replayed after which graph."""
+    what, place, pool = _captured(st, a)
+    return (
+        f"{what}, the graph captured at place {place}, after the graph captured at place "
+        f"{st.cursor[pool]}"
+    )
 
 
 def _replay(st: Any, a: Arguments) -> int:
@@ -54,8 +65,7 @@ def _unwaited_links(st: Any) -> list[int]:
 #: By clause.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "capture.out-of-order": lambda st, a: (
-        f"{a['key']} in slot {slot_of(a)}, the graph captured at place {_captured(st, a)}, after "
-        f"the graph captured at place {st.cursor[st.pool_of[slot_of(a)]]}",
+        _out_of_order(st, a),
         "graphs of one memory pool replayed in the order of capture while a tape is live in it",
     ),
     "completion.wrong-stream": lambda st, a: (

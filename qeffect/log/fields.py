@@ -15,6 +15,7 @@ from attrs import frozen
 
 from ..destinations import Destination
 from ..engine.stage import TRANSITIONS
+from ..process_layout import REFRESH
 from ..relations.constants import (
     ADDS,
     BACK_BIT,
@@ -122,6 +123,7 @@ def _stage(value: Any) -> bool:
         and _natural(value.get("feeds", 0))
         and _positive_pair(value.get("weights_sum", [1, 1]))
         and value.get("scales", "epoch") == "epoch"
+        and value.get("refresh_pool", 0) is not None
         and all(map(_natural, (value[n] for n in _STAGE_COUNTS)))
         and type(value["destinations"]) is list
         and all(map(_described, value["destinations"]))
@@ -148,7 +150,9 @@ def _bucket(value: Any) -> bool:
 
 
 def _graph(value: Any) -> bool:
-    return type(value) is list and len(value) == 3 and all(map(_natural, value[:2]))
+    if type(value) is not list or len(value) not in (2, 3):
+        return False
+    return all(map(_natural, value[:-1])) and (len(value) == 3 or value[-1] == REFRESH)
 
 
 def _action(value: Any) -> bool:
@@ -286,7 +290,7 @@ HEADER: Final[Mapping[str, Field]] = {
     "relations": Field(_names, "a list of relations"),
     "stages": Field(_each(_stage), "a list of stage configurations"),
     "callers": Field(lambda value: type(value) is list, "a list of names"),
-    "capture_order": Field(_each(_graph), "a list of [stage, slot, action]"),
+    "capture_order": Field(_each(_graph), 'a list of [stage, slot, action] and [stage, "refresh"]'),
     "declared": Field(_each(_declared), "a list of [domain, [[action, cell], ...]]"),
     "generation_max": _NATURAL,
     "reductions": Field(lambda value: type(value) is list, "a list of names"),

@@ -118,6 +118,8 @@ COLUMNS_ADDED: Final = frozenset(
         "skips",
         "epoch_scales",
         "gathered",
+        "refresh_pool",
+        "refresh_rank",
     }
 )
 #: A column that a commit did not reset in logs without the column ``skipped``.

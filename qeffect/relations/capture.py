@@ -8,13 +8,29 @@ from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import GROUP_BIT, READ_BITS, RESERVED, WGRAD_BIT, State
+from .constants import GROUP_BIT, NO_RANK, READ_BITS, RESERVED, WGRAD_BIT, State
 
 #: ``cursor`` is the capture rank of the pool's latest replay. ``tenants`` counts the tapes that
 #: keep memory in the pool: live tapes from the check of their F on, aborted tapes while read.
 #: ``pool_of``, the pool of a slot, and the capture ranks of the slot's three graphs in that pool
-#: are configured. A pool serves the slots of one state domain.
+#: are configured. So are ``refresh_pool`` and ``refresh_rank``, the pool and the capture rank of a
+#: stage's refresh graph; the rank is NO_RANK if that graph has a pool of its own. A pool serves the
+#: slots of one state domain.
 STATE = {"cursor": Column("pool"), "tenants": Column("pool")}
+
+
+def check_refresh_guards(st: State, stage, link):
+    p = st.refresh_pool[stage]
+    rank = st.refresh_rank[stage]
+    if rank != NO_RANK and st.tenants[p] != 0 and st.cursor[p] >= rank:
+        raise Refused("capture.out-of-order")
+
+
+def check_refresh_writes(st: State, stage, link):
+    p = st.refresh_pool[stage]
+    rank = st.refresh_rank[stage]
+    if rank != NO_RANK:
+        st.cursor[p] = rank
 
 
 def check_forward_guards(st: State, key, slot, token, link, refresh):

@@ -65,6 +65,8 @@ CONFIG = {
     "forward_rank": Column("slot", "int", None),
     "dgrad_rank": Column("slot", "int", None),
     "wgrad_rank": Column("slot", "int", None),
+    "refresh_pool": Column("stage", "pool", None),  # one of its slots' if it has a pool of its own
+    "refresh_rank": Column("stage", "int", None),  # NO_RANK: a pool of its own
     "reports_fills": Column("stage", "flag", None),  # 1: the backend reports fills
     "reports_updates": Column("stage", "flag", None),  # 1: it reports updates of scales
     "live_scales": Column("stage", "flag", None),  # 1: dI reads the domain's live scales

@@ -216,8 +216,8 @@ class Schedule:
     """
     One step of pipeline training as a table: the actions of every rank in order.
 
-    Use `qeffect.schedule.infer.schedule_of` or a reader rather than this constructor: they infer
-    the numbers that a table does not state.
+    Do not call this constructor: call `qeffect.schedule.infer.schedule_of`, or a function that
+    reads a file. They infer what a table leaves out, such as the number of stages.
 
     Args:
         rows: Entries of each rank; the position in a row is the step, `None` is an idle entry.
@@ -226,7 +226,7 @@ class Schedule:
         num_microbatches: Number of microbatches per step.
         source: Origin of the table, for messages.
         complete: Whether all ranks are present. If not, messages from missing ranks are unchecked.
-        notes: Facts about the source that a reader should know.
+        notes: Facts about the source that a user should know.
         buffers: The slot of each stage and microbatch, if the source names it; by default each
             tape takes a free slot.
     """

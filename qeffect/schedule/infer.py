@@ -43,7 +43,7 @@ def schedule_of(
         stage_to_rank: Rank of each stage; inferred by default.
         complete: Whether all ranks are present; inferred by default (a single row whose stages are
             not exactly 0, 1, 2, ... is one rank of a larger pipeline).
-        notes: Facts about the source that a reader should know.
+        notes: Facts about the source that a user should know.
         buffers: The slot of each stage and microbatch, if the source names it.
 
     Raises:

@@ -22,7 +22,14 @@ name this relation.
 With one pool per slot, F, dI and dW of one tape are the only graphs in a pool, and ownership
 already forces their order: this part then refuses nothing that ownership accepts. If several slots
 share a pool, the schedule must keep the capture order while a tape is live in the pool; ZB-V does
-not.""",
+not.
+
+The graph of a stage's refresh has a pool of its own, unless the stage declares that the graph was
+captured in a pool of slots (`StageConfig.refresh_pool`). A refresh keeps no tape, but its replay
+can overwrite a live tape: memory that the tape's F took from the refresh, or memory that the
+refresh took from the tape's dI or dW. The declared refresh therefore has a place in the pool's
+order of capture. If all refreshes were captured first, no stage can be refreshed while a tape is
+live in the pool. The cache that a refresh fills must lie outside the pool.""",
     clauses=(
         Clause(
             id="capture.out-of-order",
@@ -30,14 +37,22 @@ not.""",
             title="A shared pool replays in capture order",
             invariant="While a tape is live in a memory pool, each graph that the pool replays was "
             "captured after the graph that the pool replayed before it.",
-            transitions=("check_forward", "check_dgrad", "check_wgrad", "group_wgrad"),
+            transitions=(
+                "check_refresh",
+                "check_forward",
+                "check_dgrad",
+                "check_wgrad",
+                "group_wgrad",
+            ),
             argument="key",
             unchanged="The pool's record of its latest replay, and the tapes that keep memory in "
             "the pool.",
             section="design",
-            cause="Slots share a capture pool (one `graph_pool_handle` for all), and the schedule "
-            "replays their graphs in another order than the order of capture.",
-            remedy="Capture F, dI and dW of each slot into a memory pool of its own.",
+            cause="Slots share a capture pool (one `graph_pool_handle` for all), perhaps with "
+            "refreshes, and the schedule replays their graphs in another order than the order of "
+            "capture.",
+            remedy="Capture F, dI and dW of each slot into a memory pool of its own, and likewise "
+            "the graph of each refresh.",
         ),
     ),
 )

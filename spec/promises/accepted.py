@@ -389,7 +389,7 @@ def taken_in_order(st: State, h: History, a: Args) -> Truth:
     """A dW takes a further tape only if the latest graph replayed in the tape's pool was captured
     before the tape's own dW. A graph captured later may use the tape's memory as scratch memory."""
     s = a.ref.slot
-    return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.wgrad_rank[s]
+    return h.last_rank[st.pool_of[s]] < st.wgrad_rank[s]
 
 
 @STEPS("order.one-set-of-scales", "group_wgrad", needs="order")

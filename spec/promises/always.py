@@ -117,6 +117,6 @@ def drawn_once(st: State, h: History, d: Index) -> Truth:
 @WORLD("capture.unclobbered")
 def unclobbered(st: State, h: History) -> Truth:
     """While a tape keeps memory in its capture pool, no replay has overwritten that memory. A
-    replay overwrites it if the replayed graph was captured no later than the tape's own latest
-    graph."""
+    replay, also of a refresh in that pool, overwrites it if the replayed graph was captured no
+    later than the tape's own latest graph, or no earlier than the tape's next graph to run."""
     return implies(h.in_pool[h.slot[0]] == 1, h.clobbered[0] == 0)

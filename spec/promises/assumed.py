@@ -120,6 +120,13 @@ def pools_apart(st: State, a: Index, b: Index) -> Truth:
     return implies(st.pool_of[a] == st.pool_of[b], domain_of_slot(st, a) == domain_of_slot(st, b))
 
 
+@CONFIGURATION("capture.refresh-at-home", g="stage", s="slot")
+def refresh_at_home(st: State, g: Index, s: Index) -> Truth:
+    """A capture pool that serves a slot and a stage's refresh serves one state domain."""
+    here = st.pool_of[s] == st.refresh_pool[g]
+    return implies(here, domain_of_slot(st, s) == st.domain_of[g])
+
+
 @CONFIGURATION("reduction.one-domain", b="bucket")
 def one_domain(st: State, b: Index) -> Truth:
     """Stages that share a bucket share a state domain."""

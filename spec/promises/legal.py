@@ -16,6 +16,7 @@ from ..constants import (
     INPUT_BITS,
     JOINS,
     NEVER,
+    NO_RANK,
     NO_SLOT,
     OPENS,
     RESERVED,
@@ -328,26 +329,34 @@ def epoch_sound(st: State, h: History, a: Args) -> Truth:
 # Capture memory
 
 
+@LEGAL("capture.refresh-later", "check_refresh")
+def refresh_later(st: State, h: History, a: Args) -> Truth:
+    """The graph of the stage's refresh has a capture pool of its own. Or no tape keeps memory in
+    that graph's pool, or that graph was captured after the graph that the pool replayed last."""
+    p, rank = st.refresh_pool[a.stage], st.refresh_rank[a.stage]
+    return (rank == NO_RANK) | (h.tapes[p] == 0) | (h.last_rank[p] < rank)
+
+
 @LEGAL("capture.forward-later", "check_forward")
 def forward_later(st: State, h: History, a: Args) -> Truth:
     """Either no tape keeps memory in the slot's capture pool, or the slot's F graph was captured
     after the graph that the pool replayed last."""
     p = st.pool_of[a.slot]
-    return (h.tapes[p] == 0) | (h.last_rank[h.last_replayed[p]] < st.forward_rank[a.slot])
+    return (h.tapes[p] == 0) | (h.last_rank[p] < st.forward_rank[a.slot])
 
 
 @LEGAL("capture.dgrad-later", "check_dgrad")
 def dgrad_later(st: State, h: History, a: Args) -> Truth:
     """The slot's dI graph was captured after the graph that the slot's pool replayed last."""
     s = a.ref.slot
-    return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.dgrad_rank[s]
+    return h.last_rank[st.pool_of[s]] < st.dgrad_rank[s]
 
 
 @LEGAL("capture.wgrad-later", "check_wgrad", "group_wgrad")
 def wgrad_later(st: State, h: History, a: Args) -> Truth:
     """The slot's dW graph was captured after the graph that the slot's pool replayed last."""
     s = a.ref.slot
-    return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.wgrad_rank[s]
+    return h.last_rank[st.pool_of[s]] < st.wgrad_rank[s]
 
 
 # Streams

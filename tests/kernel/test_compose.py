@@ -94,7 +94,7 @@ class TestRefused:
             (
                 "def go_guards(st, x):\n    d = st.a[x]\n\n\n"
                 "def go_writes(st, x):\n    d = st.b[x]\n",
-                "d is st.b.x., elsewhere st.a.x.",
+                "d has two definitions: here st.b.x., before st.a.x.",
             ),
             (
                 "def go_writes(st, x):\n    st.a[x] = 1\n    st.b[x] = st.a[x]\n",

@@ -344,6 +344,7 @@ _CONFIGURED = "a contract's configuration does not change"
 SPARE = {
     **dict.fromkeys(("generation_max", "declared", "reports_fills"), _CONFIGURED),
     **dict.fromkeys(("reports_updates", "carried_scales", "recomputes_draws"), _CONFIGURED),
+    **dict.fromkeys(("refresh_pool", "refresh_rank"), _CONFIGURED),
     "named": "the consumer is compared, and its own calls name no other",
     "consumer": "`named` is compared, so that a call of the step names the consumer anew",
     "updater": "`unawaited` is compared, so that the graph stream has waited for the update",

@@ -53,6 +53,7 @@ MEDIUM = (
     "stage-reuse",
     "stage-readers",
     "callers-copies",
+    "stages-refreshed-in-pool",
 )
 SIZED = [
     pytest.param(

@@ -55,6 +55,7 @@ COUNTS = {
     "stage-shared-pool": (11_672, 81_516, 1_061_780, 19),
     "stage-declared": (6_080, 43_216, 549_032, 19),
     "stages-two": (46_380, 372_518, 5_755_234, 30),
+    "stages-refreshed-in-pool": (5_304, 42_974, 444_512, 22),
     "stages-declared": (12_232, 98_520, 1_031_024, 21),
     "stage-reports": (1_342, 9_044, 151_144, 11),
     "callers-reports": (4_560, 40_752, 139_448, 22),

@@ -201,6 +201,16 @@ def test_reads_and_writes_are_read_off_the_composed_function() -> None:
             {},
         ),
         (
+            Scope(
+                "refreshed", slots=(2, 1), cells=(2, 1), shared_pool=True, refreshes_in_pool=True
+            ),
+            [
+                StageConfig(0, 2, 2, pool="p", refresh_pool="p"),
+                StageConfig(1, 1, 1, pool="p", refresh_pool="p"),
+            ],
+            {},
+        ),
+        (
             Scope("feeds", slots=(1, 1), cells=(2, 2), feeds=True),
             [StageConfig(0, 2, 1, feeds=1), StageConfig(1, 2, 1)],
             {},
@@ -214,25 +224,24 @@ def test_configuration_is_the_kernels(
     memory = lay_out(stages, transitions(), generation_max=2, **options).memory
     expected = configuration(scope)
     opaque = {"matrices", "destination_of"}  # compared for equality only
-    ranks = {"forward_rank", "dgrad_rank", "wgrad_rank"}
+    ranks = dict.fromkeys(("forward_rank", "dgrad_rank", "wgrad_rank"), "pool_of")
+    ranks["refresh_rank"] = "refresh_pool"
     dense = {cell: number for number, cell in enumerate(memory.input_of)}
-    for name in CONFIG.keys() - opaque - ranks:
+    for name in CONFIG.keys() - opaque - ranks.keys():
         column = getattr(memory, name)
         values = list(column.values() if isinstance(column, dict) else column)
         if CONFIG[name].values == "cell":
             values = [dense[cell] for cell in values]
         assert expected[name] == values, name
-    order = sorted(
-        (memory.pool_of[slot], getattr(memory, name)[slot], name, slot)
-        for name in ranks
-        for slot in range(sum(scope.slots))
+    order, ours = (
+        sorted(
+            (columns[pools][index], rank, name, index)
+            for name, pools in ranks.items()
+            for index, rank in enumerate(columns[name])
+        )
+        for columns in ({n: getattr(memory, n) for n in CONFIG}, expected)
     )
-    ours = sorted(
-        (expected["pool_of"][slot], expected[name][slot], name, slot)
-        for name in ranks
-        for slot in range(sum(scope.slots))
-    )
-    assert [(name, slot) for _, _, name, slot in order] == [(n, s) for _, _, n, s in ours]
+    assert [graph[2:] for graph in order] == [graph[2:] for graph in ours]
 
 
 def test_standard_scopes_differ() -> None:

@@ -539,6 +539,17 @@ def standard_scopes() -> Mapping[str, Scope]:
             only=_NO_FAULT,
         ),
         Scope(
+            "stages-refreshed-in-pool",
+            slots=(1, 1),
+            cells=(1, 1),
+            generation_max=2,
+            shared_pool=True,
+            refreshes_in_pool=True,
+            epochs=2,
+            only=_NO_FAULT,
+            omit=("arena", "completion", "reduction"),
+        ),
+        Scope(
             "stages-declared",
             slots=(1, 1),
             cells=(1, 1),

@@ -21,6 +21,7 @@ from qeffect.relations.constants import (
     COPY_BIT,
     GRAD_BIT,
     IN_BIT,
+    NO_RANK,
     OUT_BIT,
     SOURCE_BIT,
     TARGET_BIT,
@@ -91,6 +92,7 @@ class Scope:
         feeds: Each stage feeds the next, which has as many cells.
         tied: The first two stages, which accumulate, share one more buffer.
         shared_pool: The slots of a domain share one capture-memory pool.
+        refreshes_in_pool: The refreshes of a domain were captured first in that pool.
         declared: F of every cell in order, then dI of every cell, is declared for each domain.
         fresh_keys: Every presented key has an epoch without a forward of its cell, so that keys
             never run out. Only for scopes where no guard checks the weight epoch or a repeated
@@ -129,6 +131,7 @@ class Scope:
     feeds: bool = False
     tied: bool = False
     shared_pool: bool = False
+    refreshes_in_pool: bool = False
     declared: bool = False
     fresh_keys: bool = False
     wrong_arguments: bool = True
@@ -149,6 +152,11 @@ class Scope:
             raise ValueError(f"scope {self.name}: the stages of a bucket must be 0 to {stages - 1}")
         if self.tied and not self.accumulate:
             raise ValueError(f"scope {self.name}: only destinations that accumulate are tied")
+        if self.refreshes_in_pool and ("version" in self.omit or not self.shared_pool):
+            raise ValueError(
+                f"scope {self.name}: refreshes are in a pool only with the relation version and a "
+                "shared pool"
+            )
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers must be bits of OUT_BIT | GRAD_BIT")
         if self.receives & ~(IN_BIT | BACK_BIT | COPY_BIT):
@@ -257,6 +265,7 @@ class Scope:
             weights_sum=(1, 1) if self.weights else None,
             scales="epoch" if self.epoch_scales else "action",
             pool=self.domain_of[stage] if self.shared_pool else None,
+            refresh_pool=self.domain_of[stage] if self.refreshes_in_pool else None,
             feeds=stage + 1 if self.feeds and stage + 1 < len(self.slots) else None,
             buffers={"shared": "shared"} if shares else {},
             tied=("shared",) if shares else (),
@@ -306,12 +315,17 @@ def _dense(scope: Scope) -> tuple[dict[str, int], dict[str, list[int]]]:
         elif column.values == "opaque":
             listed = _numbered(listed)
         columns[name] = listed
-    ranks = ("forward_rank", "dgrad_rank", "wgrad_rank")
+    placed = [("pool_of", name) for name in ("forward_rank", "dgrad_rank", "wgrad_rank")]
+    placed.append(("refresh_pool", "refresh_rank"))
     for pool in set(columns["pool_of"]):
-        inside = [s for s, p in enumerate(columns["pool_of"]) if p == pool]
-        order = sorted((columns[name][slot], name, slot) for name in ranks for slot in inside)
-        for place, (_, name, slot) in enumerate(order):
-            columns[name][slot] = place
+        order = sorted(
+            (rank, name, index)
+            for pools, name in placed
+            for index, rank in enumerate(columns[name])
+            if columns[pools][index] == pool and rank != NO_RANK
+        )
+        for place, (_, name, index) in enumerate(order):
+            columns[name][index] = place
     n = {column.index: len(columns[name]) for name, column in CONFIG.items()}
     n |= {"caller": scope.callers, "pool": len(set(columns["pool_of"]))}
     return n, columns

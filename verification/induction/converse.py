@@ -97,14 +97,6 @@ def spoiled_has_a_reason(st: State, h: History, g: Index) -> Truth:
     return implies(st.spoiled[g] == now(st, g), (h.spoiled[g] == now(st, g)) | lost)
 
 
-@HISTORY("capture.cursor-of-pool", p="pool")
-def cursor_of_pool(st: State, h: History, p: Index) -> Truth:
-    """The cursor of a pool that keeps a tape's memory is the rank of its latest replay."""
-    last = h.last_replayed[p]
-    latest = (last != NO_SLOT) & (st.pool_of[last] == p) & (st.cursor[p] == h.last_rank[last])
-    return implies(h.tapes[p] != 0, latest)
-
-
 @HISTORY("completion.behind-has-a-reason", l="link")
 def behind_has_a_reason(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
     """A link is marked as not joined because its caller has enqueued work since."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from qeffect.spec.constants import (
     DGRAD_BIT,
     GROUP_BIT,
+    NO_RANK,
     NO_SLOT,
     NO_STAGE,
     READ_BITS,
@@ -77,16 +78,27 @@ def every_seat_taken(st: State, h: History, p: Index, i: Index) -> Truth:
     return implies((0 <= i) & (i < h.slots[p]), taken)
 
 
-@HISTORY("capture.cursor", s="slot")
-def cursor(st: State, h: History, s: Index) -> Truth:
-    """
-    The cursor is the rank of the pool's latest replay, and no slot that keeps memory has a higher
-    one.
-    """
+@HISTORY("capture.cursor", p="pool")
+def cursor(st: State, h: History, p: Index) -> Truth:
+    """The cursor is the rank of the pool's latest replay."""
+    return st.cursor[p] == h.last_rank[p]
+
+
+@HISTORY("capture.own-rank", s="slot")
+def own_rank(st: State, h: History, s: Index) -> Truth:
+    """The latest replay of a slot that keeps memory was captured no later than its pool's."""
+    return implies(h.in_pool[s] == 1, h.own_rank[s] <= h.last_rank[st.pool_of[s]])
+
+
+@HISTORY("capture.latest", s="slot")
+def latest(st: State, h: History, s: Index) -> Truth:
+    """The latest replay of a pool in which a slot keeps memory was a slot's or a refresh's."""
     p = st.pool_of[s]
-    last = h.last_replayed[p]
-    latest = (last != NO_SLOT) & (st.pool_of[last] == p) & (st.cursor[p] == h.last_rank[last])
-    return implies(h.in_pool[s] == 1, latest & (h.last_rank[s] <= st.cursor[p]))
+    slot, stage = h.last_replayed[p], h.last_refreshed[p]
+    of_slot = (slot != NO_SLOT) & (st.pool_of[slot] == p) & (h.own_rank[slot] == h.last_rank[p])
+    rank = st.refresh_rank[stage]
+    of_stage = (rank != NO_RANK) & (st.refresh_pool[stage] == p) & (rank == h.last_rank[p])
+    return implies(h.in_pool[s] == 1, of_slot | of_stage)
 
 
 @HISTORY("capture.last-rank", s="slot")
@@ -95,10 +107,10 @@ def last_rank(st: State, h: History, s: Index) -> Truth:
     idle, mask = st.held[s] == 0, st.consumers[s]
     begun = (mask == RESERVED) & in_flight(st, s)
     forwarded = retained(st, s) & awaits(st, s, DGRAD_BIT)
-    forward = implies(begun | (forwarded & idle), h.last_rank[s] == st.forward_rank[s])
+    forward = implies(begun | (forwarded & idle), h.own_rank[s] == st.forward_rank[s])
     deferred = retained(st, s) & idle & (mask & (DGRAD_BIT | WGRAD_BIT) == WGRAD_BIT)
     dgrad = (forwarded & in_flight(st, s)) | deferred
-    return forward & implies(dgrad, h.last_rank[s] == st.dgrad_rank[s])
+    return forward & implies(dgrad, h.own_rank[s] == st.dgrad_rank[s])
 
 
 # Completion

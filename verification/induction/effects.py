@@ -33,6 +33,7 @@ __all__ = [
     "key_in",
     "leave_pool",
     "move",
+    "overwrite",
     "redeem",
     "replay",
     "replayed_on",
@@ -80,12 +81,24 @@ def redeem(h: History, ticket: Any) -> None:
 
 
 def replay(st: State, h: History, slot: Any, rank: Any) -> None:
-    """A graph of the slot is replayed: it overwrites what later graphs of its pool keep."""
+    """
+    A graph of the slot is replayed. If the pool has replayed a graph that was captured no earlier,
+    that graph's scratch memory has overwritten what this one reads of the slot's tape.
+    """
     pool = st.pool_of[slot]
-    kept = (h.in_pool[h.slot[0]] == 1) & (st.pool_of[h.slot[0]] == pool)
-    h.clobbered[0] = choose(kept & (rank <= h.last_rank[h.slot[0]]), 1, h.clobbered[0])
-    h.last_rank[slot] = rank
+    late = (slot == h.slot[0]) & (h.in_pool[slot] == 1) & (rank <= h.last_rank[pool])
+    h.clobbered[0] = choose(late, 1, h.clobbered[0])
+    overwrite(st, h, pool, rank, True)
+    h.own_rank[slot] = rank
     h.last_replayed[pool] = slot
+
+
+def overwrite(st: State, h: History, pool: Any, rank: Any, there: Any) -> None:
+    """If ``there``, a graph of a pool is replayed: it overwrites what later graphs keep."""
+    kept = (h.in_pool[h.slot[0]] == 1) & (st.pool_of[h.slot[0]] == pool)
+    found = kept & (rank <= h.own_rank[h.slot[0]]) & there
+    h.clobbered[0] = choose(found, 1, h.clobbered[0])
+    h.last_rank[pool] = choose(there, rank, h.last_rank[pool])
 
 
 def trade(numbers: Any, members: Any, group: Any, member: Any, number: Any) -> None:

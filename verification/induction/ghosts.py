@@ -114,14 +114,17 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("buffer", "writers"),
     **_each("buffer", "writer", values="slot", initial=None),
     # How many slots keep memory in a pool; the pool's slots in an order that begins with these; the
-    # capture rank of a slot's latest replay, and the slot that a pool last replayed.
+    # capture rank of a slot's latest replay, and of a pool's; the slot whose graph a pool replayed
+    # last, and the stage whose refresh.
     **_each("pool", "tapes"),
     **_each("pool", "slots", initial=None),
     **_each("slot", "in_pool", values="flag"),
     **_each("slot", "seat", initial=None),
     **_each("pool place", "seated", values="slot", initial=None),
-    **_each("slot", "last_rank"),
+    **_each("slot", "own_rank"),
+    **_each("pool", "last_rank"),
     **_each("pool", "last_replayed", values="slot", initial=None),
+    **_each("pool", "last_refreshed", values="stage", initial=None),
     # The caller's stream on which the latest optimizer update was enqueued; whether the update may
     # run concurrently with new work on a domain's graph stream.
     **_each("one", "updated_on", values="caller", initial=None),

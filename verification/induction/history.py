@@ -20,6 +20,7 @@ from qeffect.spec.constants import (
     GRAD_BIT,
     GROUP_BIT,
     NEVER,
+    NO_RANK,
     OUT_BIT,
     RESERVED,
     WGRAD_BIT,
@@ -55,6 +56,7 @@ from .effects import (
     issue,
     key_in,
     move,
+    overwrite,
     redeem,
     replay,
     replayed_on,
@@ -104,6 +106,9 @@ def check_refresh(st: State, h: History, stage: Any, link: Any, ticket: Any) -> 
     h.refresher[d] = stage
     h.cached[stage] = NEVER
     h.lost[stage] = 0
+    pool, rank = st.refresh_pool[stage], st.refresh_rank[stage]
+    overwrite(st, h, pool, rank, rank != NO_RANK)
+    h.last_refreshed[pool] = choose(rank != NO_RANK, stage, h.last_refreshed[pool])
     reserve_ticket(h, ticket, REFRESH, h.ticket_slot[0], stage)
 
 

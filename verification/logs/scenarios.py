@@ -413,6 +413,33 @@ def shared_pool_in_declared_order() -> list[str]:
     return d.log.close()
 
 
+def refreshes_in_a_shared_pool() -> list[str]:
+    """Chunks that share a capture pool with their refreshes, replayed in capture order."""
+    d = RecordedCaller(
+        [
+            StageConfig(s, 1, 1, matrices=MATRICES, pool="graphs", refresh_pool="graphs")
+            for s in (0, 1)
+        ],
+        incarnation=0x5EED_2200,
+        capture_order=[
+            *(graph for s in (0, 1) for graph in ((s, "refresh"), (s, 0, "F"))),
+            *((s, 0, kind) for kind in ("dI", "dW") for s in (1, 0)),
+        ],
+    )
+    for _ in range(2):
+        for stage in (0, 1):
+            d.refresh(stage)
+            d.forward(stage, 0)
+        for stage in (1, 0):
+            d.dgrad(stage, 0)
+        for stage in (1, 0):
+            d.wgrad(stage, 0)
+        for stage in (0, 1):
+            d.finalize(stage)
+        d.commit()
+    return d.log.close()
+
+
 def last_generation() -> list[str]:
     """A narrow counter used up to its last generation; two blocks, dW beside F."""
     d = RecordedCaller(
@@ -864,6 +891,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         chunks,
         chunks_with_messages,
         shared_pool_in_declared_order,
+        refreshes_in_a_shared_pool,
         last_generation,
         lost_cache,
         without_version_order_arena,

@@ -183,8 +183,9 @@ def _walked(process: Process, *, without_version: bool) -> Process:
     """Return the process for schedules: the same process, beginning in epoch 0."""
     if not without_version:
         return evolve(process, epoch=0)
-    stages = [evolve(config, reports_fills=False) for config in process.stages]
-    return evolve(process, epoch=0, stages=stages, omit={"version"})
+    stages = [evolve(config, reports_fills=False, refresh_pool=None) for config in process.stages]
+    order = tuple(graph for graph in process.capture_order if graph[-1] != "refresh")
+    return evolve(process, epoch=0, stages=stages, omit={"version"}, capture_order=order)
 
 
 def _walk(process: Process, seed: int) -> Schedule:

@@ -118,6 +118,22 @@ MUTANT_PROCESSES: Final = (
         capture_order=tuple((0, s, kind) for s in (0, 1) for kind in ("F", "dI", "dW")),
     ),
     Process(
+        "refreshes in a shared pool",
+        (
+            StageConfig(0, 1, 1, matrices=("w",), pool="p", refresh_pool="p"),
+            StageConfig(1, 1, 1, matrices=("w",), pool="p", refresh_pool="p"),
+            StageConfig(2, 1, 1, matrices=("w",), pool="p"),
+        ),
+        capture_order=(
+            (0, "refresh"),
+            (0, 0, "F"),
+            (1, "refresh"),
+            (1, 0, "F"),
+            (2, 0, "F"),
+            *((stage, 0, kind) for kind in ("dI", "dW") for stage in (2, 1, 0)),
+        ),
+    ),
+    Process(
         "messages",
         (
             StageConfig(

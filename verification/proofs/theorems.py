@@ -10,7 +10,7 @@ from typing import Any, Final
 import z3
 
 from qeffect.engine.stage import STATE
-from qeffect.relations.constants import NEVER
+from qeffect.relations.constants import NEVER, NO_RANK
 from qeffect.spec.world import DGRAD, EVALUATION, FORWARD, REFRESH, UPDATE, WGRAD
 
 from ..claims import MANDATORY
@@ -197,7 +197,7 @@ def _drawn(transition: str, st: Any, h: Any, slot: Any, stage: Any) -> Term:
 def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
     """
     Yield the goals that no replay is out of order if each slot has its own pool, with F before dI
-    before dW.
+    before dW, and each refresh has its own.
     """
     words = composition.vocabulary
     st = words.state(words.before)
@@ -216,7 +216,11 @@ def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
     seated = next(c for c in words.invariants(words.before) if c.name == "capture.every-seat-taken")
     for transition, paths in composition.paths.items():
         for path in paths:
-            if path.clause == "capture.out-of-order":
+            if path.clause == "capture.out-of-order" and transition == "check_refresh":
+                stage = sym(composition.encoding.const("arg.stage", "stage"))
+                alone = st.refresh_rank[stage].term == NO_RANK
+                yield _never("one pool per slot", "capture", path, [alone], {"capture"})
+            elif path.clause == "capture.out-of-order":
                 name = "arg.slot" if transition == "check_forward" else "arg.ref.slot"
                 pool = st.pool_of[sym(composition.encoding.const(name, "slot"))].term
                 # If the pool has a tape, its first seat names a slot with a tape: an instance of
@@ -226,7 +230,11 @@ def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
                     (composition.encoding.const("var.p", "pool"), pool),
                     (composition.encoding.const("var.i", "place"), z3.IntVal(0)),
                 )
-                known = [*facts, first, *words.assumed(transition)]
+                # No refresh was replayed in the pool: of the condition on refreshes, this instance
+                # is enough.
+                refreshed = words.history(words.before).last_refreshed[sym(pool)]
+                own = st.refresh_rank[refreshed].term == NO_RANK
+                known = [*facts, first, own, *words.assumed(transition)]
                 yield _never("one pool per slot", "capture", path, known, {"capture"})
 
 

@@ -361,6 +361,9 @@ def _check_refresh(shadow: Shadow, stage: int, link: int) -> Findings:
     if domain.refreshed not in (None, stage):
         yield "version.refresh-interrupted"
     yield from _update(shadow, stage, None, None)
+    pool = shadow.refresh_pool(stage)
+    if pool is not None and not pool.keeps_order(shadow.ranks[stage, "refresh"]):
+        yield "capture.out-of-order"
     yield from _replay(shadow, stage, link)
     yield from _after_update(shadow, stage)
     yield from _unusable(shadow, during=True)

@@ -135,6 +135,23 @@ PROCESSES: tuple[Process, ...] = (
         capture_order=(*_BY_SLOT, (1, 0, "F"), (1, 0, "dI"), (1, 0, "dW")),
     ),
     Process(
+        "refreshes in a shared pool",
+        [
+            _stage(0, pool="p", refresh_pool="p", microbatches=2),
+            _stage(1, slots=1, pool="p", refresh_pool="p", microbatches=2),
+            _stage(2, slots=1, refresh_pool="p", microbatches=1),
+        ],
+        capture_order=(
+            (0, "refresh"),
+            *((0, slot, "F") for slot in (0, 1)),
+            (1, "refresh"),
+            (1, 0, "F"),
+            *((*slot, kind) for kind in ("dI", "dW") for slot in ((1, 0), (0, 0), (0, 1))),
+            *((2, 0, kind) for kind in ("F", "dI", "dW")),
+            (2, "refresh"),
+        ),
+    ),
+    Process(
         "a declared order",
         [_stage(microbatches=2), _stage(1, domain=1, microbatches=2, reduces=True)],
         declared={0: _DECLARED},

@@ -104,6 +104,14 @@ class Shadow:
 
     # Queries
 
+    def refresh_pool(self, stage: int) -> Pool | None:
+        """The pool that a stage's refresh shares with slots, if the relation is in use."""
+        shared = self.configs[stage].refresh_pool
+        if shared is None:
+            return None
+        slots = (slot for slot in self.slots if self.configs[slot.stage].pool == shared)
+        return self.pools[next(slots).pool]
+
     @property
     def quiet(self) -> bool:
         """Whether nothing is in flight, half done or broken."""
@@ -254,6 +262,9 @@ class Shadow:
             self.domain(stage).running.add(ticket.serial)
 
     def _check_refresh(self, ticket: Ticket, stage: int, link: int) -> None:
+        pool = self.refresh_pool(stage)
+        if pool is not None:
+            pool.replayed.append(self.ranks[stage, "refresh"])
         self._take_off(ticket, stage, None, True)
 
     def _check_forward(
