@@ -52,6 +52,10 @@ REMARKS = {
         "limit. Megatron's modes transformer_engine and local were not run, and nothing was "
         "profiled."
     ),
+    ("models_one_gpu_torch_loss.json", "e550a7144739"): (
+        "At that commit the loss was PyTorch's cross entropy. The run followed that of "
+        "models_one_gpu.json on the same GPU. Nothing was profiled."
+    ),
     ("models_megatron.json", "e550a7144739"): (
         "At that commit our loss was PyTorch's cross entropy; Megatron's was Transformer Engine's, "
         "which is ours too since then. The cut was measured with our loss. Nothing was profiled, "

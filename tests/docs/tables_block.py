@@ -268,7 +268,8 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
     for name, report in found:
         derived, asked = report["derived"], report["configuration"]
         parts.append(
-            f"**Whole models over {asked['pp']} ranks** ({name}; {machine(report)})."
+            f"**Whole models over {asked['pp']} rank{'s' * (asked['pp'] != 1)}** ({name}; "
+            f"{machine(report)})."
             f"{remark(name, report)}"
         )
         rows = [_model(row) for row in derived["rows"]]

@@ -122,7 +122,7 @@ def test_a_run_goes_on_with_the_losses_of_the_undisturbed_one(tmp_path: Path) ->
     alone = launch(1, tmp_path / "alone", bodies.in_turn, [[files["alone"], *words, "--resume"]])
     code, out, err = alone.words[0][0]
     assert code == 2
-    assert "generator.position, which this run lacks; this state belongs to a rank" in out + err
+    assert "generator.position, which this run lacks; this state belongs to one rank" in out + err
 
 
 def test_a_generator_that_stands_still_ends_the_run(tmp_path: Path) -> None:
