@@ -155,23 +155,25 @@ def one_device() -> Iterator[str]:
 
 
 def models() -> Iterator[str]:
-    """TFLOP/s of the fastest guarded row of each whole model, beside native's time."""
-    best: dict[str, tuple[float, float]] = {}
+    """
+    TFLOP/s of the fastest guarded row of each whole model, beside the times of native and Megatron.
+    """
+    best: dict[str, tuple[float, float, float | None]] = {}
     for _, report in files("models"):
         for row in report["derived"]["rows"]:
             guarded = row["side"] == "one launch" and report["configuration"]["pp"] == 2
             if guarded and row["native_over_this"] is not None:
-                own = row["tflops"]["median"], row["native_over_this"]
+                own = row["tflops"]["median"], row["native_over_this"], row["megatron_over_this"]
                 best[row["cell"]] = max(own, best.get(row["cell"], own))
     if best:
-        lengths = {cell.split("-")[1] for cell in best}
-        same = f" ({lengths.pop()[1:]} tokens)" if len(lengths) == 1 else ""
+        same = len({cell.split("-")[1] for cell in best}) == 1
         said = ", ".join(
-            f"{cell.split('-')[0] if same else cell} {rate:.0f} ({over:.2f}x)"
-            for cell, (rate, over) in sorted(best.items())
+            f"{cell.split('-')[0] if same else cell} {rate:.0f} ({over:.2f}x"
+            f"{'' if theirs is None else f'; {theirs:.2f}x'})"
+            for cell, (rate, over, theirs) in sorted(best.items())
         )
         table = f"[Table]({RUNTIME}#whole-models)"
-        yield f"*Models*{same}, TFLOP/s a GPU (over native): {said}. {table}."
+        yield f"*Models*, TFLOP/s (over native; Megatron): {said}. {table}."
 
 
 def grouped() -> Iterator[str]:
