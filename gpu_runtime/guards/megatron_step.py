@@ -138,15 +138,7 @@ class LoopStep:
         return ticket
 
     def commit_forward(self, work: Work, ticket: Ticket, output: Any, updates: int) -> None:
-        """
-        Commit a forward.
-
-        Args:
-            work: The forward.
-            ticket: What `forward` returned.
-            output: What the forward returned.
-            updates: Number of its scaling updates.
-        """
+        """Commit a forward: its ticket, what it returned and the number of its scaling updates."""
         stage, microbatch = work
         first = self._forwards[stage] == 0
         before = self._maker("output", output)
@@ -229,15 +221,7 @@ class LoopStep:
         return ticket
 
     def commit_backward(self, work: Work, ticket: Ticket, gradient: Any, updates: int) -> None:
-        """
-        Commit a backward.
-
-        Args:
-            work: The backward.
-            ticket: What `backward` returned.
-            gradient: The gradient of the input.
-            updates: Number of its scaling updates.
-        """
+        """Commit a backward: its ticket, its input's gradient, the number of scaling updates."""
         stage, microbatch = work
         self._inside = None
         before, total = self._before

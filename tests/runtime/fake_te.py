@@ -16,6 +16,7 @@ proves nothing about the real library's numerics.
 
 from __future__ import annotations
 
+import inspect
 import queue
 import types
 import warnings
@@ -567,9 +568,10 @@ class CrossEntropy:
         self.asked: list[dict[str, Any]] = []
 
     def of(self, version: str) -> Any:
-        """The function of a version."""
+        """The function of a version; 2.18 has no `overwrite_input` and must be told of graphs."""
+        old = version.startswith("2.18")
 
-        def old(
+        def function(
             inp: Tensor,
             target: Tensor,
             label_smoothing: float = 0.0,
@@ -577,10 +579,14 @@ class CrossEntropy:
             dist_process_group: Any = None,
             ignore_idx: int = -100,
             is_cg_capturable: bool = False,
+            overwrite_input: bool = False,
         ) -> Tensor:
             self.asked.append(
                 {"reduce_loss": reduce_loss, "is_cg_capturable": is_cg_capturable, "inp": inp}
             )
+            assert not overwrite_input
+            if is_cg_capturable and not old:
+                warnings.warn("deprecated", FutureWarning, stacklevel=2)
             assert inp.dim() == 3
             assert target.numel() == inp.shape[0] * inp.shape[1]
             each = torch.nn.functional.cross_entropy(
@@ -591,22 +597,10 @@ class CrossEntropy:
             )
             return each.reshape(1) if reduce_loss else each
 
-        def new(
-            inp: Tensor,
-            target: Tensor,
-            label_smoothing: float = 0.0,
-            reduce_loss: bool = False,
-            dist_process_group: Any = None,
-            ignore_idx: int = -100,
-            is_cg_capturable: bool = False,
-            overwrite_input: bool = False,
-        ) -> Tensor:
-            assert not overwrite_input
-            if is_cg_capturable:
-                warnings.warn("deprecated", FutureWarning, stacklevel=2)
-            return old(inp, target, label_smoothing, reduce_loss, None, ignore_idx)
-
-        return old if version.startswith("2.18") else new
+        if old:
+            *parameters, _ = inspect.signature(function).parameters.values()
+            vars(function)["__signature__"] = inspect.Signature(parameters)
+        return function
 
 
 cross_entropies = CrossEntropy()
