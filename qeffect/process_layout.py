@@ -374,8 +374,9 @@ def _pools(
             name = ("pool", config.refresh_pool)
             if name not in names:
                 raise ValueError(
-                    f"refresh_pool {config.refresh_pool!r} of stage {config.stage} is no stage's "
-                    "pool; name a pool of slots, or leave out refresh_pool if no slot shares it"
+                    f"stage {config.stage} names refresh_pool {config.refresh_pool!r}, but no "
+                    "stage has that pool; name a stage's pool, or leave out refresh_pool if no "
+                    "slot shares it"
                 )
             _require_one_domain(owner[name], config, config.refresh_pool)
             pool, rank = names[name], place[config.stage, REFRESH]

@@ -108,7 +108,7 @@ def correctness() -> str:
         lines.append(
             "**Capture memory.** Graphs that share a memory pool corrupt each other if they are "
             "replayed in another order than they were captured in. The contract refuses such "
-            "an order if it is told of the shared pool; these replays ran without a check: "
+            "an order if the stages declare the shared pool; these replays ran without a check: "
             f"{'; '.join(said)}."
         )
     return "\n\n".join([*lines, *_restarts(), *_kills(), *_second_runs()])

@@ -364,8 +364,16 @@ class TestTheDeclaration:
     @pytest.mark.parametrize(
         ("stages", "options", "message"),
         [
-            ([{"refresh_pool": "q", "pool": "p"}], {}, "is no stage's pool; name a pool of slots"),
-            ([{"refresh_pool": "q"}], {}, "'q' of stage 0 is no stage's pool"),
+            (
+                [{"refresh_pool": "q", "pool": "p"}],
+                {},
+                "no stage has that pool; name a stage's",
+            ),
+            (
+                [{"refresh_pool": "q"}],
+                {},
+                "stage 0 names refresh_pool 'q', but no stage",
+            ),
             (
                 [{"pool": "p"}, {"refresh_pool": "p", "domain": 1}],
                 {},
