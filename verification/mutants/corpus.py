@@ -68,8 +68,8 @@ class Corpus:
         searched: Transitions whose mutants are tried.
         harmful: For each site, calls that its mutant accepts, each with the predicates that then
             fail, by class and name.
-        renamed: For each site, calls that its mutant refuses by another clause, or that raise a
-            Python error; grouped by that clause or the text of the error.
+        renamed: For each site, refused calls that its mutant refuses by another clause, or that
+            raise a Python error; grouped by that clause or the text of the error.
     """
 
     omit: tuple[str, ...] = ()
@@ -100,18 +100,21 @@ class Corpus:
         """Return the sites of a transition that are still to be tried, with their mutants."""
         return list(self._untold.get(transition, {}).items())
 
-    def wants(self, site: Site, answer: str | None, moment: Any) -> bool:
+    def wants(self, site: Site, clause: str | None, answer: str | None, moment: Any) -> bool:
         """
         Record that the mutant of a site answers a call differently; return whether to keep the
         call.
 
         Args:
             site: The site.
+            clause: The clause of the contract's refusal; None if the contract accepts.
             answer: None if the mutant accepts; else the clause of its refusal, or its Python error.
             moment: A key for the situation of the call; per moment only a few calls are judged.
         """
         self._counts[site,] += 1
-        keeps = len(self.renamed.get(site, {}).get(answer or "", ())) < KEPT
+        # A refusal of what the contract accepts tells nothing: the call need not be legal.
+        kept = self.renamed.get(site, {}).get(answer or "", ())
+        keeps = clause is not None and len(kept) < KEPT
         if answer is None:
             keeps = self.few(JUDGED, site, moment)
             self._counts[site, "judged"] += keeps
@@ -338,7 +341,7 @@ class _Scout:
             for site, function in self.found.untold(transition):
                 answer = _answer(function, rehearsal, arguments)
                 differs = answer != clause or (clause is None and not _alike(rehearsal, after))
-                if differs and self.found.wants(site, answer, moment):
+                if differs and self.found.wants(site, clause, answer, moment):
                     followed = about(self.run, transition, arguments)
                     probe = Probe(self.run.process, trace, transition, arguments, clause, followed)
                     self.found.tell(site, answer, probe)

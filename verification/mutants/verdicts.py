@@ -157,9 +157,7 @@ def _refuses_legal(mutant: Mutant) -> MutantVerdict | None:
 def _names_another(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | None:
     """Look for a refusal that the mutant names by another clause."""
     for answer, probes in corpus(mutant.omit, searched).renamed.get(mutant.site, {}).items():
-        for probe in probes:
-            if probe.clause is not None:
-                return MutantVerdict(mutant, "clause", f"{probe.clause} becomes {answer}", probe)
+        return MutantVerdict(mutant, "clause", f"{probes[0].clause} becomes {answer}", probes[0])
     return None
 
 
