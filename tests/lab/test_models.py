@@ -216,7 +216,7 @@ def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str])
     ("asked", "message"),
     [
         (["--megatron", "none", "--device", "cpu"], "--megatron none needs --device cuda; on a"),
-        (["--megatron", "local", "--pp", "4"], "--megatron needs --pp 2, found --pp 4"),
+        (["--megatron", "local", "--pp", "4"], "--megatron needs --pp 2 or --pp 1, found --pp 4"),
         (["--limit", "0"], "--limit must be positive, found 0"),
         (["--replicas", "0"], "--replicas must be at least 1, found 0"),
     ],

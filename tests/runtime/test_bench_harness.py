@@ -48,9 +48,11 @@ from qeffect.gpu_runtime.lab.sides.ours import Ours
 from qeffect.gpu_runtime.lab.sides.reference import NativeReference
 from qeffect.gpu_runtime.lab.statistics.traces import (
     busy_times,
+    kind_of,
     launch_shares,
     matrix_copies,
     summarize,
+    times_by_kind,
 )
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.gpu_runtime.step.plan.slots import plan_slots
@@ -419,6 +421,47 @@ class TestTracing:
         fill = {"ph": "X", "cat": "gpu_memset", "name": "Memset", "dur": 500.0}
         found = busy_times([message, own, fill, {**own, "cat": "cpu_op"}], 2)
         assert {"kernels": 1.5, "copies": 0.25, "messages": 2.0} == found
+
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT", "FP8 products"),
+            ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "other products"),
+            ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+            ("void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<>", "norms"),
+            ("cast_transpose_fusion_kernel_optimized(transformer_engine::CTDB)", "quantization"),
+            ("transformer_engine::delayed_scaling_recipe::(anonymous namespace)", "quantization"),
+            ("multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>", "optimizer"),
+            ("multi_tensor_apply_kernel<TensorListMetadata<2>", "other elementwise"),
+            (
+                "at::native::vectorized_elementwise_kernel<8, CUDAFunctor_add",
+                "other elementwise",
+            ),
+            ("Memcpy DtoD (Device -> Device)", "copies"),
+            ("ncclDevKernel_SendRecv", "messages"),
+            ("online_softmax_kernel", "loss"),
+            ("set_counter", "other"),
+        ],
+    )
+    def test_kinds_of_work_by_name(self, name: str, kind: str) -> None:
+        """Names from traces of H200s."""
+        assert kind == kind_of(name)
+
+    def test_time_by_kind_is_all_of_the_devices_time(self) -> None:
+        """Per step, longest kind first, and each kind's longest names."""
+        one = {"ph": "X", "cat": "kernel"}
+        gemm = {**one, "name": "nvjet_sm90_qqtst", "dur": 3000.0}
+        other = {**one, "name": "nvjet_sm90_qrtst", "dur": 5000.0}
+        fill = {"ph": "X", "cat": "gpu_memset", "name": "Memset", "dur": 500.0}
+        found = times_by_kind([fill, gemm, gemm, other, {**gemm, "cat": "cpu_op"}], 2)
+        assert [("FP8 products", 5.5), ("copies", 0.25)] == [*found["kinds"].items()]
+        assert found["longest"] == {
+            "FP8 products": [
+                {"name": "nvjet_sm90_qqtst", "ms": 3.0},
+                {"name": "nvjet_sm90_qrtst", "ms": 2.5},
+            ],
+            "copies": [{"name": "Memset", "ms": 0.25}],
+        }
 
     @staticmethod
     def launches(number: int) -> list[dict[str, Any]]:

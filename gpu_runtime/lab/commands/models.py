@@ -133,8 +133,8 @@ def _require_megatron(args: argparse.Namespace) -> None:
         UnusableError: Megatron-core or a GPU is missing, or an option has a wrong value.
     """
     require_limit(args)
-    if args.megatron and args.pp != PP:
-        raise UnusableError(f"--megatron needs --pp {PP}, found --pp {args.pp}")
+    if args.megatron and args.pp > PP:
+        raise UnusableError(f"--megatron needs --pp {PP} or --pp 1, found --pp {args.pp}")
     require_megatron(args.megatron, args.device, "--megatron", "leave out --megatron")
 
 
@@ -235,7 +235,13 @@ def _measure_megatron(
     if start.exits.error is not None:
         return {**row.name, "error": start.exits.error}
     parts = {key: ours[key] for key in ("shape", "cut", "parts_ms")}
-    return {**row.name, "error": None, **parts, "compared": [0, 0], "first": [], **found[0]}
+    whole = {**row.name, "error": None, **parts, "compared": [0, 0], "first": [], **found[0]}
+    if not args.no_profile:
+        meet = partial(megatron.meet, mode, args.pp)
+        profiled: list[tuple[Any, dict[str, Any]]] = [(row, whole)]
+        limit = args.limit
+        add_profiles(starts, meet, profiled, save=lambda: None, note=progress.note, limit=limit)
+    return whole
 
 
 def _measure_replicas(

@@ -17,7 +17,7 @@ from ...ranks.membership import Member, all_gather
 from ...step.plan.order import Order
 from ..sides.pipelines import LaunchSide, isolation, unit_bytes
 from ..sides.side import RankSide
-from ..statistics.traces import busy_times, launch_shares, matrix_copies, summarize
+from ..statistics.traces import busy_times, launch_shares, matrix_copies, summarize, times_by_kind
 from .processes import first_line
 from .rank_parts import device_ms, row_as_one_graph
 from .rank_process import Findings
@@ -119,7 +119,8 @@ def profile_row(member: Member, row: SideRow) -> dict[str, Any]:
     A row's figures from the profiler; every rank calls it.
 
     Returns:
-        `busy_ms` by rank, empty on a CPU; `copies` and `split` by rank where the row has them.
+        `busy_ms` and `work_ms` by rank, empty on a CPU; `copies` and `split` by rank where the row
+        has them.
     """
     run = RankRun.of(member, row.make)
     run.settle(row.settling_steps + WARMUP)
@@ -141,20 +142,23 @@ def profile_side(
 ) -> dict[str, Any]:
     """Some steps of a side under the profiler, as `profile_row` returns them."""
     meet_idle(member)
-    own: tuple[Any, Any] | None = None
+    own: tuple[Any, Any, Any] | None = None
     if member.device.type == "cuda":
         from .profiler import trace_steps
 
         events = trace_steps(side.step, member.synchronize, PROFILED)
         copied = matrix_copies(summarize(events, PROFILED), unit_bytes(side)) if copies else None
-        own = busy_times(events, PROFILED), copied
+        own = busy_times(events, PROFILED), times_by_kind(events, PROFILED), copied
     else:
         for _ in range(PROFILED):
             side.step()
     ranks = [rank for rank in all_gather(member, own) if rank is not None]
-    found: dict[str, Any] = {"busy_ms": [rank[0] for rank in ranks]}
+    found: dict[str, Any] = {
+        "busy_ms": [rank[0] for rank in ranks],
+        "work_ms": [rank[1] for rank in ranks],
+    }
     if copies:
-        found["copies"] = [rank[1] for rank in ranks]
+        found["copies"] = [rank[2] for rank in ranks]
     return found
 
 

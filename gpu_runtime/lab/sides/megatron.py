@@ -7,6 +7,8 @@ from the bits of our model: parameters are copied by name (`megatron_name`), and
 matrix holds query, key and value, with its rows ordered head by head. One thing differs: Megatron's
 activation, with the same approximation, is rounded to bf16 before it is quantized. Both heads are
 bf16. The models are those of the peers, with one layer per stage, or whole decoders with our cut.
+Over one rank Megatron has no stages: the model is one chunk, and each microbatch's backward follows
+its forward.
 Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is the gradient, bf16
 or fp32; with fp32, the optimizer has fp32 master weights, as ours has. Fusions that Megatron has
 without APEX are on (`OPTIONS`). Messages are not batched, because with two ranks a batch has a send
@@ -211,9 +213,13 @@ def delayed_wgrad_answer() -> dict[str, str]:
     return {"megatron delayed dW": "accepted by the configuration; not trained"}
 
 
-def meet(mode: str) -> Member:
+def meet(mode: str, pp: int = PP) -> Member:
     """
     Connect to the other ranks under NCCL, as Megatron requires.
+
+    Args:
+        mode: One of `GRAPH_MODES`.
+        pp: Number of ranks.
 
     Raises:
         UnusableError: Megatron-core is not installed.
@@ -226,7 +232,7 @@ def meet(mode: str) -> Member:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
     member = Member(rank, world, rank, device, dist.distributed_c10d._get_default_store())
-    lib.parallel_state.initialize_model_parallel(1, PP, VPP)
+    lib.parallel_state.initialize_model_parallel(1, pp, VPP if pp > 1 else None)
     graphs = mode != "none"
     lib.tensor_parallel.model_parallel_cuda_manual_seed(
         0, te_rng_tracker=graphs, use_cudagraphable_rng=graphs
@@ -302,7 +308,7 @@ def measure_models(row: MegatronModelRow, plan: RoundPlan, findings: Findings) -
         plan: How it is timed.
         findings: Takes its times, its loss and its facts.
     """
-    member = meet(row.mode)
+    member = meet(row.mode, row.pp)
 
     def measure(row: MegatronModelRow) -> dict[str, Any]:
         run = RankRun.of(member, row.make)
@@ -355,24 +361,25 @@ class MegatronSide:
         calculator = lib.num_microbatches_calculator
         calculator.destroy_num_microbatches_calculator()
         calculator.init_num_microbatches_calculator(member.rank, None, job.microbatches, 1, 1)
-        order = Order.of_rank(job.table(), member.rank)
-        self.indices = order.stages
+        self.indices = Order.of_rank(job.table(), member.rank).stages
+        held_by = [[index] for index in self.indices] if job.pp > 1 else [self.indices]
         own = self._ours(member)
         self.config = self._config()
         chunks: list[Any] = []
         self.names: list[tuple[str, Any]] = []
-        for v, index in enumerate(self.indices):
+        for v, indices in enumerate(held_by):
             chunk = self._chunk(v).cuda().bfloat16()  # as its Float16Module does
             held = dict(chunk.named_parameters())
-            first = sum(job.cut[:index])
-            theirs = {name: megatron_name(name, first) for name in own[index]}
+            ours = {name: value for index in indices for name, value in own[index].items()}
+            first = sum(job.cut[: indices[0]])
+            theirs = {name: megatron_name(name, first) for name in ours}
             if odd := sorted(held.keys() ^ set(theirs.values())):
                 raise ValueError(
                     f"expected the same parameters in our model and Megatron's, found {len(odd)} "
                     f"in only one of them, such as {odd[0]}"
                 )
             with torch.no_grad():
-                for name, value in own[index].items():
+                for name, value in ours.items():
                     held[theirs[name]].copy_(value)
             self.names += [(name, held[other]) for name, other in theirs.items()]
             chunks.append(chunk)
@@ -409,6 +416,12 @@ class MegatronSide:
     def _config(self) -> Any:
         c = self.job.config
         graphs: dict[str, Any] = {}
+        stages: dict[str, Any] = {}
+        if self.job.pp > 1:
+            stages = {
+                "virtual_pipeline_model_parallel_size": VPP,
+                "pipeline_model_parallel_layout": self._layout(),
+            }
         if self.mode != "none":
             graphs = {"cuda_graph_impl": self.mode, "cuda_graph_warmup_steps": CAPTURED_AT}
         if self.mode == "full_iteration":
@@ -421,9 +434,8 @@ class MegatronSide:
             bf16=True,
             params_dtype=torch.bfloat16,
             pipeline_dtype=torch.bfloat16,
-            pipeline_model_parallel_size=PP,
-            virtual_pipeline_model_parallel_size=VPP,
-            pipeline_model_parallel_layout=self._layout(),
+            pipeline_model_parallel_size=self.job.pp,
+            **stages,
             # The fusion of GELU with the bias computes the approximation by tanh.
             activation_func=functional.silu if c.activation == "swiglu" else functional.gelu,
             **options(self.job),
@@ -440,7 +452,8 @@ class MegatronSide:
 
     def _chunk(self, v: int) -> Any:
         layers = self.lib.layers
-        self.lib.parallel_state.set_virtual_pipeline_model_parallel_rank(v)
+        if self.job.pp > 1:
+            self.lib.parallel_state.set_virtual_pipeline_model_parallel_rank(v)
         spec = self.lib.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
         # The option is one for layers and head, and the head refuses it without APEX.
         has_apex = layers._grad_accum_fusion_available
@@ -455,16 +468,17 @@ class MegatronSide:
 
     def _bare_chunk(self, v: int, spec: Any) -> Any:
         state, job = self.lib.parallel_state, self.job
+        place = {"ignore_virtual": job.pp == 1, "vp_stage": v if job.pp > 1 else None}
         rotary = job.config.positions == "rotary"
         return self.lib.gpt_model.GPTModel(
             self.config,
             spec,
             job.vocabulary,
             job.config.sequence,
-            pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=v),
-            post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=v),
+            pre_process=state.is_pipeline_first_stage(**place),
+            post_process=state.is_pipeline_last_stage(**place),
             position_embedding_type="rope" if rotary else "learned_absolute",
-            vp_stage=v,
+            vp_stage=place["vp_stage"],
             share_embeddings_and_output_weights=False,
         )
 

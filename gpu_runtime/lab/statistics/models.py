@@ -64,6 +64,16 @@ def _fastest_megatron(raw: Raw) -> dict[str, float]:
     return found
 
 
+def _kinds(row: Raw) -> dict[str, float] | None:
+    """The time by kind of work of the GPU that is busiest apart from messages."""
+    ranks = [rank["kinds"] for rank in row.get("work_ms", ())]
+    return max(
+        ranks,
+        key=lambda kinds: sum(kinds.values()) - kinds.get("messages", 0.0),
+        default=None,
+    )
+
+
 def derive_models(raw: Raw) -> dict[str, Any]:
     """
     Derive every row's rate, its time relative to native's and Megatron's, and its memory.
@@ -73,9 +83,11 @@ def derive_models(raw: Raw) -> dict[str, Any]:
         added), TFLOP/s per GPU, share of the FP8 peak, tokens per second, the part of a step in
         which the busiest GPU runs neither kernels nor copies (messages left out), peak bytes, and,
         under native's schedule, how many tensors differ from native's weights, moments and scales.
-        Native and Megatron have the loss of the initial weights. `megatron_over_this` is the time
-        of Megatron's fastest mode whose loss is native's (within `LOSS_WITHIN`). A row of several
-        replicas has the time of one replica over its own time; its tokens are those of all.
+        `kinds` is the busiest GPU's time by kind of work, in milliseconds per step (None if nothing
+        was profiled). Native and Megatron have the loss of the initial weights.
+        `megatron_over_this` is the time of Megatron's fastest mode whose loss is native's (within
+        `LOSS_WITHIN`). A row of several replicas has the time of one replica over its own time; its
+        tokens are those of all.
     """
     rows, errors = [], []
     theirs = _fastest_megatron(raw)
@@ -115,6 +127,7 @@ def derive_models(raw: Raw) -> dict[str, Any]:
                 ),
                 "loss": row.get("loss"),
                 "idle": None if busiest is None else rounded(1 - busiest / step),
+                "kinds": _kinds(row),
                 "peak_bytes": max(row["peak_bytes"]),
                 "capture_s": median(
                     fact["capture_s"] for fact in row["facts"] if "capture_s" in fact

@@ -9,13 +9,32 @@ because a copy can also be a kernel, whose size is unknown.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import nlargest
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+
+KINDS: Final = {
+    "messages": r"nccl",
+    "attention": r"sdpa|flash|fmha|fused_attn",
+    "FP8 products": r"nvjet_sm\d+_[qr]{2}|gemm.*(e4m3|e5m2)",
+    "other products": r"nvjet|gemm|cutlass|splitk",
+    "loss": r"cross_entropy|online_softmax",
+    "norms": r"normalization|rmsnorm|layernorm",
+    "optimizer": r"FusedOptimizer|adam",
+    "quantization": r"cast|transpose|amax|quantize|scaling_recipe|fp8",
+    "copies": r"copy|memcpy|memset",
+    "other elementwise": r"elementwise|reduce|multi_tensor|rope|swiglu|gated|embedding|index",
+}
+"""
+Kinds of device work, by a pattern of its kernels' names (in any case); the first that is found
+decides. Activations that Transformer Engine fuses with a cast to FP8 are quantization.
+"""
+OTHER: Final = "other"
 
 
 def _on_device(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -99,6 +118,52 @@ def busy_times(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, flo
             what = "messages"
         found[what] += float(event.get("dur", 0.0))
     return {what: round(us / steps / 1e3, 4) for what, us in found.items()}
+
+
+def kind_of(name: str) -> str:
+    """
+    The kind of device work, from `KINDS`, or `OTHER`.
+
+    Args:
+        name: The name of a kernel, copy or fill.
+
+    >>> kind_of("nvjet_sm90_qrtst_64x64_128x13_2x1_v_bz_algo2_TNT"), kind_of("unknown")
+    ('FP8 products', 'other')
+    """
+    found = (kind for kind, names in KINDS.items() if re.search(names, name, re.IGNORECASE))
+    return next(found, OTHER)
+
+
+def times_by_kind(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """
+    Time of a device's kernels, copies and fills by kind, longest first.
+
+    Args:
+        events: The events of a Chrome trace.
+        steps: Number of steps in the trace.
+
+    Returns:
+        `kinds`: milliseconds per step by kind, where work that overlaps counts twice; `longest`:
+        the three longest names of each kind with their milliseconds per step.
+    """
+    by_name: defaultdict[str, float] = defaultdict(float)
+    for event in _on_device(events):
+        by_name[str(event["name"])] += float(event.get("dur", 0.0)) / steps / 1e3
+    kinds: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for name, ms in by_name.items():
+        kinds[kind_of(name)][name] = ms
+    totals = {kind: sum(names.values()) for kind, names in kinds.items()}
+    order = sorted(totals, key=totals.__getitem__, reverse=True)
+    return {
+        "kinds": {kind: round(totals[kind], 4) for kind in order},
+        "longest": {
+            kind: [
+                {"name": name[:160], "ms": round(ms, 4)}
+                for name, ms in nlargest(3, kinds[kind].items(), key=lambda item: item[1])
+            ]
+            for kind in order
+        },
+    }
 
 
 def launch_shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, float]:
