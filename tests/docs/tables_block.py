@@ -4,6 +4,7 @@ The runtime's page about the paper's complete-step tables and about the peers, f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -288,6 +289,7 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "native / this", "Megatron / this", "one replica / this", "idle", "peak GB", "differ",
         )  # fmt: skip
         parts += _table(header, rows)
+        parts += _kinds(derived["rows"])
     if parts:
         parts.insert(
             0,
@@ -311,6 +313,32 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "other schedules move scales in another order.",
         )
     return parts
+
+
+def _kinds(rows: Iterable[Row]) -> list[str]:
+    """The table of where time goes; nothing if no row was profiled."""
+    profiled = [row for row in rows if row.get("kinds")]
+    if not profiled:
+        return []
+    total = Counter[str]()
+    for row in profiled:
+        total.update(row["kinds"])
+    kinds = [kind for kind, _ in total.most_common()]
+    return [
+        "Milliseconds per step by kind of kernel, on the busiest GPU, under the profiler:",
+        *_table(
+            ("cell", "schedule", "side", *kinds),
+            [
+                (
+                    row["cell"],
+                    row["schedule"],
+                    row["side"],
+                    *(f"{row['kinds'].get(kind, 0.0):.1f}" for kind in kinds),
+                )
+                for row in profiled
+            ],
+        ),
+    ]
 
 
 def _model(row: Row) -> tuple[str, ...]:

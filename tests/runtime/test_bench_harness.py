@@ -53,6 +53,7 @@ from qeffect.gpu_runtime.lab.statistics.traces import (
     matrix_copies,
     summarize,
     times_by_kind,
+    times_by_name,
 )
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.gpu_runtime.step.plan.slots import plan_slots
@@ -440,6 +441,11 @@ class TestTracing:
             ("Memcpy DtoD (Device -> Device)", "copies"),
             ("ncclDevKernel_SendRecv", "messages"),
             ("online_softmax_kernel", "loss"),
+            ("void cudnn::fusion::matmul_dq<true, 64>(void const*", "attention"),
+            ("transformer_engine::gated_act_kernel<16, true, float, Empty, cast", "activations"),
+            ("triton_poi_fused_add_cat_mul_rsub_sigmoid_silu_split_0", "activations"),
+            ("gpu_kernel_impl_nocast<at::native::direct_copy_kernel_", "copies"),
+            ("void transformer_engine::fused_rope_backward_kernel<bf16>", "rotary positions"),
             ("set_counter", "other"),
         ],
     )
@@ -448,20 +454,16 @@ class TestTracing:
         assert kind == kind_of(name)
 
     def test_time_by_kind_is_all_of_the_devices_time(self) -> None:
-        """Per step, longest kind first, and each kind's longest names."""
+        """Per step, longest first, by name and by kind."""
         one = {"ph": "X", "cat": "kernel"}
         gemm = {**one, "name": "nvjet_sm90_qqtst", "dur": 3000.0}
         other = {**one, "name": "nvjet_sm90_qrtst", "dur": 5000.0}
         fill = {"ph": "X", "cat": "gpu_memset", "name": "Memset", "dur": 500.0}
-        found = times_by_kind([fill, gemm, gemm, other, {**gemm, "cat": "cpu_op"}], 2)
-        assert [("FP8 products", 5.5), ("copies", 0.25)] == [*found["kinds"].items()]
-        assert found["longest"] == {
-            "FP8 products": [
-                {"name": "nvjet_sm90_qqtst", "ms": 3.0},
-                {"name": "nvjet_sm90_qrtst", "ms": 2.5},
-            ],
-            "copies": [{"name": "Memset", "ms": 0.25}],
-        }
+        found = times_by_name([fill, other, gemm, gemm, {**gemm, "cat": "cpu_op"}], 2)
+        assert [("nvjet_sm90_qqtst", 3.0), ("nvjet_sm90_qrtst", 2.5), ("Memset", 0.25)] == [
+            *found.items()
+        ]
+        assert [("FP8 products", 5.5), ("copies", 0.25)] == [*times_by_kind(found).items()]
 
     @staticmethod
     def launches(number: int) -> list[dict[str, Any]]:

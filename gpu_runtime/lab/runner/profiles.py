@@ -17,7 +17,7 @@ from ...ranks.membership import Member, all_gather
 from ...step.plan.order import Order
 from ..sides.pipelines import LaunchSide, isolation, unit_bytes
 from ..sides.side import RankSide
-from ..statistics.traces import busy_times, launch_shares, matrix_copies, summarize, times_by_kind
+from ..statistics.traces import busy_times, launch_shares, matrix_copies, summarize, times_by_name
 from .processes import first_line
 from .rank_parts import device_ms, row_as_one_graph
 from .rank_process import Findings
@@ -148,7 +148,7 @@ def profile_side(
 
         events = trace_steps(side.step, member.synchronize, PROFILED)
         copied = matrix_copies(summarize(events, PROFILED), unit_bytes(side)) if copies else None
-        own = busy_times(events, PROFILED), times_by_kind(events, PROFILED), copied
+        own = busy_times(events, PROFILED), times_by_name(events, PROFILED), copied
     else:
         for _ in range(PROFILED):
             side.step()

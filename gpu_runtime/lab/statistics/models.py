@@ -13,6 +13,7 @@ from typing import Any
 
 from .peers import EAGER, GRAPHS
 from .summary import Raw, busiest_ms, extremes, median, ratio, rounded, step_ms
+from .traces import times_by_kind
 
 __all__ = ["FP8_TFLOPS", "LOSS_WITHIN", "derive_models", "step_flops"]
 
@@ -66,7 +67,7 @@ def _fastest_megatron(raw: Raw) -> dict[str, float]:
 
 def _kinds(row: Raw) -> dict[str, float] | None:
     """The time by kind of work of the GPU that is busiest apart from messages."""
-    ranks = [rank["kinds"] for rank in row.get("work_ms", ())]
+    ranks = [times_by_kind(by_name) for by_name in row.get("work_ms", ())]
     return max(
         ranks,
         key=lambda kinds: sum(kinds.values()) - kinds.get("messages", 0.0),

@@ -20,19 +20,21 @@ DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
 KINDS: Final = {
     "messages": r"nccl",
-    "attention": r"sdpa|flash|fmha|fused_attn",
+    "attention": r"sdpa|flash|fmha|fused_attn|cudnn::fusion",
     "FP8 products": r"nvjet_sm\d+_[qr]{2}|gemm.*(e4m3|e5m2)",
     "other products": r"nvjet|gemm|cutlass|splitk",
-    "loss": r"cross_entropy|online_softmax",
+    "loss": r"cross_entropy|online_softmax|element_mul_kernel",
     "norms": r"normalization|rmsnorm|layernorm",
+    "activations": r"gated_act|silu|swiglu|gelu",
+    "rotary positions": r"rope",
     "optimizer": r"FusedOptimizer|adam",
-    "quantization": r"cast|transpose|amax|quantize|scaling_recipe|fp8",
     "copies": r"copy|memcpy|memset",
-    "other elementwise": r"elementwise|reduce|multi_tensor|rope|swiglu|gated|embedding|index",
+    "quantization": r"cast_|transpose|amax|quantize|scaling_recipe|fp8",
+    "other elementwise": r"elementwise|reduce|multi_tensor|embedding|index",
 }
 """
 Kinds of device work, by a pattern of its kernels' names (in any case); the first that is found
-decides. Activations that Transformer Engine fuses with a cast to FP8 are quantization.
+decides. A kernel that computes an activation and quantizes it is of the activations.
 """
 OTHER: Final = "other"
 
@@ -134,36 +136,37 @@ def kind_of(name: str) -> str:
     return next(found, OTHER)
 
 
-def times_by_kind(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+def times_by_name(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
     """
-    Time of a device's kernels, copies and fills by kind, longest first.
+    Time of a device's kernels, copies and fills by name, longest first.
 
     Args:
         events: The events of a Chrome trace.
         steps: Number of steps in the trace.
 
     Returns:
-        `kinds`: milliseconds per step by kind, where work that overlaps counts twice; `longest`:
-        the three longest names of each kind with their milliseconds per step.
+        Milliseconds per step by the first 200 characters of a name; work that overlaps counts
+        twice.
     """
-    by_name: defaultdict[str, float] = defaultdict(float)
+    found: defaultdict[str, float] = defaultdict(float)
     for event in _on_device(events):
-        by_name[str(event["name"])] += float(event.get("dur", 0.0)) / steps / 1e3
-    kinds: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        found[str(event["name"])[:200]] += float(event.get("dur", 0.0)) / steps / 1e3
+    order = sorted(found, key=found.__getitem__, reverse=True)
+    return {name: round(found[name], 4) for name in order}
+
+
+def times_by_kind(by_name: Mapping[str, float]) -> dict[str, float]:
+    """
+    Add up what `times_by_name` returns by `kind_of`, longest first; rounded to 0.0001 ms.
+
+    >>> times_by_kind({"sdpa_bprop": 2.0, "nvjet_sm90_qqtst": 4.0, "sdpa_fprop": 1.0})
+    {'FP8 products': 4.0, 'attention': 3.0}
+    """
+    found: defaultdict[str, float] = defaultdict(float)
     for name, ms in by_name.items():
-        kinds[kind_of(name)][name] = ms
-    totals = {kind: sum(names.values()) for kind, names in kinds.items()}
-    order = sorted(totals, key=totals.__getitem__, reverse=True)
-    return {
-        "kinds": {kind: round(totals[kind], 4) for kind in order},
-        "longest": {
-            kind: [
-                {"name": name[:160], "ms": round(ms, 4)}
-                for name, ms in nlargest(3, kinds[kind].items(), key=lambda item: item[1])
-            ]
-            for kind in order
-        },
-    }
+        found[kind_of(name)] += ms
+    order = sorted(found, key=found.__getitem__, reverse=True)
+    return {kind: round(found[kind], 4) for kind in order}
 
 
 def launch_shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, float]:
