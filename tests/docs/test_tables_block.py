@@ -37,6 +37,16 @@ def test_models_have_their_rates_and_what_failed() -> None:
     assert f"| 8b-s4096-m8 | il | native |{' - |' * 8} failed: no memory |" in text
 
 
+def test_models_that_were_profiled_have_their_time_by_kind() -> None:
+    """The busiest rank's, in one table of all rows, with the longest kind first."""
+    report = models_report()
+    kinds = {"copies": 2.0, "attention": 30.0}
+    report["derived"]["rows"][1]["kinds"] = kinds
+    text = "\n\n".join(models([("m.json", report)], lambda _: "a machine"))
+    assert "| cell | schedule | side | attention | copies |" in text
+    assert "| 1b-s4096-m8 | il | one launch | 30.0 | 2.0 |" in text
+
+
 def test_a_mode_that_is_wrong_or_failed_is_shown_as_that() -> None:
     """Beside the correct modes, and in the capability table."""
     text = "\n\n".join(peers([("p.json", peers_report())], lambda _: "a machine"))

@@ -256,6 +256,29 @@ class TestSweep:
         assert whole(p["peak_live_tapes"] == peaks[p["microbatches"]] for p in points) >= 5
 
 
+class TestModels:
+    """`models_one_gpu_megatron.json`."""
+
+    def test_kinds_and_megatron(self) -> None:
+        """Kinds add up to all device time; the rival is the row with Megatron's name."""
+        checks = []
+        [(derived, raw)] = of_kind("models_one_gpu_megatron")
+        theirs = {row["cell"]: median(row["step_ms"])
+                  for row in raw["rows"] if row["side"].startswith("megatron")}  # fmt: skip
+        for shown, row in zip(derived["rows"], raw["rows"], strict=True):
+            [names], [busy] = row["work_ms"], row["busy_ms"]
+            attention = sum(
+                ms for name, ms in names.items() if "sdpa" in name or "fusion::" in name
+            )
+            # Parts were rounded one by one before they were added up.
+            checks += [near(sum(shown["kinds"].values()), sum(names.values()), 2)]
+            checks += [near(sum(names.values()), busy["kernels"] + busy["copies"], 1)]
+            checks += [near(shown["kinds"]["attention"], attention, 2)]
+            over = theirs[row["cell"]] / median(row["step_ms"])
+            checks += [near(shown["megatron_over_this"], over)]
+        assert whole(checks) == 24
+
+
 @pytest.mark.parametrize("name", SCALES)
 class TestScale:
     """`scale*.json`."""
