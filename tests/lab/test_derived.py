@@ -256,26 +256,29 @@ class TestSweep:
         assert whole(p["peak_live_tapes"] == peaks[p["microbatches"]] for p in points) >= 5
 
 
+@pytest.mark.parametrize(
+    ("name", "rows"), [("models_one_gpu_megatron", 6), ("models_one_gpu_3b", 3)]
+)
 class TestModels:
-    """`models_one_gpu_megatron.json`."""
+    """`models_one_gpu_megatron.json` and `models_one_gpu_3b.json`."""
 
-    def test_kinds_and_megatron(self) -> None:
+    def test_kinds_and_megatron(self, name: str, rows: int) -> None:
         """Kinds add up to all device time; the rival is the row with Megatron's name."""
         checks = []
-        [(derived, raw)] = of_kind("models_one_gpu_megatron")
+        [(derived, raw)] = of_kind(name)
         theirs = {row["cell"]: median(row["step_ms"])
                   for row in raw["rows"] if row["side"].startswith("megatron")}  # fmt: skip
         for shown, row in zip(derived["rows"], raw["rows"], strict=True):
             [names], [busy] = row["work_ms"], row["busy_ms"]
             parts = ("sdpa", "fusion::", "fused_attn")
-            attention = sum(names[name] for name in names if any(part in name for part in parts))
+            attention = sum(ms for one, ms in names.items() if any(part in one for part in parts))
             # Parts were rounded one by one before they were added up.
             checks += [near(sum(shown["kinds"].values()), sum(names.values()), 2)]
             checks += [near(sum(names.values()), busy["kernels"] + busy["copies"], 1)]
             checks += [near(shown["kinds"]["attention"], attention, 2)]
             over = theirs[row["cell"]] / median(row["step_ms"])
             checks += [near(shown["megatron_over_this"], over)]
-        assert whole(checks) == 24
+        assert whole(checks) == 4 * rows
 
 
 @pytest.mark.parametrize("name", SCALES)
