@@ -364,16 +364,8 @@ class TestTheDeclaration:
     @pytest.mark.parametrize(
         ("stages", "options", "message"),
         [
-            (
-                [{"refresh_pool": "q", "pool": "p"}],
-                {},
-                "no stage has that pool; name a stage's",
-            ),
-            (
-                [{"refresh_pool": "q"}],
-                {},
-                "stage 0 names refresh_pool 'q', but no stage",
-            ),
+            ([{"refresh_pool": "q", "pool": "p"}], {}, "no stage has that pool; name a stage's"),
+            ([{"refresh_pool": "q"}], {}, "stage 0 names refresh_pool 'q', but no stage"),
             (
                 [{"pool": "p"}, {"refresh_pool": "p", "domain": 1}],
                 {},

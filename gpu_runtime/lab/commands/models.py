@@ -208,7 +208,17 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
             all_ranks.start(_measure_replicas, args, several, take=take, note=shown).require()
         for mode in args.megatron:
             for cell in args.cells:
-                take(_measure_megatron(args, starts, mode, cell, raw["rows"], shown))
+                row = megatron.MegatronModelRow(cell, f"megatron {mode}", "il", args.pp)
+                found = _measure_megatron(args, starts, row, raw["rows"], shown)
+                take(found)
+                if found["error"] is None and not args.no_profile:
+                    row = attrs.evolve(row, cut=tuple(found["cut"]))
+                    meet = partial(megatron.meet, mode, args.pp)
+                    # Megatron's side has what a profile without copies needs.
+                    asked: list[tuple[Any, dict[str, Any]]] = [(row, found)]
+                    add_profiles(
+                        starts, meet, asked, save=report.save, note=shown.note, limit=args.limit
+                    )
     report.finish()
     return report
 
@@ -216,14 +226,12 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
 def _measure_megatron(
     args: argparse.Namespace,
     starts: RankStarts,
-    mode: str,
-    cell: str,
+    row: megatron.MegatronModelRow,
     measured: Sequence[dict[str, Any]],
     progress: Progress,
 ) -> dict[str, Any]:
     """Measure a mode of Megatron-core in processes of its own, with the cut of our rows."""
-    row = megatron.MegatronModelRow(cell, f"megatron {mode}", "il", args.pp)
-    ours = next((one for one in measured if one["cell"] == cell and one["error"] is None), None)
+    ours = next((one for one in measured if one["cell"] == row.cell and one["error"] is None), None)
     if ours is None:
         return {**row.name, "error": "not run, because no row of ours gave a cut"}
     row = attrs.evolve(row, cut=tuple(ours["cut"]))
@@ -235,13 +243,7 @@ def _measure_megatron(
     if start.exits.error is not None:
         return {**row.name, "error": start.exits.error}
     parts = {key: ours[key] for key in ("shape", "cut", "parts_ms")}
-    whole = {**row.name, "error": None, **parts, "compared": [0, 0], "first": [], **found[0]}
-    if not args.no_profile:
-        meet = partial(megatron.meet, mode, args.pp)
-        profiled: list[tuple[Any, dict[str, Any]]] = [(row, whole)]
-        limit = args.limit
-        add_profiles(starts, meet, profiled, save=lambda: None, note=progress.note, limit=limit)
-    return whole
+    return {**row.name, "error": None, **parts, "compared": [0, 0], "first": [], **found[0]}
 
 
 def _measure_replicas(

@@ -8,12 +8,11 @@ matrix holds query, key and value, with its rows ordered head by head. One thing
 activation, with the same approximation, is rounded to bf16 before it is quantized. Both heads are
 bf16. The models are those of the peers, with one layer per stage, or whole decoders with our cut.
 Over one rank Megatron has no stages: the model is one chunk, and each microbatch's backward follows
-its forward.
-Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is the gradient, bf16
-or fp32; with fp32, the optimizer has fp32 master weights, as ours has. Fusions that Megatron has
-without APEX are on (`OPTIONS`). Messages are not batched, because with two ranks a batch has a send
-in each direction between the same ranks. NCCL would pair these by order, so Megatron-LM refuses
-such batches.
+its forward. Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is the
+gradient, bf16 or fp32; with fp32, the optimizer has fp32 master weights, as ours has. Fusions that
+Megatron has without APEX are on (`OPTIONS`). Messages are not batched, because with two ranks a
+batch has a send in each direction between the same ranks. NCCL would pair these by order, so
+Megatron-LM refuses such batches.
 """
 
 from __future__ import annotations
@@ -58,6 +57,7 @@ __all__ = [
     "MegatronModelRow",
     "MegatronRow",
     "MegatronSide",
+    "gpt_chunk",
     "library",
     "measure_models",
     "measure_modes",
@@ -213,6 +213,42 @@ def delayed_wgrad_answer() -> dict[str, str]:
     return {"megatron delayed dW": "accepted by the configuration; not trained"}
 
 
+def gpt_chunk(
+    lib: SimpleNamespace,
+    config: Any,
+    vocabulary: int,
+    sequence: int,
+    v: int | None,
+    positions: str = "learned_absolute",
+) -> Any:
+    """
+    Build a chunk of Megatron's GPT with Transformer Engine's layers.
+
+    Args:
+        lib: Megatron's modules.
+        config: Its `TransformerConfig`.
+        vocabulary: Number of tokens.
+        sequence: Length of a sequence.
+        v: The chunk's number on this rank; None if the rank has only one.
+        positions: Megatron's type of positions.
+    """
+    state = lib.parallel_state
+    if v is not None:
+        state.set_virtual_pipeline_model_parallel_rank(v)
+    place = {"ignore_virtual": v is None, "vp_stage": v}
+    return lib.gpt_model.GPTModel(
+        config,
+        lib.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(),
+        vocabulary,
+        sequence,
+        pre_process=state.is_pipeline_first_stage(**place),
+        post_process=state.is_pipeline_last_stage(**place),
+        position_embedding_type=positions,
+        vp_stage=v,
+        share_embeddings_and_output_weights=False,
+    )
+
+
 def meet(mode: str, pp: int = PP) -> Member:
     """
     Connect to the other ranks under NCCL, as Megatron requires.
@@ -362,12 +398,14 @@ class MegatronSide:
         calculator.destroy_num_microbatches_calculator()
         calculator.init_num_microbatches_calculator(member.rank, None, job.microbatches, 1, 1)
         self.indices = Order.of_rank(job.table(), member.rank).stages
-        held_by = [[index] for index in self.indices] if job.pp > 1 else [self.indices]
+        parts: list[tuple[int | None, Sequence[int]]] = [(None, self.indices)]
+        if job.pp > 1:
+            parts = [(v, [index]) for v, index in enumerate(self.indices)]
         own = self._ours(member)
         self.config = self._config()
         chunks: list[Any] = []
         self.names: list[tuple[str, Any]] = []
-        for v, indices in enumerate(held_by):
+        for v, indices in parts:
             chunk = self._chunk(v).cuda().bfloat16()  # as its Float16Module does
             held = dict(chunk.named_parameters())
             ours = {name: value for index in indices for name, value in own[index].items()}
@@ -450,37 +488,21 @@ class MegatronSide:
         stages[-1].append("loss")
         return stages
 
-    def _chunk(self, v: int) -> Any:
-        layers = self.lib.layers
-        if self.job.pp > 1:
-            self.lib.parallel_state.set_virtual_pipeline_model_parallel_rank(v)
-        spec = self.lib.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    def _chunk(self, v: int | None) -> Any:
+        layers, job = self.lib.layers, self.job
         # The option is one for layers and head, and the head refuses it without APEX.
         has_apex = layers._grad_accum_fusion_available
         layers._grad_accum_fusion_available = True
         try:
-            chunk = self._bare_chunk(v, spec)
+            chunk = gpt_chunk(
+                self.lib, self.config, job.vocabulary, job.config.sequence, v,
+                positions="rope" if job.config.positions == "rotary" else "learned_absolute",
+            )  # fmt: skip
         finally:
             layers._grad_accum_fusion_available = has_apex
         if not has_apex and hasattr(chunk, "output_layer"):
             chunk.output_layer.gradient_accumulation_fusion = False
         return chunk
-
-    def _bare_chunk(self, v: int, spec: Any) -> Any:
-        state, job = self.lib.parallel_state, self.job
-        place = {"ignore_virtual": job.pp == 1, "vp_stage": v if job.pp > 1 else None}
-        rotary = job.config.positions == "rotary"
-        return self.lib.gpt_model.GPTModel(
-            self.config,
-            spec,
-            job.vocabulary,
-            job.config.sequence,
-            pre_process=state.is_pipeline_first_stage(**place),
-            post_process=state.is_pipeline_last_stage(**place),
-            position_embedding_type="rope" if rotary else "learned_absolute",
-            vp_stage=place["vp_stage"],
-            share_embeddings_and_output_weights=False,
-        )
 
     def _replicated(self, chunks: list[Any]) -> list[Any]:
         """

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .megatron import CAPTURED_AT, MODES, MODULES, library
+from .megatron import CAPTURED_AT, MODES, MODULES, gpt_chunk, library
 from .mode_runs import LAYERS, RATE, ROWS, WIDTH, Block, layout_of
 
 __all__ = ["MegatronRun"]
@@ -189,23 +189,8 @@ class MegatronRun:
         return Chunk(self.config)
 
     def _gpt(self, v: int) -> Any:
-        state = self.lib.parallel_state
-        several = self.row["vpp"] > 1
-        if several:
-            state.set_virtual_pipeline_model_parallel_rank(v)
-        given = {"ignore_virtual": not several, "vp_stage": v if several else None}
-        spec = self.lib.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-        chunk = self.lib.gpt_model.GPTModel(
-            self.config,
-            spec,
-            _GPT["vocabulary"],
-            _GPT["sequence"],
-            pre_process=state.is_pipeline_first_stage(**given),
-            post_process=state.is_pipeline_last_stage(**given),
-            position_embedding_type="learned_absolute",
-            vp_stage=v if several else None,
-            share_embeddings_and_output_weights=False,
-        )
+        own = v if self.row["vpp"] > 1 else None
+        chunk = gpt_chunk(self.lib, self.config, _GPT["vocabulary"], _GPT["sequence"], own)
         return chunk.cuda() if self.row["fp8_param"] else chunk.cuda().bfloat16()
 
     def _aside(self, make: Callable[[], Any]) -> Any:
