@@ -233,7 +233,8 @@ class Prove:
         if args.only is not None:
             if not needs("verify", _mutants).sites_with(args.only):
                 raise UnusableError(
-                    f"no mutated line contains {args.only!r}; --mutants --json lists them all"
+                    f"no mutated line contains {args.only!r}; --only chooses mutants, no proofs; "
+                    "--mutants --json lists all mutants"
                 )
             swept = _swept(args, progress)
             text = swept.pop("lines")
