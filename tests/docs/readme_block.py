@@ -157,20 +157,28 @@ def one_device() -> Iterator[str]:
 def models() -> Iterator[str]:
     """
     TFLOP/s of the fastest guarded row of each whole model, beside the times of native and Megatron.
+
+    A ratio over native is shown as a bound (≤) if native's rounds do not agree.
     """
-    best: dict[str, tuple[float, float, float | None]] = {}
+    best: dict[str, tuple[float, float, float | None, str]] = {}
     for _, report in files("models"):
+        unsettled = {
+            row["cell"] for row in report["derived"]["rows"] if row["settled"] is False
+        }  # only native's rounds may be added, so only native has this field
         for row in report["derived"]["rows"]:
             guarded = row["side"] == "one launch" and report["configuration"]["pp"] == 2
             if guarded and row["native_over_this"] is not None:
-                own = row["tflops"]["median"], row["native_over_this"], row["megatron_over_this"]
+                own = (
+                    *(row["tflops"]["median"], row["native_over_this"], row["megatron_over_this"]),
+                    "≤ " if row["cell"] in unsettled else "",
+                )
                 best[row["cell"]] = max(own, best.get(row["cell"], own))
     if best:
         same = len({cell.split("-")[1] for cell in best}) == 1
         said = ", ".join(
-            f"{cell.split('-')[0] if same else cell} {rate:.0f} ({over:.2f}x"
+            f"{cell.split('-')[0] if same else cell} {rate:.0f} ({sign}{over:.2f}x"
             f"{'' if theirs is None else f'; {theirs:.2f}x'})"
-            for cell, (rate, over, theirs) in sorted(best.items())
+            for cell, (rate, over, theirs, sign) in sorted(best.items())
         )
         table = f"[Table]({RUNTIME}#whole-models)"
         yield f"*Models*, TFLOP/s (over native; Megatron): {said}. {table}."

@@ -58,8 +58,12 @@ REMARKS = {
     ),
     ("models_megatron.json", "e550a7144739"): (
         "At that commit our loss was PyTorch's cross entropy; Megatron's was Transformer Engine's, "
-        "which is ours too since then. The cut was measured with our loss. Nothing was profiled, "
-        "and the rounds of native do not agree."
+        "which is ours too since then (models_loss.json). The cut was measured with our loss. "
+        "Nothing was profiled, and the rounds of native do not agree."
+    ),
+    ("models_loss.json", "c80b86f8a843"): (
+        "As models_megatron.json, with Transformer Engine's loss on both sides. Nothing was "
+        "profiled, and the rounds of native do not agree."
     ),
     ("models.json", "3381b753b673"): (
         "The command of that commit did not yet repeat native's rounds until three agree, and the "

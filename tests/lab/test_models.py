@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import jsonschema
@@ -16,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.lab import reports
+from qeffect.gpu_runtime.lab.sides.megatron import gpt_chunk
 from qeffect.gpu_runtime.lab.sides.model_rows import CELLS, MODELS, ModelRow, model_rows
 from qeffect.gpu_runtime.lab.statistics.models import derive_models, step_flops
 from tests.ranks import table_bodies
@@ -233,3 +236,37 @@ def test_a_cell_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str
     """With the cells that there are, and exit code 2."""
     assert 2 == main(["runtime", "report", "models", "--cells", "2b-s4096-m8"])
     assert "1b-s4096-m8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "asked"),
+    [
+        (None, {"ignore_virtual": True, "vp_stage": None}),
+        (1, {"ignore_virtual": False, "vp_stage": 1}),
+    ],
+)
+def test_a_chunk_of_megatron_is_one_of_several_or_the_ranks_whole_part(
+    number: int | None, asked: dict[str, Any]
+) -> None:
+    """Only one of several has a number, which Megatron is told before it builds the chunk."""
+    told: list[Any] = []
+
+    def ends(**given: Any) -> bool:
+        told.append(given)
+        return True
+
+    state = SimpleNamespace(
+        set_virtual_pipeline_model_parallel_rank=told.append,
+        is_pipeline_first_stage=ends,
+        is_pipeline_last_stage=ends,
+    )
+    specs = SimpleNamespace(get_gpt_layer_with_transformer_engine_spec=lambda: "spec")
+    model = SimpleNamespace(GPTModel=lambda *given, **named: (given, named))
+    library = SimpleNamespace(parallel_state=state, gpt_layer_specs=specs, gpt_model=model)
+
+    given, named = gpt_chunk(library, "config", 64, 16, number, "rope")
+
+    assert ([] if number is None else [number]) + [asked, asked] == told
+    assert ("config", "spec", 64, 16) == given
+    assert named["vp_stage"] == number
+    assert named["position_embedding_type"] == "rope"
