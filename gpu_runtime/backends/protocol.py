@@ -203,6 +203,8 @@ class Reports:
             example by a flag in its memory.
         draws: Whether F draws random numbers and leaves on its tape where (`Tape.drawn`). False if
             F draws none; None if F draws and does not report where.
+        places_draws: Whether the domain places the random generator before each F, eager or
+            replayed (its method `drawing`), so that a replay reports where it drew.
         recomputes: Whether dI recomputes F and reports in `Dgrads.draws` where it drew; requires
             `draws`. False if dI draws nothing again; None if dI draws and does not report where.
         weights: Whether dI reports in `Dgrads.weight` by which factor the microbatch's gradient is
@@ -219,6 +221,7 @@ class Reports:
     )
     recorded: bool = False
     draws: bool | None = False
+    places_draws: bool = False
     recomputes: bool | None = False
     weights: bool = False
 
@@ -233,10 +236,13 @@ class Reports:
         The reports that remain if graphs are replayed.
 
         The host sees a capture, but no replay. A recorded effect is reported only if it holds for
-        every replay; the position of a tape's scales, or of random numbers, is never reported.
+        every replay; the position of random numbers only if the domain places it for each replay.
+        The position of a tape's scales is never reported.
         """
         live = "live" if self.tape_scales == "live" else None
         unseen = attrs.evolve(self, tape_scales=live, **self._unseen())
+        if self.places_draws:
+            unseen = attrs.evolve(unseen, draws=self.draws)
         return unseen if self.recorded else attrs.evolve(unseen, filled=None, updates=None)
 
     def without_order(self) -> Reports:

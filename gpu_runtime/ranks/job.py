@@ -22,6 +22,7 @@ from ..backends.ends import LossShare
 from ..backends.epoch_scales import Scales
 from ..backends.layers import LayerConfig
 from ..backends.protocol import BackendError, StageBackend, TensorSpec
+from ..backends.random_streams import stream_of
 from ..step.clipping import Clipping
 from ..step.memory.arena import Rule
 from ..step.optimizer import Optimizer
@@ -61,8 +62,7 @@ class Job:
         config: Dimensions of a layer.
         seed: Seed of parameters and data.
         amax: Source of the amax behind the scales: each `replica`, or all `replicas`.
-        dropout: Probability with which each layer drops elements; only the reference backend has
-            dropout.
+        dropout: Probability with which each layer drops elements of its two residual branches.
         wgrad_group: Microbatches whose weight gradients are one product; more than 1 needs
             ``scales="epoch"``.
         scales: When scales move: at the end of every ``action``, or once an ``epoch``. With
@@ -177,21 +177,18 @@ class Job:
             fuse: Whether the library accumulates into `main_grad` itself; None lets the library
                 choose.
             replica: The replica of the stages; dropout differs between replicas.
-
-        Raises:
-            BackendError: The backend has no dropout, and the job asks for it.
         """
         if self.scales == "epoch":
             require_deterministic(device)
         made = {n: self.options(n, device, loss=loss) for n in indices}
+        stream = stream_of(
+            self.seed, replica, 0 if self.scales == "epoch" else min(indices, default=0)
+        )
         if backend == "reference":
             from ..backends.reference import ReferenceDomain, ReferenceStage
-            from ..backends.reference.dropout import stream_of
 
             domain = ReferenceDomain(self.history, device=device, scales=self.scales)
-            if self.dropout:
-                first = 0 if self.scales == "epoch" else min(indices)
-                domain.random.stream = stream_of(self.seed, replica, first)
+            domain.random.stream = stream
             return [
                 ReferenceStage(
                     n,
@@ -202,11 +199,6 @@ class Job:
                 )
                 for n in indices
             ]
-        if self.dropout:
-            raise BackendError(
-                f"the {backend} backend has no dropout, found dropout = {self.dropout}; take the "
-                "reference backend, or leave dropout out"
-            )
         from ..backends.te.domain import TransformerEngineDomain, reset_process
         from ..backends.te.stage import TransformerEngineStage
 
@@ -214,11 +206,13 @@ class Job:
         te_domain = TransformerEngineDomain(
             "delayed", self.history, device=device, scales=self.scales
         )
+        te_domain.random.stream = stream
         return [
             TransformerEngineStage(
                 n,
                 te_domain,
                 self.config,
+                dropout=self.dropout,
                 fuse_wgrad_accumulation=False if self.rule == "copied" else fuse,
                 **made[n],  # type: ignore[arg-type]
             )

@@ -26,6 +26,7 @@ def obstacles(worker: Worker) -> list[str]:
         mode=config.mode,
         capturable=worker.optimizer.capturable,
         keeps_gradients=any(m.kept is not None for m in worker.runtime.memories.values()),
+        draws=any(stage.reports.draws is not False for stage in worker.runtime.stages.values()),
     )
 
 

@@ -60,6 +60,7 @@ def one_launch_obstacles(
     mode: Mode = "one launch",
     capturable: bool = True,
     keeps_gradients: bool = False,
+    draws: bool = False,
 ) -> list[str]:
     """
     Why no step of a configuration can be one launch.
@@ -73,6 +74,7 @@ def one_launch_obstacles(
             optimizer yet.
         keeps_gradients: Whether gradients of single microbatches are kept outside of the slots'
             graphs; leave it out if there is no runtime yet.
+        draws: Whether F draws random numbers, as dropout does.
 
     Returns:
         One sentence per obstacle, which says what to change; empty without obstacles.
@@ -94,6 +96,11 @@ def one_launch_obstacles(
             "the scales move once an epoch and the table's dI are not in the order of "
             "microbatches, so gradients are kept outside of the slots' graphs: take a table whose "
             "dI are in the order of microbatches"
+        )
+    if draws:
+        found.append(
+            "F draws random numbers, and every F in one graph of a step would draw the same ones: "
+            "take mode 'replays', or leave dropout out"
         )
     found += filter(None, (walks_obstacle(walks), nesting_obstacle(device)))
     return found

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -153,6 +153,8 @@ class GraphExecutor:
     def __init__(self, domain: StateDomain, report: CaptureReport) -> None:
         self.domain = domain
         self.report = report
+        # The context in which a replayed F draws random numbers, if the domain has one.
+        self._drawing = getattr(domain, "drawing", nullcontext)
         self.num_replays = 0
         self.slots: dict[int, SlotGraphs] = {}
         self.wgrads: dict[Product, WgradGraph] = {}
@@ -174,12 +176,15 @@ class GraphExecutor:
         return self.refreshed[memory.stage.index]
 
     def forward(self, memory: StageMemory, slot: Slot) -> Effects:
-        """Replay F."""
+        """Replay F; it draws random numbers at the domain's position, not at the capture's."""
         graphs = self.slots[slot.index]
         self.num_replays += 1
-        graphs.forward.replay()
+        with self._drawing() as begun:
+            graphs.forward.replay()
         slot.outputs = graphs.static.outputs
-        return graphs.ran
+        if begun is None or graphs.ran.draws is None:
+            return graphs.ran
+        return graphs.ran._replace(draws=begun)
 
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant

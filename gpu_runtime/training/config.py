@@ -96,11 +96,11 @@ class Model:
         tied: Whether the token embedding and the head are one weight. A tied weight has no weight
             decay.
         dropout: Probability with which each layer drops elements of its two residual branches, in
-            training only. Only the reference backend has dropout; it draws on the host, so a GPU
-            needs `mode = "eager"`. The dropped elements depend on `seed`, the replica and the
-            rank's first stage, so a run with dropout must resume with the same `pp`. With
-            `scales = "epoch"` they depend on `seed`, replica, layer, microbatch and step, and `pp`
-            may change.
+            training only. On a GPU dropout needs `mode = "eager"`, or `mode = "replays"` with
+            Transformer Engine and `scales = "action"`. The dropped elements depend on `seed`, the
+            replica and the rank's first stage, so a run with dropout must resume with the same
+            `pp`. With `scales = "epoch"` they depend on `seed`, replica, layer, microbatch and
+            step, and `pp` may change.
         head: How the head (the output layer) is computed: `te`, an FP8 product with delayed
             scaling, as in the layers of either backend; `torchao`, TorchAO's `Float8Linear`, with
             dynamic scaling; `bf16`, a product in bf16, without FP8.

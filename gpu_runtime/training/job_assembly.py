@@ -105,21 +105,24 @@ def job_of(config: Config) -> LanguageJob:
 
 
 def _require_dropout(config: Config) -> None:
-    """Require a backend and a mode that have dropout, if the file asks for dropout."""
-    if not config.model.dropout:
+    """Require a mode that has dropout, if the file asks for dropout."""
+    mode = config.parallel.mode
+    if not config.model.dropout or config.run.device != "cuda" or mode == "eager":
         return
-    where, backend = f"{config.source}: [model] dropout", backend_of(config)
-    if backend != "reference":
-        raise UnusableError(
-            f"{where}: expected [run] backend = 'reference', the only backend with dropout, found "
-            f"{backend!r}; set backend, or leave dropout out"
-        )
-    if config.run.device == "cuda" and config.parallel.mode != "eager":
-        raise UnusableError(
-            f"{where}: expected [parallel] mode = 'eager', because the reference backend draws "
-            f"random numbers on the host, which a graph cannot, found {config.parallel.mode!r}; "
-            "set mode, or leave dropout out"
-        )
+    expected = "'eager'"
+    if backend_of(config) == "reference":
+        why = "the reference backend draws random numbers on the host, which a graph cannot"
+    elif config.model.scales == "epoch":
+        why = "with scales = 'epoch' dropout draws by layer and microbatch, which a graph cannot"
+    elif mode == "replays":
+        return
+    else:
+        expected = "'replays' or 'eager'"
+        why = "every F in one graph of a step would draw the same random numbers"
+    raise UnusableError(
+        f"{config.source}: [model] dropout: expected [parallel] mode = {expected}, because {why}, "
+        f"found {mode!r}; set mode, or leave dropout out"
+    )
 
 
 def require_grouped(config: Config) -> None:

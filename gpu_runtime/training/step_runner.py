@@ -73,7 +73,8 @@ def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
     """
     why = ""
     if wanted == "one launch":
-        why = first_obstacle(member, one_launch_obstacles(member.device, job.rule, job.walks))
+        found = one_launch_obstacles(member.device, job.rule, job.walks, draws=job.dropout > 0.0)
+        why = first_obstacle(member, found)
         if not why:
             return wanted, ""
     return mode_on(member.device, without_launches(wanted)), why

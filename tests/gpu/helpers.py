@@ -89,9 +89,9 @@ def final_of(stages: Sequence[StageBackend], optimizer: Any) -> Recording:
     return recording
 
 
-def native_final() -> Recording:
+def native_final(case: Case = SMALL) -> Recording:
     """The oracle: native full backward, never disturbed."""
-    run = run_native(SMALL, "main_grad", TE, "cuda", None)
+    run = run_native(case, "main_grad", TE, "cuda", None)
     return final_of(run.stages, run.optimizer)
 
 

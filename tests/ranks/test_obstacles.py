@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.backends.protocol import BackendError, Reports
 from qeffect.gpu_runtime.ranks.obstacles import obstacles
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.runtime import (
@@ -41,6 +41,11 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
         "the scales move once an epoch and the table's dI are not in the order of microbatches, so "
         "gradients are kept outside of the slots' graphs: take a table whose dI are in the order "
         "of microbatches",
+    ),
+    "draws": (
+        {"draws": True},
+        "F draws random numbers, and every F in one graph of a step would draw the same ones: take "
+        "mode 'replays', or leave dropout out",
     ),
     "walks": (
         {"walks": 3},
@@ -89,13 +94,15 @@ def test_a_worker_has_the_obstacles_of_its_configuration() -> None:
     config = RuntimeConfig(rule="copied")
     kept = SimpleNamespace(kept=[])
     domain = SimpleNamespace(device=CPU)
-    runtime = SimpleNamespace(config=config, domain=domain, memories={0: kept})
+    stage = SimpleNamespace(reports=Reports(draws=True))
+    runtime = SimpleNamespace(config=config, domain=domain, memories={0: kept}, stages={0: stage})
     worker: Any = SimpleNamespace(runtime=runtime, optimizer=SimpleNamespace(capturable=False))
-    named = ["mode", "optimizer", "rule", "gradients", "device"]
-    wanted = [OBSTACLES[name][1].replace("'replays'", "'eager'") for name in named]
+    named = ["mode", "optimizer", "rule", "gradients", "draws", "device"]
+    wanted = [OBSTACLES[name][1] for name in named]
+    wanted[0] = wanted[0].replace("'replays'", "'eager'")
 
     assert obstacles(worker) == wanted
-    kept.kept = None
+    kept.kept, stage.reports = None, Reports()
     runtime.config = RuntimeConfig(mode="replays", walks=3)
     assert obstacles(worker) == [OBSTACLES[n][1] for n in ("mode", "optimizer", "walks", "device")]
     with pytest.raises(BackendError) as caught:

@@ -456,9 +456,11 @@ class TransformerLayer(torch.nn.Module):
         normalization: str = "LayerNorm",
         activation: str = "gelu",
         bias: bool = True,
+        hidden_dropout: float = 0.1,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.hidden_dropout = hidden_dropout
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError("Gradient accumulation fusion requires fuse_qkv_params=True")
         self.groups, self.interleaved = num_gqa_groups or heads, fuse_qkv_params
@@ -496,9 +498,46 @@ class TransformerLayer(torch.nn.Module):
             query, key, value, is_causal=True, enable_gqa=self.shared > 1
         )
         attended = attended.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
-        x = x + self.self_attention.proj(attended, is_first_microbatch)
-        result: Tensor = x + self.layernorm_mlp(x, is_first_microbatch)
+        p = self.hidden_dropout
+        x = x + generator.drop(self.self_attention.proj(attended, is_first_microbatch), p)
+        result: Tensor = x + generator.drop(self.layernorm_mlp(x, is_first_microbatch), p)
         return result
+
+
+class DeviceGenerator:
+    """As a device's default generator: its numbers follow from seed and offset."""
+
+    def __init__(self) -> None:
+        self._seed, self._offset = 1, 8
+
+    def initial_seed(self) -> int:
+        """The seed."""
+        return self._seed
+
+    def get_offset(self) -> int:
+        """The offset."""
+        return self._offset
+
+    def set_offset(self, offset: int) -> None:
+        """Move the generator."""
+        assert offset % 4 == 0
+        self._offset = offset
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generator, which sets the offset to 0."""
+        self._seed, self._offset = seed, 0
+
+    def drop(self, x: Tensor, probability: float) -> Tensor:
+        """Dropout; without a probability nothing is drawn."""
+        if probability == 0.0:
+            return x
+        drawn = torch.Generator().manual_seed((self._seed + self._offset) % 2**63)
+        numbers = torch.rand(x.shape, generator=drawn)
+        self._offset += 4 * x.numel()
+        return x * (numbers >= probability).to(x.dtype) / (1.0 - probability)
+
+
+generator = DeviceGenerator()
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import qeffect.contract
 from qeffect.engine.stage import transitions
-from qeffect.gpu_runtime.backends.protocol import BackendError, Reports
+from qeffect.gpu_runtime.backends.protocol import Reports
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.backends.reference.dropout import RandomNumbers
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
@@ -247,7 +247,9 @@ class TestOnTrust:
     def test_a_graph_reports_no_draws(self) -> None:
         """The host sees where a capture drew, and no replay."""
         told = Reports(draws=True, recomputes=True, recorded=True)
+        placed = Reports(draws=True, places_draws=True)
 
+        assert (True, None) == (placed.captured().draws, placed.without_order().draws)
         assert (None, None) == (told.captured().draws, told.captured().recomputes)
         assert (None, None) == (told.without_order().draws, told.without_order().recomputes)
         assert (False, False) == (Reports().captured().draws, Reports().captured().recomputes)
@@ -265,8 +267,3 @@ class TestStreams:
             assert isinstance(stage, ReferenceStage)
             dropped.append(stage.domain.random.drop(ones, 0.5))
         assert not any(torch.equal(a, b) for a, b in combinations(dropped, 2))
-
-    def test_transformer_engine_has_none(self) -> None:
-        job = Job(dropout=DROPOUT)
-        with pytest.raises(BackendError, match=r"has no dropout, found dropout = 0\.25"):
-            job.stages((0,), torch.device("cpu"), "transformer-engine")

@@ -138,18 +138,38 @@ def test_a_generator_that_stands_still_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ('backend = "transformer-engine"\n', "expected [run] backend = 'reference'"),
-        ('device = "cuda"\n', "expected [run] backend = 'reference'"),
-        ('device = "cuda"\nbackend = "reference"\n', "expected [parallel] mode = 'eager'"),
+        (
+            'device = "cuda"\n[parallel]\nmode = "one launch"\n',
+            "expected [parallel] mode = 'replays' or 'eager', because every F in one graph",
+        ),
+        (
+            'device = "cuda"\nbackend = "reference"\n',
+            "expected [parallel] mode = 'eager', because the reference backend draws",
+        ),
+        (
+            'device = "cuda"\n[parallel]\nmode = "replays"\n[model]\nscales = "epoch"\n',
+            "expected [parallel] mode = 'eager', because with scales = 'epoch' dropout draws",
+        ),
     ],
 )
-def test_what_has_no_dropout_is_refused(
+def test_a_mode_without_dropout_is_refused(
     change: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before any rank begins, with exit code 2."""
-    files = written(tmp_path, alone=ALONE + change)
+    run, *others = change.split("[")
+    text = ALONE + run
+    for table in others:
+        name, body = table.split("]\n")
+        text = _with(text, name, body)
+    files = written(tmp_path, alone=text)
     assert main(["runtime", "train", files["alone"]]) == 2
     assert f"[model] dropout: {words}" in capsys.readouterr().err
+
+
+def _with(text: str, table: str, fields: str) -> str:
+    """Add fields to a table of a training file, or the table with them."""
+    head = f"[{table}]\n"
+    return text.replace(head, head + fields) if head in text else text + head + fields
 
 
 @pytest.mark.parametrize("value", ["1.0", "-0.1", "true", "nan", "inf"])

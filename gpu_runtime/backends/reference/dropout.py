@@ -6,33 +6,18 @@ dropout is by name: the numbers follow from epoch, microbatch and layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 
 import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["RandomNumbers", "stream_of"]
+from ..random_streams import SEEDS, named_seed
 
-#: Seeds of torch's generators on the CPU are below this number.
-_SEEDS = 2**63
+__all__ = ["RandomNumbers"]
 
 
 def _start() -> Tensor:
     return torch.zeros(1, dtype=torch.int64)
-
-
-def stream_of(seed: int, replica: int, stage: int) -> int:
-    """
-    Return the stream of random numbers of one process of a job.
-
-    Args:
-        seed: The model's seed.
-        replica: The process's replica.
-        stage: The process's first stage; 0 if the numbers follow from the layer.
-    """
-    name = f"{seed}/{replica}/{stage}".encode()
-    return int.from_bytes(blake2b(name, digest_size=8).digest()) % _SEEDS
 
 
 @attrs.define(eq=False)
@@ -79,14 +64,13 @@ class RandomNumbers:
             probability: Probability that an element is dropped.
             name: Epoch, microbatch, layer and branch of the tensor.
         """
-        text = "/".join(map(str, (self.stream, *name))).encode()
-        seed = int.from_bytes(blake2b(text, digest_size=8).digest()) % _SEEDS
-        numbers = torch.rand(value.shape, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(named_seed(self.stream, name))
+        numbers = torch.rand(value.shape, generator=generator)
         kept = (numbers >= probability).to(value.device, value.dtype)
         return value * kept / (1.0 - probability)
 
     def _at(self, position: int) -> torch.Generator:
-        return torch.Generator().manual_seed((self.stream + position) % _SEEDS)
+        return torch.Generator().manual_seed((self.stream + position) % SEEDS)
 
     def take(self) -> tuple[int, ...]:
         """Return the positions of the draws since the last call."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from ..devices import placed
-from ..epoch_scales import Scales, require_scales
+from ..epoch_scales import Scales, require_scales, unnamed
 from ..protocol import BackendError, StageBackend
+from .device_numbers import DeviceNumbers
 from .internals import EPOCH, missing_imports
 
 TESTED = ((2, 18), (2, 20))
@@ -129,6 +130,11 @@ def reset_process() -> None:
 class LibraryStage(StageBackend, Protocol):
     """A stage of this library's layers."""
 
+    layers: Any
+    """The library's layers, in order."""
+    dropout: float
+    """Probability with which each layer drops elements of its two residual branches."""
+
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
         """Modules that hold FP8 state once they are warm."""
         ...
@@ -151,6 +157,10 @@ class TransformerEngineDomain:
         scales: When scales move, for delayed scaling: ``action`` as the library moves them, at the
             end of every F and dI; ``epoch`` once an epoch, by `move_scales`. Then no region and no
             backward updates, and the casts gather each amax into the first entry of its history.
+            Dropout then draws by layer, microbatch and epoch.
+
+    Attributes:
+        random: The random numbers of the domain's dropout.
 
     Raises:
         BackendError: The library is missing, or modules of other owners already share the state;
@@ -164,6 +174,9 @@ class TransformerEngineDomain:
     device: torch.device = attrs.field(factory=placed, converter=placed)
     scales: Scales = "action"
     frozen: bool = attrs.field(default=False, init=False)
+    random: DeviceNumbers = attrs.field(init=False)
+    _dropping: bool = attrs.field(default=True, init=False)
+    _microbatch: tuple[int, int] | None = attrs.field(default=None, init=False)
     _stages: list[LibraryStage] = attrs.field(factory=list, init=False)
     _recipe: Any = attrs.field(init=False)
     _lib: SimpleNamespace = attrs.field(init=False)
@@ -173,6 +186,7 @@ class TransformerEngineDomain:
 
     def __attrs_post_init__(self) -> None:
         require_scales(self.scales)
+        self.random = DeviceNumbers(self.device)
         self._lib = library()
         if self.scales == "epoch":
             if self.scaling != "delayed":
@@ -259,6 +273,57 @@ class TransformerEngineDomain:
         for forward in (True, False):
             self._lib.manager.reduce_and_update_fp8_tensors(forward=forward)
 
+    @property
+    def drops(self) -> bool:
+        """Whether a stage of the domain drops elements."""
+        return any(stage.dropout > 0.0 for stage in self._stages)
+
+    def begin_forward(self, epoch: int, microbatch: int) -> None:
+        """Name the microbatch of the next F; with epoch scales dropout draws by it."""
+        self._microbatch = epoch, microbatch
+
+    def drawing(self) -> AbstractContextManager[int | None]:
+        """
+        The context of one F, eager or replayed, in which dropout draws at the domain's position.
+
+        Its value is the position at which F begins to draw; None if nothing is dropped, or if
+        dropout draws by name.
+        """
+        if not (self.drops and self._dropping) or self.scales == "epoch":
+            return nullcontext()
+        return self.random.drawing()
+
+    def drawing_layer(self, layer: int) -> AbstractContextManager[None]:
+        """
+        The context of one layer's F, in which dropout draws by name under epoch scales.
+
+        Args:
+            layer: The layer's number in the model.
+
+        Raises:
+            BackendError: The microbatch of this F is unknown.
+        """
+        if not (self.drops and self._dropping) or self.scales != "epoch":
+            return nullcontext()
+        if self._microbatch is None:
+            raise unnamed()
+        return self.random.drawing_by_name((*self._microbatch, layer))
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Drop nothing, for an evaluation."""
+        before, self._dropping = self._dropping, False
+        layers = [layer for stage in self._stages for layer in stage.layers]
+        kept = [layer.hidden_dropout for layer in layers]
+        try:
+            for layer in layers:
+                layer.hidden_dropout = 0.0
+            yield
+        finally:
+            self._dropping = before
+            for layer, probability in zip(layers, kept, strict=True):
+                layer.hidden_dropout = probability
+
     def _registered(self) -> int:
         buffers = self._lib.manager.quantization_state.global_amax_buffer
         return sum(len(held) for held in buffers.values())
@@ -310,22 +375,39 @@ class TransformerEngineDomain:
             )
 
     def extra_state(self) -> Mapping[str, Tensor]:
-        """Global amax buffers that do not alias a module's history."""
+        """
+        Global amax buffers that do not alias a module's history, and the position of dropout's
+        random numbers if a stage drops elements and draws by position.
+        """
         covered = {
             tensor.untyped_storage().data_ptr()
             for stage in self._stages
             for tensor in stage.numerical_state().values()
         }
         buffers = self._lib.manager.quantization_state.global_amax_buffer
-        return {
+        state = {
             f"global_amax.{key}.{n}": tensor
             for key, held in sorted(buffers.items())
             for n, tensor in enumerate(held)
             if tensor.untyped_storage().data_ptr() not in covered
         }
+        if self.drops and self.scales == "action":
+            state["generator.position"] = self.random.position
+        return state
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """The domain needs a CUDA device, which must be the current device."""
+        """
+        The domain needs a CUDA device, which must be the current device; and a graph cannot draw
+        by name.
+        """
+        named = (
+            "dropout under scales='epoch' draws by layer, microbatch and epoch, but a graph draws "
+            "by position: take mode 'eager', or scales='action'"
+        )
+        by_name = self.drops and self.scales == "epoch"
+        return (*self._device_obstacles(), *((named,) if by_name else ()))
+
+    def _device_obstacles(self) -> tuple[str, ...]:
         if not torch.cuda.is_available():
             return ("no CUDA device is available",)
         current = placed()

@@ -70,7 +70,7 @@ class MemberName:
 
     Args:
         name: The attribute.
-        paths: The submodules of a layer that have it.
+        paths: The submodules of a layer that have it; empty for the layer itself.
     """
 
     name: str
@@ -84,6 +84,8 @@ _QUANTIZATION = f"{_PYTORCH}.quantization"
 _MANAGER = "FP8GlobalStateManager"
 _LINEAR = tuple(path for path, _ in STORES[:2])
 _ALL = tuple(path for path, _ in STORES)
+_WHOLE = ""
+"""The path of the layer itself."""
 
 IMPORTED = (
     ImportedName(
@@ -153,6 +155,7 @@ EPOCH = (
 """Additional names for scales that move once an epoch."""
 
 LAYER = (
+    MemberName("hidden_dropout", (_WHOLE,)),
     MemberName("wgrad_store", _ALL),
     MemberName("fp8_meta", _ALL),
     MemberName("_fp8_workspaces", _ALL),
@@ -163,7 +166,7 @@ LAYER = (
     MemberName("fc1_weight", _ALL[2:]),
     MemberName("fc2_weight", _ALL[2:]),
 )
-"""Attributes of the submodules of a new layer."""
+"""Attributes of a new layer and its submodules."""
 
 STATE = ("amax_history", "scale")
 """Entries of `fp8_meta` under delayed scaling, forward and backward, from the first F on."""
@@ -209,7 +212,7 @@ def _not_taken(function: Any, parameters: Sequence[str]) -> Iterator[str]:
 def missing_members(layer: torch.nn.Module) -> list[str]:
     """Submodules and attributes that a new layer lacks, by path."""
     found: list[str] = []
-    held: dict[str, Any] = {}
+    held: dict[str, Any] = {_WHOLE: layer}
     for path in _ALL:
         try:
             held[path] = layer.get_submodule(path)
@@ -217,7 +220,7 @@ def missing_members(layer: torch.nn.Module) -> list[str]:
             found.append(path)
     for member in LAYER:
         found += [
-            f"{path}.{member.name}"
+            f"{path}.{member.name}".lstrip(".")
             for path in member.paths
             if path in held and not hasattr(held[path], member.name)
         ]

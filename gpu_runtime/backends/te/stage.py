@@ -76,8 +76,11 @@ class TransformerEngineStage:
         first_layer: Number of the model's layers before the stage's own. Each layer then has its
             own seed. None takes the number from `ends`; without `ends` the whole stage has one
             seed.
+        dropout: Probability with which each layer drops elements of its two residual branches; the
+            library's attention drops nothing. The domain says where to draw (`device_numbers`).
 
     Raises:
+        ValueError: The probability of dropout is not in [0, 1).
         BackendError: Fused accumulation was asked for with split QKV, which the library refuses;
             or the library's layers lack a member that the runtime uses.
     """
@@ -98,7 +101,10 @@ class TransformerEngineStage:
         seed: int = 0,
         ends: Ends | None = None,
         first_layer: int | None = None,
+        dropout: float = 0.0,
     ) -> None:
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
         fuse = config.fused_qkv if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation
         if fuse and not config.fused_qkv:
             raise BackendError(
@@ -110,6 +116,7 @@ class TransformerEngineStage:
         self.domain = domain
         self.config = config
         self.fuse = fuse
+        self.dropout = dropout
         self.loss = loss
         self._weight: tuple[int, int] | None = None  # of the latest F
         domain.join(self)
@@ -132,6 +139,7 @@ class TransformerEngineStage:
             if first_layer is not None:
                 torch.manual_seed(part_seed(seed, 2 + first_layer + n))
             layers.append(self._layer((first_layer or 0) + n, fuse))
+        self._first_layer = first_layer or 0
         self.layers = self.root.layers = torch.nn.ModuleList(layers)
         self.head: Any = None
         self.split_head: SplitHead | None = split_head_of(ends, config, domain.device, seed)
@@ -190,7 +198,7 @@ class TransformerEngineStage:
             activation=config.activation,
             bias=config.bias,
             self_attn_mask_type="causal",
-            hidden_dropout=0.0,
+            hidden_dropout=self.dropout,
             attention_dropout=0.0,
             params_dtype=config.dtype,
             fuse_qkv_params=config.fused_qkv,
@@ -208,10 +216,17 @@ class TransformerEngineStage:
     @property
     def reports(self) -> Reports:
         """
-        Only by which factor the loss was weighted: the library decides in its own modules whether
-        it casts or updates scales, and does not report it.
+        By which factor the loss was weighted, and where F draws random numbers by position: the
+        library decides in its own modules whether it casts or updates scales, and does not report
+        it.
         """
-        return Reports(weights=weight_of(self.loss) is not None)
+        draws = self.dropout > 0.0 and len(self.layers) > 0
+        named = None if self.domain.scales == "epoch" else True
+        return Reports(
+            draws=draws and named,
+            places_draws=True,
+            weights=weight_of(self.loss) is not None,
+        )
 
     @property
     def groups_wgrads(self) -> bool:
@@ -242,8 +257,9 @@ class TransformerEngineStage:
         if self.embedding is not None:
             hidden = self.embedding(hidden)
         with self.domain.autocast(registers=registers):
-            for layer in self.layers:
-                hidden = layer(hidden, is_first_microbatch=first, **self._given)
+            for n, layer in enumerate(self.layers, self._first_layer):
+                with self.domain.drawing_layer(n):
+                    hidden = layer(hidden, is_first_microbatch=first, **self._given)
             if self.head is not None:
                 hidden = self.head(hidden, is_first_microbatch=first)
         if self.split_head is not None:
@@ -262,7 +278,8 @@ class TransformerEngineStage:
             BackendError: F did not create state or caches, or created them under unknown names.
         """
         self._install(self._off)
-        self._run([spec.buffer() for spec in self.inputs], first=True, registers=True)
+        with self.domain.without_dropout():
+            self._run([spec.buffer() for spec in self.inputs], first=True, registers=True)
         self._install(self._off)
         delayed = self.domain.scaling == "delayed"
         refuse_missing(self._lib.version, missing_state(self.layers[0], delayed=delayed))
@@ -288,7 +305,9 @@ class TransformerEngineStage:
         """F over cached weights, with the tape's stores in place."""
         self._install(tape.stores)
         tape.inputs = tuple(inputs)
-        tape.outputs = self._run(inputs, first=False)
+        with self.domain.drawing() as begun:
+            tape.outputs = self._run(inputs, first=False)
+        tape.drawn = () if begun is None else (begun,)
         tape.weight = self._weight
         return tape.outputs
 
@@ -485,7 +504,8 @@ class TransformerEngineStage:
         self._install(self._off)
         if self.split_head is not None:
             self.split_head.overwrite = first
-        outputs = self._run(inputs, first=first)
+        with self.domain.drawing():
+            outputs = self._run(inputs, first=first)
         if first:
             self._refreshed_at = self._versions()
         return outputs

@@ -48,6 +48,7 @@ class Case:
         pp: Ranks of the schedule's table.
         vpp: Stages per rank.
         microbatches: Microbatches per step.
+        dropout: Probability with which each layer drops elements of its two residual branches.
         recorded_from: The first step that is recorded. Later steps depend on every bit of earlier
             steps, so a large case records only its last step.
     """
@@ -71,6 +72,7 @@ class Case:
     vpp: int = 2
     microbatches: int = 4
     recorded_from: int = 0
+    dropout: float = 0.0
 
     @property
     def config(self) -> LayerConfig:

@@ -51,7 +51,9 @@ def fresh_stages(
 
         domain = ReferenceDomain(case.history, device=torch.device(device))
         return [
-            ReferenceStage(n, domain, case.config, num_layers=case.num_layers, seed=n)
+            ReferenceStage(
+                n, domain, case.config, num_layers=case.num_layers, seed=n, dropout=case.dropout
+            )
             for n in indices
         ]
     from ...backends.te.domain import TransformerEngineDomain, reset_process
@@ -67,6 +69,7 @@ def fresh_stages(
             num_layers=case.num_layers,
             fuse_wgrad_accumulation=fuse,
             seed=n,
+            dropout=case.dropout,
         )
         for n in indices
     ]

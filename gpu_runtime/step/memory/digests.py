@@ -17,27 +17,28 @@ __all__ = ["digests"]
 
 def digests(tensors: Sequence[Tensor]) -> list[str]:
     """
-    Compute the digest of each tensor; all tensors are on one device and copied to the host at once.
+    Compute the digest of each tensor; the tensors of a device are copied to the host at once.
 
-    The host waits for the device once, not once per tensor: a recording holds a hundred thousand
+    The host waits for a device once, not once per tensor: a recording holds a hundred thousand
     tensors.
 
     Args:
-        tensors: Tensors of any shape and dtype, on one device.
+        tensors: Tensors of any shape, dtype and device.
 
     Returns:
         ``dtype:shape:sha256`` for each tensor, in order.
     """
-    if not tensors:
-        return []
     # FP8 types have no NumPy equivalent, bytes do.
     parts = [raw_bits(tensor) for tensor in tensors]
-    host = (torch.cat(parts) if len(parts) > 1 else parts[0]).cpu().numpy()
-    found, start = [], 0
+    hosts = {}
+    for device in dict.fromkeys(part.device for part in parts):
+        own = [part for part in parts if part.device == device]
+        hosts[device] = (torch.cat(own) if len(own) > 1 else own[0]).cpu().numpy()
+    found, starts = [], dict.fromkeys(hosts, 0)
     for tensor, part in zip(tensors, parts, strict=True):
-        stop = start + part.numel()
+        start = starts[part.device]
+        stop = starts[part.device] = start + part.numel()
         shape = "x".join(map(str, tensor.shape))
-        digest_of = hashlib.sha256(host[start:stop].data).hexdigest()
+        digest_of = hashlib.sha256(hosts[part.device][start:stop].data).hexdigest()
         found.append(f"{tensor.dtype}:{shape}:{digest_of}")
-        start = stop
     return found

@@ -1,0 +1,44 @@
+"""
+Streams of random numbers: which sequence a process draws, and the seed of a draw that has a name.
+
+Both are equal on every host. `reference/dropout.py` draws from a stream on the host, and
+`te/device_numbers.py` on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import blake2b
+
+__all__ = ["SEEDS", "named_seed", "stream_of"]
+
+SEEDS = 2**63
+"""Seeds of torch's generators are below this number."""
+
+
+def stream_of(seed: int, replica: int, stage: int) -> int:
+    """
+    Return the stream of random numbers of one process of a job.
+
+    Args:
+        seed: The model's seed.
+        replica: The process's replica.
+        stage: The process's first stage; 0 if the numbers follow from the layer.
+    """
+    return _seed((seed, replica, stage))
+
+
+def named_seed(stream: int, name: Iterable[int]) -> int:
+    """
+    Return the seed of one draw of a stream.
+
+    Args:
+        stream: The stream.
+        name: The draw's name, such as epoch, microbatch and layer.
+    """
+    return _seed((stream, *name))
+
+
+def _seed(numbers: Iterable[int]) -> int:
+    text = "/".join(map(str, numbers)).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest()) % SEEDS
