@@ -81,13 +81,14 @@ def test_replays_that_draw_the_same_numbers_are_refused(monkeypatch: pytest.Monk
 def test_the_position_decides_which_elements_a_replay_drops(same: bool) -> None:
     """Two replays of one F: equal outputs from one position, others from another."""
     run = guarded_run(DROPPING)
-    slot = next(iter(next(iter(run.runtime.memories.values())).table))
+    memory = next(iter(run.runtime.memories.values()))
+    slot = next(iter(memory.table))
     numbers, found = random_of(run), []
     for position in (0, 0 if same else 4096):
         numbers.position.fill_(position)
         for given in slot.inputs:
             given.detach().fill_(1.0)
-        outputs = run.runtime.executor.forward(run.runtime.memories[0], slot)
+        outputs = run.runtime.executor.forward(memory, slot)
         torch.cuda.synchronize()
         assert outputs.draws == position
         found.append(slot.outputs[0].clone())

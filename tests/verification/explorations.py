@@ -61,9 +61,9 @@ SIZED = [
         marks=()
         if name in SMALL[::3]
         else pytest.mark.ci
-        if name in (*SMALL, MEDIUM[0])
+        if name in (*SMALL[1::3], MEDIUM[0])
         else pytest.mark.nightly
-        if name in MEDIUM
+        if name in (*SMALL, *MEDIUM)
         # One worker walks a scope once.
         else (pytest.mark.slow, pytest.mark.xdist_group(f"plain-{name}")),
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 import qeffect.contract
 from qeffect import Contract, Refused
@@ -195,6 +196,8 @@ class TestStateMachine:
 
 
 TestContractMachine = machine.ContractMachine.TestCase
+# Each example is a run of many calls, so half of the examples of a profile are drawn here.
+TestContractMachine.settings = settings(max_examples=max(25, settings.default.max_examples // 2))
 
 
 class TestOracle:
