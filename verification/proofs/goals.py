@@ -149,6 +149,12 @@ class Goal:
     relations: frozenset[str] | None
     facts: tuple[Term, ...] = field(repr=False)
     denied: Term = field(repr=False)
+    #: The solver's ids of the facts, in order.
+    fact_ids: tuple[int, ...] = field(init=False, repr=False, eq=False)
+
+    @fact_ids.default
+    def _ids_of_facts(self) -> tuple[int, ...]:
+        return tuple(fact.get_id() for fact in self.facts)
 
     def answered(
         self, composition: str, solver: str, verdict: str, seconds: float, attempt: str = ""

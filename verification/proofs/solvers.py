@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any, Final
 
 import z3
-from attrs import define, field
+from attrs import define, field, frozen
 
 from ..symbolic.solver import EFFORT, TIMEOUT, answer, new_solver
 from ..symbolic.terms import Term
@@ -75,11 +75,29 @@ class Proved:
 
     def covers(self, goal: Goal, lemmas: frozenset[str]) -> bool:
         """Whether a subset of these lemmas and facts was enough before."""
-        facts = frozenset(fact.get_id() for fact in goal.facts)
-        return any(
-            fewer <= lemmas and known <= facts
-            for fewer, known, _ in self._found.get(goal.denied.get_id(), ())
-        )
+        earlier = self._found.get(goal.denied.get_id())
+        if not earlier:
+            return False
+        facts = frozenset(goal.fact_ids)
+        return any(fewer <= lemmas and known <= facts for fewer, known, _ in earlier)
+
+
+@frozen
+class _NamedFact:
+    """
+    A fact and the proposition that stands for it, so that a refutation can name what it used.
+
+    Args:
+        id: The solver's id of the fact.
+        fact: The fact, which keeps its id.
+        name: The proposition.
+        named: The proposition implies the fact.
+    """
+
+    id: int
+    fact: Term
+    name: Term
+    named: Term
 
 
 class Z3:
@@ -113,6 +131,7 @@ class Z3:
         self.thorough = thorough
         self._trusted = [t for c in theory.configuration for t in c.close(theory.encoding)]
         self._solvers: dict[tuple[frozenset[str], int], Any] = {}
+        self._facts: dict[int, _NamedFact] = {}
 
     def _solver(self, lemmas: frozenset[str], effort: int) -> Any:
         key = lemmas, effort
@@ -142,7 +161,7 @@ class Z3:
         solver.add(*goal.facts, goal.denied, *more)
         verdict = answer(solver)
         if verdict == "unsat" and self.proved is not None:
-            self.proved.add(goal, lemmas, frozenset(fact.get_id() for fact in goal.facts))
+            self.proved.add(goal, lemmas, frozenset(goal.fact_ids))
         return verdict, time.perf_counter() - began
 
     def _again(self, goal: Goal) -> tuple[str, float]:
@@ -155,7 +174,7 @@ class Z3:
         began = time.perf_counter()
         lemmas = self.theory.lemmas_of(goal.relations)
         solver = self._new_solver(lemmas, HASTE, seed)
-        return self._refute(solver, goal, goal.facts, lemmas), time.perf_counter() - began
+        return self._refute(solver, goal, self._named(goal), lemmas), time.perf_counter() - began
 
     def _with_all(self, goal: Goal, effort: int = HASTE) -> tuple[str, float]:
         """Ask again with every lemma, and with the facts about columns that are never written."""
@@ -174,11 +193,11 @@ class Z3:
             yield partial(self._with_all, effort=GLANCE)
             yield self._instantiated
         if goal.relations is not None and self.thorough:
+            yield self._with_all
             yield partial(self._told, effort=PATIENCE)
             for number in range(FRESH):
                 yield partial(self._afresh, seed=1000 * (self.seed + 1) + number)
             yield self._again
-            yield self._with_all
             yield self._told
 
     def _instantiated(self, goal: Goal) -> tuple[str, float]:
@@ -223,9 +242,9 @@ class Z3:
         effort: int = HASTE,
     ) -> list[tuple[str, float]]:
         solver = self._solver(lemmas, effort)
-        common = set.intersection(*({f.get_id() for f in g.facts} for g in goals))
+        common = set.intersection(*(set(goal.fact_ids) for goal in goals))
         solver.push()
-        solver.add([_named(f) for f in goals[0].facts if f.get_id() in common])
+        solver.add([fact.named for fact in self._named(goals[0]) if fact.id in common])
         solver.add(list(more))
         answers = []
         for goal in goals:
@@ -234,15 +253,27 @@ class Z3:
                 continue
             began = time.perf_counter()
             solver.push()
-            rest = [f for f in goal.facts if f.get_id() not in common]
+            rest = [fact for fact in self._named(goal) if fact.id not in common]
             verdict = self._refute(solver, goal, rest, None if more else lemmas)
             solver.pop()
             answers.append((verdict, time.perf_counter() - began))
         solver.pop()
         return answers
 
+    def _named(self, goal: Goal) -> list[_NamedFact]:
+        """Return a goal's facts by name, each name made once."""
+        found = []
+        for number, fact in zip(goal.fact_ids, goal.facts, strict=True):
+            known = self._facts.get(number)
+            if known is None:
+                name = z3.Bool(f"fact!{number}")
+                known = _NamedFact(number, fact, name, z3.Implies(name, fact))
+                self._facts[number] = known
+            found.append(known)
+        return found
+
     def _refute(
-        self, solver: Any, goal: Goal, facts: Sequence[Term], lemmas: frozenset[str] | None
+        self, solver: Any, goal: Goal, facts: Sequence[_NamedFact], lemmas: frozenset[str] | None
     ) -> str:
         """
         Ask whether a goal's facts refute its denial, and record the facts that did.
@@ -254,12 +285,13 @@ class Z3:
             lemmas: Names of the lemmas in the solver; None if the solver has more than lemmas, so
                 that a refutation is not recorded.
         """
-        solver.add([_named(fact) for fact in facts])
+        solver.add([fact.named for fact in facts])
         solver.add(goal.denied)
-        verdict = answer(solver, [_name(fact) for fact in goal.facts])
+        every = self._named(goal)
+        verdict = answer(solver, [fact.name for fact in every])
         if verdict == "unsat" and self.proved is not None and lemmas is not None:
             used = {name.get_id() for name in solver.unsat_core()}
-            ids = (fact.get_id() for fact in goal.facts if _name(fact).get_id() in used)
+            ids = (fact.id for fact in every if fact.name.get_id() in used)
             self.proved.add(goal, lemmas, frozenset(ids))
         return verdict
 
@@ -271,18 +303,6 @@ def _asked(found: Iterable[Obligation | Goal], settled: list[Obligation]) -> Ite
             yield one
         else:
             settled.append(one)
-
-
-def _name(fact: Term) -> Term:
-    """
-    Return the proposition that stands for a fact, so that a refutation can name the facts that it
-    used.
-    """
-    return z3.Bool(f"fact!{fact.get_id()}")
-
-
-def _named(fact: Term) -> Term:
-    return z3.Implies(_name(fact), fact)
 
 
 def _where(goal: Goal) -> tuple[str, str, str]:
