@@ -5,6 +5,7 @@ The verification layer's commands: ``qeffect explore``, ``qeffect prove``, ``che
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from qeffect.cli.command import Outcome, Progress, UnusableError, needs, refuse_unused
 from qeffect.countdown import Countdown
 from qeffect.report import environment, require_folder, require_place, write_json, write_text
+from qeffect.spec.promises import ASSUMED, CONFIGURATION, LEGAL
 from qeffect.text import counted, near
 
 from .scope_sizes import SCOPE_STATES, UNKNOWN, pool_states
@@ -206,6 +208,12 @@ class Prove:
             "clause) contains TEXT, and print each counterexample as a program",
         )
         parser.add_argument(
+            "--promise",
+            metavar="ID",
+            help="prove only this promise, with all relations in force, and print each of its "
+            "proof obligations (seconds)",
+        )
+        parser.add_argument(
             "--programs",
             type=Path,
             metavar="DIR",
@@ -215,6 +223,10 @@ class Prove:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove and report."""
+        if args.promise is not None:
+            others = ("--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out")
+            refuse_unused(args, others, "--promise proves one promise and writes no file")
+            return _promise(args.promise)
         if args.only is not None:
             why = "--only runs mutants and proves nothing"
             refuse_unused(args, ("--seeds", "--depth", "--cvc5", "--out"), why)
@@ -280,6 +292,38 @@ class Prove:
         if args.out is not None:
             write_json(args.out, {"environment": environment(), **_summary(data)})
         return Outcome("accepted" if good else "refused", data, lines)
+
+
+def _promise(name: str) -> Outcome:
+    """Prove one promise alone; print each of its obligations."""
+    where = "spec/contract.md lists all promises under Promises"
+    if name in {p.name for register in (CONFIGURATION, LEGAL, ASSUMED) for p in register}:
+        raise UnusableError(
+            f"--promise: {name} is an assumption, or part of what makes a call legal: proofs use "
+            f"it as a fact; {where}"
+        )
+    began = time.perf_counter()
+    found, names = needs("verify", _prove).named(name)
+    if not found:
+        raise UnusableError(
+            f"--promise: no promise, lemma or theorem is named {name!r}{near(name, names)}; {where}"
+        )
+    unproved = [one for one in found if not one.proved]
+    asked = sum(one.solver != "syntax" for one in found)
+    lines = [
+        f"{name}, with all relations: {len(found) - len(unproved)} of "
+        f"{counted(len(found), 'obligation')} proved in {time.perf_counter() - began:.1f} s, "
+        f"{asked} by the solver",
+        *(one.text for one in found),
+    ]
+    data: dict[str, Any] = {
+        "promise": name,
+        "obligations": [one.asdict() for one in found],
+        "open": [one.asdict() for one in unproved],
+    }
+    if unproved:
+        data["action"] = unproved[0].transition
+    return Outcome("refused" if unproved else "accepted", data, lines)
 
 
 def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:

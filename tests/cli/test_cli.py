@@ -73,7 +73,10 @@ OPTIONS = {
     "bench": {"--kernel", "--out"},
     "failures": {"names"},
     "explore": {"--slots", "--keys", "--generations", "--scope", "--batch", "--symmetry"},
-    "prove": {"--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out"},
+    "prove": {
+        *{"--seeds", "--depth", "--cvc5", "--mutants", "--only", "--promise", "--programs"},
+        "--out",
+    },
     "ranks": {"--seeds", "--cvc5", "--mutants"},
     "runtime doctor": set(),
     "runtime demo": {"--steps", "--ranks"},
@@ -363,6 +366,7 @@ class TestCheck:
         (["prove", "--programs", "out"], "add --mutants"),
         (["prove", "--mutants", "--programs", "pyproject.toml"], "expected a folder"),
         (["prove", "--only", "no such line"], "no mutated line"),
+        (["prove", "--promise", "ownership.dgrad-next"], "is an assumption, or part of what makes"),
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),
         (["failures", "none"], "no failure is named 'none'"),
         (["runtime"], "required"),
@@ -419,6 +423,7 @@ def test_unusable_input_exits_with_2_and_one_line(
         ("plan --te-order 1,-1 --microbatches 1", "--microbatches 1"),
         ("plan --te-order 1,-1 --ffn 10", "--ffn 10"),
         ("prove --only arena. --cvc5 --seeds 2", "--seeds 2 and --cvc5"),
+        ("prove --promise version.one-fill --mutants --only arena.", "--mutants and --only arena."),
         ("explore --scope pool-2-2-2 --slots 2", "--scope pool-2-2-2"),
         ("plan --te-order 1,-1 --layers 2 --dtype fp32", "--layers 2 and --dtype fp32"),
     ],
@@ -483,7 +488,20 @@ REFUSED = {
     "explore": ["--slots", "1", "--keys", "1"],
     "faults": [],
     "prove": [],
+    "prove --promise": ["injective"],
 }
+
+
+def test_an_unknown_promise_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names are those of the proofs' own goals."""
+    monkeypatch.setattr(prove, "named", lambda _: ([], ["version.one-fill", "order.token"]))
+    code, _, err = run(capsys, "prove", "--promise", "version.one-fil")
+
+    assert 2 == code
+    assert "no promise, lemma or theorem is named 'version.one-fil'" in err
+    assert "did you mean version.one-fill?" in err
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -495,6 +513,7 @@ def test_a_refusal_says_where(
     goal = Obligation("injective", "step", "full", "check_forward", "accepted", "z3", "sat", 0.1)
     monkeypatch.setattr(explorer, "run", lambda *_, **__: evolve(walked, violation="broken"))
     monkeypatch.setattr(prove, "run", lambda **_: ProofReport(obligations=[goal]))
+    monkeypatch.setattr(prove, "named", lambda _: ([goal], ["injective"]))
     report = evolve(qeffect.faults.run(), verdict="refused")
     monkeypatch.setattr(qeffect.faults, "run", lambda: report)
     wrong = machine.RandomReport(schedules=1, actions=9, seconds=1.0, failure="F was refused")
@@ -507,7 +526,7 @@ def test_a_refusal_says_where(
     if name in ("check", "check --fixtures", "replay"):
         assert "ownership" in data["clause"]
         assert data["action"]
-    if name == "prove":
+    if name.startswith("prove"):
         assert "check_forward" == data["action"]
 
 

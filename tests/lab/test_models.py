@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.lab import reports
+from qeffect.gpu_runtime.lab.sides import megatron
+from qeffect.gpu_runtime.lab.sides import model_rows as row_module
 from qeffect.gpu_runtime.lab.sides.megatron import gpt_chunk
 from qeffect.gpu_runtime.lab.sides.model_rows import CELLS, MODELS, ModelRow, model_rows
 from qeffect.gpu_runtime.lab.statistics.models import derive_models, step_flops
@@ -150,6 +152,19 @@ def test_rows_and_cuts() -> None:
         assert row.shape.layers == sum(job.cut)
         assert "bf16" == job.head
     assert (1, 1, 2, 2) == ModelRow("tiny-s16-m4", "native", "il", cut=(1, 1, 2, 2)).job().cut
+
+
+def test_fp32_gradients_are_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native accumulates in bf16; ours and Megatron's side get the type."""
+    native, ours = model_rows(CELLS[:1], ["il"], 1, device="cuda", main_grad="fp32")
+    assert ("bf16", "fp32") == (native.main_grad, ours.main_grad)
+    made: list[object] = []
+    monkeypatch.setattr(row_module, "build_guarded", lambda *_, dtype: made.append(dtype))
+    monkeypatch.setattr(megatron, "MegatronSide", lambda *_: made.append(_[-1]))
+    ours.make(None)  # type: ignore[arg-type]
+    theirs = megatron.MegatronModelRow(CELLS[0], "megatron none", "il", 1, main_grad="fp32")
+    theirs.make(None)  # type: ignore[arg-type]
+    assert made == [torch.float32, torch.float32]
 
 
 @pytest.mark.ci

@@ -13,12 +13,16 @@ from attrs import evolve
 
 from qeffect.engine.stage import OPTIONAL
 from qeffect.verification.mutants import Mutant, sites
+from qeffect.verification.proofs import prove
 from qeffect.verification.proofs.bounded import SCOPE, Unrolling
 from qeffect.verification.proofs.obligations import Composition, obligations
 from qeffect.verification.proofs.parallel import run_parallel
 from qeffect.verification.proofs.solvers import Z3, Proved
 from qeffect.verification.symbolic import Encoding
 from qeffect.verification.symbolic.solver import Kind, new_solver
+
+#: Transition and clause of a guard that `version.one-fill` needs.
+GUARD = ("check_forward", "version.late-refresh")
 
 Tell = Callable[[str], None]
 
@@ -147,3 +151,29 @@ def test_a_fresh_solver_remembers_what_its_proof_used() -> None:
 
     assert proved.covers(goal, bare.lemmas_of(goal.relations))
     assert not proved.covers(evolve(goal, facts=()), bare.lemmas_of(goal.relations))
+
+
+def test_one_promise_is_proved_alone() -> None:
+    """With the same questions as in the whole run with all relations."""
+    full = Composition.of((), Encoding.sorted())
+    expected = [goal for goal in obligations(full) if goal.name == "version.one-fill"]
+
+    found, names = prove.named("version.one-fill")
+
+    assert all(one.proved for one in found)
+    steps = [(one.kind, one.transition, one.path) for one in found if one.kind != "initial"]
+    assert steps == [(goal.kind, goal.transition, goal.path) for goal in expected]
+    assert len(expected) > 5
+    assert {"version.one-fill", "steps.moved-alike", "a legal check is accepted"} <= {*names}
+
+
+@pytest.mark.nightly
+def test_a_promise_is_not_proved_alone_without_its_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question is about the guards: deleting one of them leaves it open."""
+    (site,) = (s for s in sites() if (s.transition, s.clause) == GUARD and s.kind == "guard")
+    broken = Composition((), Encoding.sorted(), Mutant((site,)).functions)
+    monkeypatch.setattr(Composition, "of", lambda *_: broken)
+
+    found, _ = prove.named("version.one-fill")
+
+    assert {"check_forward"} == {one.transition for one in found if not one.proved}

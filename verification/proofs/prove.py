@@ -31,6 +31,7 @@ __all__ = [
     "choices",
     "everywhere",
     "makers",
+    "named",
     "run",
     "unbounded",
 ]
@@ -190,6 +191,25 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
     mixed = [*changes(composition), *recurring(composition)]
     goals = [*_goals(composition), *_asked(mixed)]
     yield from agreements([(composition, goals)], seeds, solvers)
+
+
+def named(name: str) -> tuple[list[Obligation], list[str]]:
+    """
+    Prove the obligations of one name, with all relations in force.
+
+    Args:
+        name: The id of a promise or a lemma, or the name of a theorem. A promise that is proved for
+            several families of numbers has one obligation per family.
+
+    Returns:
+        The obligations, and the names that can be given.
+    """
+    composition = Composition.of((), Encoding.sorted())
+    mixed = chain(_goals(composition), changes(composition), recurring(composition))
+    found = [*mixed, *refusals(composition)]
+    chosen = [one for one in found if one.name.partition(": ")[0] == name]
+    names = dict.fromkeys(one.name.partition(": ")[0] for one in found)
+    return list(Z3(composition, proved=Proved()).settle(chosen)), sorted(names)
 
 
 def _asked(found: Iterable[Obligation | Goal]) -> Iterator[Goal]:

@@ -33,7 +33,7 @@ from ..runner.rank_rows import RankRun, measure_rows
 from ..runner.starts import RankStarts
 from ..runner.timing import RoundPlan
 from ..sides import megatron
-from ..sides.language import PP
+from ..sides.language import MAIN_GRADS, PP
 from ..sides.model_rows import CELLS, SCHEDULES, ModelRow, measured_cut, model_rows
 from ..sides.pipelines import backend_on
 from ..statistics.peers import EAGER
@@ -79,6 +79,13 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         "the ranks (default 1: no replicas)",
     )
     parser.add_argument(
+        "--main-grad",
+        choices=tuple(MAIN_GRADS),
+        default="bf16",
+        help="type of accumulated gradients; fp32 has fp32 master weights too. Native always "
+        "accumulates in bf16, so its bits are compared with bf16 only (default bf16)",
+    )
+    parser.add_argument(
         "--megatron",
         nargs="+",
         default=[],
@@ -107,7 +114,9 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
     require_rounds(args)
     _require_megatron(args)
     _require_replicas(args)
-    rows = model_rows(args.cells, args.schedules, args.pp, device=args.device)
+    rows = model_rows(
+        args.cells, args.schedules, args.pp, device=args.device, main_grad=args.main_grad
+    )
     try:
         for row in rows:  # refuses before anything is measured
             try:
@@ -165,6 +174,7 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
         "replicas": args.replicas,
         "cells": args.cells,
         "schedules": args.schedules,
+        "main_grad": args.main_grad,
         "device": args.device,
         "backend": backend_on(args.device),
         "rounds": args.rounds,
@@ -208,7 +218,9 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
             all_ranks.start(_measure_replicas, args, several, take=take, note=shown).require()
         for mode in args.megatron:
             for cell in args.cells:
-                row = megatron.MegatronModelRow(cell, f"megatron {mode}", "il", args.pp)
+                row = megatron.MegatronModelRow(
+                    cell, f"megatron {mode}", "il", args.pp, main_grad=args.main_grad
+                )
                 found = _measure_megatron(args, starts, row, raw["rows"], shown)
                 take(found)
                 if found["error"] is None and not args.no_profile:
@@ -311,7 +323,7 @@ def _measure_row(
     member.synchronize()
     # Interleaved 1F1B has native's order; under the others scales move in another order.
     left = tensor_digests(side.stages, side.optimizer) if row.schedule == "il" else {}
-    kept = native if row.side != "native" and left else {}
+    kept = native if row.side != "native" and left and row.main_grad == "bf16" else {}
     either = kept.keys() | left.keys() if kept else set()
     odd = sorted(name for name in either if left.get(name) != kept.get(name))
     ranks = all_gather(member, (len(kept), len(odd), odd[:2]))

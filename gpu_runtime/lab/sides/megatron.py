@@ -2,17 +2,18 @@
 Megatron-core with the same model, in each of its graph modes; only this module imports
 Megatron-core.
 
-Written for megatron-core 0.19.2, which needs only torch and Transformer Engine. Its model starts
-from the bits of our model: parameters are copied by name (`megatron_name`), and in both models one
-matrix holds query, key and value, with its rows ordered head by head. One thing differs: Megatron's
-activation, with the same approximation, is rounded to bf16 before it is quantized. Both heads are
-bf16. The models are those of the peers, with one layer per stage, or whole decoders with our cut.
+Written for megatron-core 0.19.2, which needs only torch and Transformer Engine. Megatron's model
+starts from the bits of our model: parameters are copied by name (`megatron_name`), and in both
+models one matrix holds query, key and value, with its rows ordered head by head. One thing differs:
+Megatron's activation, with the same approximation, is rounded to bf16 before it is quantized. Both
+heads are bf16. The models are those of the peers, with one layer per stage, or whole decoders with
+our cut.
 Over one rank Megatron has no stages: the model is one chunk, and each microbatch's backward follows
 its forward. Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is the
 gradient, bf16 or fp32; with fp32, the optimizer has fp32 master weights, as ours has. Fusions that
 Megatron has without APEX are on (`OPTIONS`). Messages are not batched, because with two ranks a
-batch has a send in each direction between the same ranks. NCCL would pair these by order, so
-Megatron-LM refuses such batches.
+batch has a send in each direction between the same ranks. NCCL would pair the two sends by order,
+so Megatron-LM refuses such batches.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ _OF_ENDS: Mapping[str, str] = {
 
 
 def options(job: DrawnLanguage) -> dict[str, Any]:
-    """`OPTIONS`, and those that a job's layers determine."""
+    """`OPTIONS`, and the options that a job's layers determine."""
     c = job.config
     swiglu = c.activation == "swiglu"
     return {
@@ -295,7 +296,7 @@ class MegatronModelRow(_ModeRow, ModelRow):
 
     def make(self, member: Member) -> MegatronSide:  # type: ignore[override]
         """Build the side."""
-        return MegatronSide(member, self.mode, self.job())
+        return MegatronSide(member, self.mode, self.job(), MAIN_GRADS[self.main_grad])
 
 
 @attrs.frozen

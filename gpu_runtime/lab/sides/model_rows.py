@@ -2,7 +2,8 @@
 The rows of the table of whole models: common decoders, at usual training lengths.
 
 Layers have RMSNorm, SwiGLU, rotary positions and grouped-query attention, without biases; their
-products are FP8 under delayed scaling. The head, the gradients and everything else are bf16.
+products are FP8 under delayed scaling. The head and everything else are bf16; gradients are bf16,
+or fp32 with fp32 master weights.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 
 from ...backends.layers import LayerConfig
 from ...ranks.membership import Member
-from ...runtime import mode_on
+from ...runtime import Mode, mode_on
 from ...training.balance import Times, agreed_times
 from ...training.language_model import balanced_cut, even_cut
-from .language import TINY_VOCABULARY, DrawnLanguage
+from .language import MAIN_GRADS, TINY_VOCABULARY, DrawnLanguage
 from .pipelines import GuardedSide, NativeSide, backend_on, build_guarded, build_native
 from .side import NamedRow
 
@@ -88,11 +89,13 @@ class ModelRow(NamedRow):
         pp: Number of ranks, with two stages each.
         cut: Layers of each stage; None for an even division.
         replicas: Replicas of the pipeline, whose gradients are reduced.
+        main_grad: Type of accumulated gradients, a name of `MAIN_GRADS`.
     """
 
     pp: int = 2
     cut: tuple[int, ...] | None = None
     replicas: int = 1
+    main_grad: str = "bf16"
     settling_steps = 3
     copies = split = False
 
@@ -139,7 +142,8 @@ class ModelRow(NamedRow):
         """Build the side; every rank calls it."""
         if self.side == "native":
             return build_native(member, self.job())
-        return build_guarded(member, self.job(), "one launch" if self.side != "replays" else None)
+        mode: Mode | None = "one launch" if self.side != "replays" else None
+        return build_guarded(member, self.job(), mode, dtype=MAIN_GRADS[self.main_grad])
 
 
 def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]:
@@ -161,20 +165,23 @@ def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]
 
 
 def model_rows(
-    cells: Sequence[str], schedules: Sequence[str], pp: int, *, device: str
+    cells: Sequence[str], schedules: Sequence[str], pp: int, *, device: str, main_grad: str = "bf16"
 ) -> list[ModelRow]:
     """
     The rows of some models, in the order of measuring: native first, then each schedule.
+
+    Native accumulates gradients in bf16 only, so its row is the same with fp32.
 
     Args:
         cells: Names of `CELLS`.
         schedules: Names of `SCHEDULES`.
         pp: Ranks.
         device: `cuda`, where guarded steps are one launch each, or `cpu`, where they are eager.
+        main_grad: A name of `MAIN_GRADS`.
     """
     side = "one launch" if device == "cuda" else "replays"
     rows = []
     for cell in cells:
         rows.append(ModelRow(cell, "native", "il", pp))
-        rows += [ModelRow(cell, side, schedule, pp) for schedule in schedules]
+        rows += [ModelRow(cell, side, name, pp, main_grad=main_grad) for name in schedules]
     return rows
