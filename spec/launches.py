@@ -2,9 +2,10 @@
 Launches: promises about ranks whose steps are one launch each, decided on their devices.
 
 A host launches a step before it knows whether the device took the previous step's update. Its
-contract is one step ahead of the votes that the host has read. The columns below are of one
-attempt; what ranks share over attempts is in `spec/ranks.py`. Epochs are counted from the epoch in
-which the attempt began to launch. ``r`` and ``q`` are any ranks.
+contract is one step ahead of the votes that the host has read. A rank's *round* begins when the
+rank starts from a checkpoint or rebuilds in place. Epochs are counted from the epoch in which the
+job first launched. How the ranks of an attempt meet is in `spec/ranks.py`. ``r`` and ``q`` are any
+ranks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,24 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from .predicates import Register, implies
+from .ranks import RANK_COLUMNS
 
 __all__ = ["LAUNCH_COLUMNS", "LAUNCH_PROMISES", "LAUNCH_STEPS"]
 
+#: Columns of stops that launches share with guarded steps; a round counts as an attempt.
+_OF_STOPS: Final = (
+    *("said", "lost", "ended", "told"),
+    *("reasoned", "reason", "halted", "cause", "cause_lost", "gone"),
+)
 #: Sorts of the indices and meaning of an entry, by column.
 LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
-    "round": (("rank",), "the rank's round: how often the rank rebuilt its connections"),
+    "round": (
+        ("rank",),
+        "the rank's round, counted over rebuilds in place and starts from a checkpoint",
+    ),
+    "newest": (("one",), "the newest round that a rank has begun"),
+    "opened": (("one",), "the round in which the launcher's newest attempt began"),
+    "born": (("rank",), "the round in which the rank's process started"),
     "begin": (("rank",), "the epoch in which the rank's round began"),
     "booked": (("rank",), "the epoch of the rank's contract"),
     "launched": (("rank",), "the epoch that follows the last step launched"),
@@ -39,6 +52,24 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("attempt", "rank"),
         "the epoch that the rank reported for the rebuild; the first index is the round",
     ),
+    "paused": (("rank",), "1 after the host has left the launches, until it resumes them"),
+    "part": (("rank",), "the epoch of the weights that the rank copied into its newest part"),
+    "part_epoch": (("rank",), "the epoch of the rank's contract when the rank wrote that part"),
+    "part_round": (("rank",), "the round in which the rank wrote that part"),
+    "named": (("one",), "the epoch that the newest whole checkpoint of launches is named after"),
+    "named_round": (("one",), "the round in which that checkpoint was written"),
+    "held": (("rank",), "the epoch of the weights in the rank's part of that checkpoint"),
+    "held_round": (("rank",), "the round in which the rank wrote its part of that checkpoint"),
+    "loaded": (("one",), "the epoch of the checkpoint from which the newest attempt began"),
+    "read_no": (("rank",), "1 if the rank stops because it read a no or a missing vote"),
+    "miscounted": (("attempt",), "1 once a device of the round has voted no"),
+    "failed": (
+        ("attempt",),
+        "1 once a rank of the round has published that its host failed or its contract refused",
+    ),
+    "failed_rank": (("attempt",), "the first rank of the round that published this"),
+    "cause_no": (("attempt",), "1 if the rank that the round's cause names only read a no"),
+    **{name: RANK_COLUMNS[name] for name in _OF_STOPS},
 }
 
 #: Promises that hold in every state that the protocol reaches.
@@ -67,8 +98,69 @@ def one_apart(st: Any, r: Any, q: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.one-beginning", r="rank", q="rank")
 def one_beginning(st: Any, r: Any, q: Any) -> Any:
-    """Ranks that have rebuilt their connections equally often restarted in the same epoch."""
+    """Ranks in the same round began it in the same epoch."""
     return implies(st.round[r] == st.round[q], st.begin[r] == st.begin[q])
+
+
+@LAUNCH_PROMISES("launches.one-attempt", r="rank", q="rank")
+def one_attempt(st: Any, r: Any, q: Any) -> Any:
+    """No two ranks run in different attempts."""
+    return implies((st.dead[r] == 0) & (st.dead[q] == 0), st.born[r] == st.born[q])
+
+
+@LAUNCH_PROMISES("launches.checkpoint-of-one-epoch", r="rank")
+def checkpoint_of_one_epoch(st: Any, r: Any) -> Any:
+    """
+    Every rank's part of a whole checkpoint has the weights of the epoch that names the checkpoint,
+    so no step is in some parts and missing in others.
+    """
+    return st.held[r] == st.named[0]
+
+
+@LAUNCH_PROMISES("launches.checkpoint-of-one-round", r="rank")
+def checkpoint_of_one_round(st: Any, r: Any) -> Any:
+    """Every rank wrote its part of a whole checkpoint in the same round."""
+    return st.held_round[r] == st.named_round[0]
+
+
+@LAUNCH_PROMISES("launches.checkpoint-kept", r="rank")
+def checkpoint_kept(st: Any, r: Any) -> Any:
+    """A rank of the newest attempt is never behind the newest whole checkpoint."""
+    return implies(st.round[r] >= st.opened[0], st.named[0] <= st.weights[r])
+
+
+@LAUNCH_PROMISES("launches.one-cause", r="rank", q="rank")
+def one_cause(st: Any, r: Any, q: Any) -> Any:
+    """All ranks that stop in a round name the same cause."""
+    both = (st.ended[r] == 1) & (st.ended[q] == 1) & (st.round[r] == st.round[q])
+    return implies(both, st.told[r] == st.told[q])
+
+
+@LAUNCH_PROMISES("launches.tells-the-cause", r="rank")
+def tells_the_cause(st: Any, r: Any) -> Any:
+    """A rank that stops by itself has published why, and names the cause of its round."""
+    n = st.round[r]
+    told = (st.halted[n] == 1) & (st.told[r] == st.cause[n])
+    return implies(st.ended[r] == 1, (st.said[r] == 1) & told)
+
+
+@LAUNCH_PROMISES("launches.cause-before-loss", n="attempt")
+def cause_before_loss(st: Any, n: Any) -> Any:
+    """
+    A rank that only lost a connection is not the cause, unless a rank died, ran into a deadline or
+    was ended by the launcher.
+    """
+    return implies((st.halted[n] == 1) & (st.cause_lost[n] == 1), st.gone[n] == 1)
+
+
+@LAUNCH_PROMISES("launches.cause-before-no", n="attempt")
+def cause_before_no(st: Any, n: Any) -> Any:
+    """
+    A rank that only read a no is not the cause, unless a device voted no, or a rank died, ran into
+    a deadline or was ended by the launcher.
+    """
+    found = (st.miscounted[n] == 1) | (st.gone[n] == 1)
+    return implies((st.halted[n] == 1) & (st.cause_no[n] == 1), found)
 
 
 @LAUNCH_STEPS("launches.commit-confirmed", "commit_launched")
@@ -87,3 +179,30 @@ def no_gap(st: Any, r: Any) -> Any:
 def rebuilt_from_weights(st: Any, r: Any) -> Any:
     """A rank rebuilds from the epoch of its own weights."""
     return st.report[st.round[r], r] == st.weights[r]
+
+
+@LAUNCH_STEPS("launches.rebuilt-after-cause", "rebuild")
+def rebuilt_after_cause(st: Any, r: Any) -> Any:
+    """A rank rebuilds only after it has named the cause of the stop."""
+    return (st.ended[r] == 1) & (st.halted[st.round[r]] == 1)
+
+
+@LAUNCH_STEPS("launches.part-is-settled", "write_part")
+def part_is_settled(st: Any, r: Any) -> Any:
+    """
+    A rank writes its part of a checkpoint only when its device has ended every launch and has taken
+    the update of every step that the contract committed.
+    """
+    return (st.ran[r] == st.launched[r]) & (st.weights[r] == st.booked[r])
+
+
+@LAUNCH_STEPS("launches.checkpoints-advance", "publish_parts")
+def checkpoints_advance(st: Any, r: Any) -> Any:
+    """No checkpoint replaces a checkpoint of a later epoch."""
+    return st.named[0] <= st.part_epoch[r]
+
+
+@LAUNCH_STEPS("launches.starts-from-one-checkpoint", "start_anew")
+def starts_from_one_checkpoint(st: Any, r: Any) -> Any:
+    """Every rank starts an attempt from the checkpoint that the attempt began from."""
+    return st.held[r] == st.loaded[0]

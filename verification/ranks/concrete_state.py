@@ -20,7 +20,10 @@ __all__ = ["NEVER", "ConcreteState", "Impossible", "Size", "Total", "broken"]
 
 #: Columns whose entries are NOBODY at first.
 NEVER = frozenset(
-    {"life", "shard_life", "refused", "offered", "drawn_in", "seat", "drew", "name", "report"}
+    {
+        *("life", "shard_life", "refused", "offered", "drawn_in", "seat", "drew", "name"),
+        *("report", "part_round"),
+    }
 )
 
 

@@ -24,7 +24,9 @@ from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import BETWEEN, NOBODY, RANK_PROMISES, RANK_STEPS, STEP
 
 from .concrete_state import ConcreteState, Impossible, Size, broken
-from .launches import LAUNCH_LEMMAS, LAUNCHES
+from .launch_lemmas import LAUNCH_LEMMAS
+from .launch_stops import AT_ONCE, REASONS, STOPS
+from .launches import LAUNCHES
 from .lemmas import LEMMAS
 from .protocol import TRANSITIONS, RankTransition
 
@@ -42,6 +44,9 @@ class RankScope:
         goal: The epoch that all ranks must reach.
         faults: Number of faults at most.
         leave_out: Transitions that do not take part.
+        at_once: Whether the orders of stops and their causes are left to other scopes: a rank then
+            publishes its reason and cuts its connections in one step, and names the cause in one
+            step with its report or its end (`launch_stops`).
         says: What the scope covers.
     """
 
@@ -50,12 +55,15 @@ class RankScope:
     goal: int
     faults: int
     leave_out: frozenset[str] = frozenset()
+    at_once: bool = False
     says: str = ""
 
     @property
     def transitions(self) -> list[RankTransition]:
         """The transitions that take part."""
         found = LAUNCHES if self.size.launches else TRANSITIONS
+        if self.at_once:
+            found = {name: AT_ONCE.get(name, t) for name, t in found.items() if name not in STOPS}
         return [t for t in found.values() if t.name not in self.leave_out]
 
 
@@ -63,6 +71,8 @@ _MESSAGES: Final = frozenset({"post_send", "post_receive", "transfer", "release"
 _ACTIONS: Final = frozenset({"act", "end_act", "fail"})
 _IN_PLACE: Final = frozenset({"begin_again", "start_again", "run_late"})
 _CHECKPOINTS: Final = frozenset({"write_shard", "publish"})
+_SAVES: Final = frozenset({"leave_launches", "write_part", "resume_launches", "publish_parts"})
+_ANEW: Final = frozenset({"end_launched", "begin_anew", "start_anew"})
 
 #: Scopes by name.
 SCOPES: Final[Mapping[str, RankScope]] = {
@@ -148,7 +158,35 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             Size(2, attempts=1, launches=True),
             goal=2,
             faults=1,
+            leave_out=_SAVES | _ANEW | {"run_out"},
+            at_once=True,
             says="two ranks, two steps of one launch each, rebuilds, one fault anywhere",
+        ),
+        RankScope(
+            "stopped-launches",
+            Size(2, attempts=1, launches=True),
+            goal=1,
+            faults=1,
+            leave_out=_SAVES | _ANEW,
+            says="two ranks, one step of one launch, stops in every order, one fault anywhere",
+        ),
+        RankScope(
+            "saved-launches",
+            Size(2, attempts=1, launches=True),
+            goal=1,
+            faults=1,
+            leave_out=frozenset({"vote_no", "fail_host", "run_out", "report_epoch"}),
+            at_once=True,
+            says="two ranks, one step of one launch, checkpoints, a rank that dies anywhere",
+        ),
+        RankScope(
+            "saved-and-rebuilt",
+            Size(2, attempts=1, launches=True),
+            goal=1,
+            faults=1,
+            leave_out=_ANEW | {"vote_no", "die", "run_out"},
+            at_once=True,
+            says="two ranks, one step of one launch, checkpoints, a rebuild after any host fails",
         ),
     )
 }
@@ -205,8 +243,10 @@ class _Search:
     ) -> None:
         self.scope = scope
         self.mutated = transition
-        self.without = without
+        self.ignored = REASONS if scope.at_once else frozenset[str]()
+        self.without = without | self.ignored
         self.state = ConcreteState(scope.size)
+        self.state.leave_out(self.ignored)
         launches = scope.size.launches
         promises, also, steps = (
             (LAUNCH_PROMISES, LAUNCH_LEMMAS, LAUNCH_STEPS)
@@ -294,7 +334,7 @@ class _Search:
                 continue
             finally:
                 if mutated:
-                    state.leave_out(frozenset())
+                    state.leave_out(self.ignored)
             self.taken[transition.name] += 1
             after = (*buffer, faults + fault)
             number = self.number.get(after)
@@ -334,6 +374,8 @@ class _Search:
             return bool(state.launched[given[0]] < scope.goal)
         if name == "rebuild":
             return bool(state.round[given[0]] < scope.size.attempts)
+        if name == "begin_anew":
+            return bool(state.newest[0] < scope.size.attempts)
         if name in ("begin_attempt", "begin_again"):
             return bool(state.attempt[0] < min(faults + 1, scope.size.attempts))
         if name == "offer":  # names that nobody has drawn are interchangeable
@@ -345,6 +387,10 @@ class _Search:
                 for q in range(p + 1)
             ]
             return kinds[p] not in kinds[:p]
+        if name == "choose_cause":  # the lowest of several equal choices, as in the runtime
+            r, p = given
+            same = [_why(state, q, state.round[r]) for q in range(p + 1)]
+            return same[p] not in same[:p]
         if name in ("post_send", "post_receive"):
             posted = state.sent if name == "post_send" else state.taken
             return bool(posted[given[:2]] < len(state.members["place"]))
@@ -384,6 +430,8 @@ class _Search:
             for r in ranks
         ):
             return True
+        if "begin_anew" in {t.name for t in self.scope.transitions}:
+            return False  # the ranks start from a checkpoint
         if not all(state.cut[r] == 1 for r in ranks):
             return False
         reports = {state.report[state.round[r], r] for r in ranks if state.dead[r] == 0}
@@ -409,6 +457,13 @@ class _Search:
                     todo.append(before)
         left = [number for number, reached in enumerate(reaches) if not reached]
         return ("end unreachable", left[0]) if left else None
+
+
+def _why(state: ConcreteState, q: int, n: int) -> int:
+    """What a rank has published in a round: nothing, a failure, a no that it read, or a loss."""
+    if state.round[q] != n or state.said[q] == 0:
+        return 0
+    return int(1 + state.read_no[q] + 2 * state.lost[q])
 
 
 def _apart(state: ConcreteState) -> bool:

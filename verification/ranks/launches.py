@@ -7,6 +7,11 @@ and updates its weights if every vote is a yes for this step. A vote may reach s
 others, since a rank can end at any point. Then some ranks have updated their weights and others
 have not. If all ranks are still alive, they report the epoch of their weights, and rebuild only if
 all report the same epoch.
+
+For a checkpoint, a host leaves the launches: it reads the votes of the last step, and waits for its
+device. Then it copies the weights and may resume the launches, while the files are written. The
+checkpoint gets its name when every rank has written its part. If a rank dies, the others end, and
+the launcher starts all ranks from the newest whole checkpoint.
 """
 
 from __future__ import annotations
@@ -14,16 +19,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from qeffect.spec.predicates import Register, choose, implies
+from qeffect.spec.predicates import choose, implies
 from qeffect.spec.ranks import NOBODY
 
 from .protocol import RankTransition
+from .stopping import publish_reason, spoken, write_cause
 
-__all__ = ["LAUNCHES", "LAUNCH_LEMMAS"]
+__all__ = ["LAUNCHES"]
 
 _FOUND: dict[str, RankTransition] = {}
-#: Proved beside the promises.
-LAUNCH_LEMMAS: Final = Register()
+#: The columns that begin in the epoch of a round.
+_EPOCHS: Final = ("begin", "booked", "launched", "known", "voted", "vote", "ran")
 
 
 def _transition(*arguments: str, fault: bool = False) -> Callable[..., Any]:
@@ -47,6 +53,7 @@ def launch(st: Any, r: Any) -> None:
     """The host launches a step whose guards its contract has checked."""
     _goes_on(st, r)
     st.when(st.launched[r] == st.booked[r])
+    st.need("resumed-first", st.paused[r] == 0)
     st.launched[r] = st.launched[r] + 1
 
 
@@ -66,6 +73,15 @@ def read_a_no(st: Any, r: Any) -> None:
     st.when((st.known[r] < st.booked[r]) & (st.ran[r] >= st.booked[r]))
     st.when(st.weights[r] < st.booked[r])
     st.quits[r] = 1
+    st.read_no[r] = 1
+
+
+@_transition("rank")
+def refuse_counts(st: Any, r: Any) -> None:
+    """The contract of a rank that read a no refuses the counts of its device, which voted no."""
+    st.when((st.dead[r] == 0) & (st.read_no[r] == 1) & (st.said[r] == 0))
+    st.when(st.vote[r] < st.booked[r])
+    st.read_no[r] = 0
 
 
 @_transition("rank")
@@ -102,6 +118,7 @@ def vote_no(st: Any, r: Any) -> None:
     """The device's counters are unexpected, or two runs of the step differ, so it votes no."""
     st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r]) & (st.voted[r] < st.launched[r]))
     st.voted[r] = st.voted[r] + 1
+    st.miscounted[st.round[r]] = 1
 
 
 @_transition("rank", "rank")
@@ -137,6 +154,54 @@ def skip(st: Any, r: Any) -> None:
     st.ran[r] = step
 
 
+# Checkpoints
+
+
+@_transition("rank")
+def leave_launches(st: Any, r: Any) -> None:
+    """
+    Between two steps the host has read a yes of all ranks to the last step, and leaves the
+    launches.
+    """
+    _goes_on(st, r)
+    st.when((st.launched[r] == st.booked[r]) & (st.paused[r] == 0))
+    st.need("votes-first", st.known[r] == st.booked[r])
+    st.paused[r] = 1
+
+
+@_transition("rank")
+def write_part(st: Any, r: Any) -> None:
+    """A host that has left the launches copies its device's weights: its part of a checkpoint."""
+    _goes_on(st, r)
+    st.need("left-first", st.paused[r] == 1)
+    st.part[r] = st.weights[r]
+    st.part_epoch[r] = st.booked[r]
+    st.part_round[r] = st.round[r]
+
+
+@_transition("rank")
+def resume_launches(st: Any, r: Any) -> None:
+    """The host returns to launches; the files of its part may still be written."""
+    _goes_on(st, r)
+    st.when(st.paused[r] == 1)
+    st.paused[r] = 0
+
+
+@_transition("rank")
+def publish_parts(st: Any, r: Any) -> None:
+    """
+    The process that wrote a part publishes all parts as the whole checkpoint, even if the ranks
+    have launched further steps, or stopped and rebuilt, since the parts were copied.
+    """
+    st.when((st.dead[r] == 0) & (st.part_round[r] >= st.born[r]))
+    st.need("part-of-this-epoch", st.every("rank", lambda q: st.part_epoch[q] == st.part_epoch[r]))
+    st.need("part-of-this-round", st.every("rank", lambda q: st.part_round[q] == st.part_round[r]))
+    st.named[0] = st.part_epoch[r]
+    st.named_round[0] = st.part_round[r]
+    st.held[...] = st.part
+    st.held_round[...] = st.part_round
+
+
 # Stopping, and the rebuild in place
 
 
@@ -149,17 +214,78 @@ def fail_host(st: Any, r: Any) -> None:
 
 @_transition("rank", "rank")
 def wake_launched(st: Any, r: Any, q: Any) -> None:
-    """A rank finds that another rank has closed its connections, and cannot go on."""
+    """
+    A rank finds that another rank has closed its connections, or died before it rebuilt, and cannot
+    go on.
+    """
     _goes_on(st, r)
-    st.when((st.round[r] == st.round[q]) & (st.cut[q] == 1))
+    died = (st.born[r] == st.born[q]) & (st.round[q] < st.round[r]) & (st.dead[q] == 1)
+    st.when(((st.round[r] == st.round[q]) & (st.cut[q] == 1)) | died)
+    st.gone[st.round[r]] = choose(died, 1, st.gone[st.round[r]])
     st.quits[r] = 1
+    st.lost[r] = 1
+
+
+@_transition("rank", fault=True)
+def run_out(st: Any, r: Any) -> None:
+    """A rank cannot go on: a deadline passed, or the launcher ends it."""
+    _goes_on(st, r)
+    st.gone[st.round[r]] = 1
+    st.quits[r] = 1
+    st.lost[r] = 1
+
+
+@_transition("rank")
+def publish_why(st: Any, r: Any) -> None:
+    """A rank publishes why it cannot go on."""
+    st.when((st.dead[r] == 0) & (st.quits[r] == 1) & (st.said[r] == 0))
+    n = st.round[r]
+    first = (st.lost[r] == 0) & (st.read_no[r] == 0) & (st.failed[n] == 0)
+    st.failed_rank[n] = choose(first, r, st.failed_rank[n])
+    st.failed[n] = choose(first, 1, st.failed[n])
+    publish_reason(st, r, n)
 
 
 @_transition("rank")
 def cut_connections(st: Any, r: Any) -> None:
     """A rank that cannot go on aborts its connections, on the device as well."""
     st.when((st.dead[r] == 0) & (st.quits[r] == 1) & (st.cut[r] == 0))
+    st.need("said-first", st.said[r] == 1)
     st.cut[r] = 1
+
+
+@_transition("rank", "rank")
+def choose_cause(st: Any, r: Any, p: Any) -> None:
+    """
+    A stopping rank writes the cause, once it has heard from all ranks or its grace period is over:
+    a rank whose host failed or whose contract refused, else a rank that read a no, else a rank that
+    published nothing, else a rank that lost a connection.
+    """
+    n = st.round[r]
+    st.when((st.dead[r] == 0) & (st.said[r] == 1) & (st.cut[r] == 1))
+
+    def here(q: Any) -> Any:
+        return st.round[q] == n
+
+    def read(q: Any) -> Any:
+        return spoken(st, q, here) & (st.read_no[q] == 1)
+
+    failed = st.every(
+        "rank",
+        lambda q: implies(spoken(st, q, here) & (st.lost[q] == 0), st.read_no[q] == 1),
+    )
+    st.need("failure-before-no", implies(read(p), failed))
+    write_cause(st, p, n, here)
+    st.cause_no[n] = choose(read(p), 1, 0)
+
+
+@_transition("rank")
+def name_cause(st: Any, r: Any) -> None:
+    """A stopped rank reads the cause of its round, and names it."""
+    st.when((st.dead[r] == 0) & (st.cut[r] == 1) & (st.said[r] == 1) & (st.ended[r] == 0))
+    st.need("cause-first", st.halted[st.round[r]] == 1)
+    st.told[r] = st.cause[st.round[r]]
+    st.ended[r] = 1
 
 
 @_transition("rank")
@@ -167,6 +293,7 @@ def report_epoch(st: Any, r: Any) -> None:
     """A stopped rank whose device has ended every launch reports the epoch of its weights."""
     st.when((st.dead[r] == 0) & (st.cut[r] == 1))
     st.when(st.report[st.round[r], r] == NOBODY)
+    st.need("cause-first", st.ended[r] == 1)
     st.need("settled", st.ran[r] == st.launched[r])
     st.report[st.round[r], r] = st.weights[r]
 
@@ -184,112 +311,62 @@ def rebuild(st: Any, r: Any) -> None:
             lambda q: (st.report[n, q] == NOBODY) | (st.report[n, q] == st.report[n, r]),
         ),
     )
-    for column in ("begin", "booked", "launched", "known", "voted", "vote", "ran"):
+    for column in _EPOCHS:
         getattr(st, column)[r] = st.report[n, r]
+    _over_new_connections(st, r)
+    st.round[r] = n + 1
+    st.newest[0] = choose(st.newest[0] > n, st.newest[0], n + 1)
+
+
+def _over_new_connections(st: Any, r: Any) -> None:
     st.heard[r] = st.zeros("heard")
     st.word[r] = st.zeros("word")
-    st.quits[r] = 0
-    st.cut[r] = 0
-    st.round[r] = n + 1
+    for column in ("quits", "cut", "paused", "said", "lost", "read_no", "ended"):
+        getattr(st, column)[r] = 0
 
 
 @_transition("rank", fault=True)
 def die(st: Any, r: Any) -> None:
     """A rank's process ends, at any moment; the system closes its connections."""
     st.when(st.dead[r] == 0)
+    st.gone[st.round[r]] = 1
     st.dead[r] = 1
     st.cut[r] = 1
 
 
+# The start of all ranks from a checkpoint
+
+
+@_transition("rank")
+def end_launched(st: Any, r: Any) -> None:
+    """A stopped rank that does not rebuild ends its process, after it named the cause."""
+    st.when((st.dead[r] == 0) & (st.ended[r] == 1))
+    st.dead[r] = 1
+
+
+@_transition()
+def begin_anew(st: Any) -> None:
+    """
+    The launcher begins an attempt from the newest whole checkpoint, once no rank is running.
+    """
+    st.need("fence", st.every("rank", lambda q: st.dead[q] == 1))
+    st.newest[0] = st.newest[0] + 1
+    st.opened[0] = st.newest[0]
+    st.loaded[0] = st.named[0]
+
+
+@_transition("rank")
+def start_anew(st: Any, r: Any) -> None:
+    """A rank starts, once per attempt, and loads its part of the checkpoint onto its device."""
+    st.when(st.dead[r] == 1)
+    st.need("one-start", st.round[r] < st.opened[0])
+    for column in _EPOCHS:
+        getattr(st, column)[r] = st.held[r]
+    st.weights[r] = st.held[r]
+    _over_new_connections(st, r)
+    st.dead[r] = 0
+    st.round[r] = st.opened[0]
+    st.born[r] = st.opened[0]
+
+
 LAUNCHES: Final[Mapping[str, RankTransition]] = dict(_FOUND)
-
-
-@LAUNCH_LEMMAS("launches.host-order", r="rank")
-def host_order(st: Any, r: Any) -> Any:
-    """A host reads no further than it committed, and commits no further than it launched."""
-    return (
-        (st.begin[r] >= 0)
-        & (st.begin[r] <= st.known[r])
-        & (st.known[r] <= st.booked[r])
-        & (st.booked[r] <= st.known[r] + 1)
-        & (st.booked[r] <= st.launched[r])
-        & (st.launched[r] <= st.booked[r] + 1)
-    )
-
-
-@LAUNCH_LEMMAS("launches.device-order", r="rank")
-def device_order(st: Any, r: Any) -> Any:
-    """A device ends no step before its vote, and votes on no step before its launch."""
-    return (
-        (st.begin[r] <= st.weights[r])
-        & (st.weights[r] <= st.ran[r])
-        & (st.ran[r] <= st.voted[r])
-        & (st.voted[r] <= st.ran[r] + 1)
-        & (st.voted[r] <= st.launched[r])
-        & (st.vote[r] <= st.voted[r])
-        & (st.weights[r] <= st.vote[r])
-        & (st.vote[r] <= st.weights[r] + 1)
-    )
-
-
-@LAUNCH_LEMMAS("launches.read-moved", r="rank")
-def read_moved(st: Any, r: Any) -> Any:
-    """If a host has read a yes from every rank, its device has made the update."""
-    return st.known[r] <= st.weights[r]
-
-
-@LAUNCH_LEMMAS("launches.yes-without-gap", r="rank")
-def yes_without_gap(st: Any, r: Any) -> Any:
-    """A device that voted yes on its current step has made every earlier update."""
-    return implies(st.vote[r] > st.ran[r], st.weights[r] == st.ran[r])
-
-
-@LAUNCH_LEMMAS("launches.words-were-said", r="rank", q="rank")
-def words_were_said(st: Any, r: Any, q: Any) -> Any:
-    """A device holds only votes that were given in its round."""
-    return (st.word[r, q] >= 0) & implies(st.round[r] == st.round[q], st.word[r, q] <= st.vote[q])
-
-
-@LAUNCH_LEMMAS("launches.reports-past", r="rank", n="attempt")
-def reports_past(st: Any, r: Any, n: Any) -> Any:
-    """No rank has reported in a future round, and rounds are counted from 0."""
-    return (st.round[r] >= 0) & implies(n > st.round[r], st.report[n, r] == NOBODY)
-
-
-@LAUNCH_LEMMAS("launches.reported-is-settled", r="rank")
-def reported_is_settled(st: Any, r: Any) -> Any:
-    """
-    A rank that reported in its round has ended every launch, and its weights no longer change.
-    """
-    n = st.round[r]
-    settled = (st.ran[r] == st.launched[r]) & (st.report[n, r] == st.weights[r])
-    stopped = (st.quits[r] == 1) | (st.dead[r] == 1)
-    return implies(st.report[n, r] != NOBODY, settled & stopped & (st.cut[r] == 1))
-
-
-@LAUNCH_LEMMAS("launches.begun-as-reported", r="rank", q="rank")
-def begun_as_reported(st: Any, r: Any, q: Any) -> Any:
-    """A rank that rebuilt restarted in the epoch that every rank had reported."""
-    n = st.round[r]
-    return implies(n > 0, (st.report[n - 1, q] == st.begin[r]) & (st.begin[r] != NOBODY))
-
-
-@LAUNCH_LEMMAS("launches.first-round", r="rank")
-def first_round(st: Any, r: Any) -> Any:
-    """A rank that never rebuilt began in epoch 0."""
-    return implies(st.round[r] == 0, st.begin[r] == 0)
-
-
-@LAUNCH_LEMMAS("launches.cut-stops", r="rank")
-def cut_stops(st: Any, r: Any) -> Any:
-    """A rank whose connections were cut does not go on."""
-    return implies(st.cut[r] == 1, (st.quits[r] == 1) | (st.dead[r] == 1))
-
-
-@LAUNCH_LEMMAS("launches.first-back-waits", r="rank", q="rank")
-def first_back_waits(st: Any, r: Any, q: Any) -> Any:
-    """
-    A rank that rebuilt before another rank has no vote from that rank, and its weights do not
-    change.
-    """
-    return implies(st.round[r] > st.round[q], (st.word[r, q] == 0) & (st.weights[r] == st.begin[r]))

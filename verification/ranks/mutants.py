@@ -34,6 +34,10 @@ WRITES: Final[Mapping[tuple[str, str], str]] = {
     ("publish", "kept"): "a checkpoint is published without its parts",
     ("close", "open"): "a rank ends without waking the others",
     ("end", "told"): "a rank ends without reading the cause",
+    ("name_cause", "told"): "a rank stops its launches without reading the cause",
+    ("publish_parts", "held"): "a checkpoint of launches is published without its parts",
+    ("rebuild", "word"): "a device keeps the votes of the round before",
+    ("start_anew", "weights"): "a rank starts from its current weights instead of a checkpoint",
 }
 
 

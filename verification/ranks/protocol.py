@@ -22,8 +22,10 @@ from typing import Any, Final
 
 from attrs import frozen
 
-from qeffect.spec.predicates import choose, implies
+from qeffect.spec.predicates import implies
 from qeffect.spec.ranks import AGREED, BETWEEN, NOBODY, STEP, receiving, sending
+
+from .stopping import publish_reason, write_cause
 
 __all__ = ["FAULTS", "TRANSITIONS", "RankTransition"]
 
@@ -441,11 +443,7 @@ def run_late(st: Any, r: Any) -> None:
 def say(st: Any, r: Any) -> None:
     """A rank publishes why it cannot go on."""
     st.when((st.up[r] == 1) & (st.leaving[r] == 1) & (st.said[r] == 0))
-    n = st.life[r]
-    first = (st.lost[r] == 0) & (st.reasoned[n] == 0)
-    st.reason[n] = choose(first, r, st.reason[n])
-    st.reasoned[n] = choose(first, 1, st.reasoned[n])
-    st.said[r] = 1
+    publish_reason(st, r, st.life[r])
 
 
 @_transition("rank")
@@ -465,24 +463,7 @@ def decide(st: Any, r: Any, p: Any) -> None:
     """
     n = st.life[r]
     st.when((st.up[r] == 1) & (st.said[r] == 1) & (st.open[r] == 0))
-    st.need("first-writes", st.halted[n] == 0)
-    now = st.life[p] == n
-    own = now & (st.said[p] == 1) & (st.lost[p] == 0)
-    silent = (st.life[p] != n) | (st.said[p] == 0)
-    st.need(
-        "precedence",
-        own
-        | (
-            st.every(
-                "rank",
-                lambda q: implies((st.life[q] == n) & (st.said[q] == 1), st.lost[q] == 1),
-            )
-            & (silent | st.every("rank", lambda q: (st.life[q] == n) & (st.said[q] == 1)))
-        ),
-    )
-    st.cause[n] = p
-    st.cause_lost[n] = choose(silent, 0, st.lost[p])
-    st.halted[n] = 1
+    write_cause(st, p, n, lambda q: st.life[q] == n)
 
 
 @_transition("rank")

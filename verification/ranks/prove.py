@@ -27,7 +27,8 @@ from ..proofs.report import Agreement, ProofReport, agreements
 from ..proofs.solvers import Z3
 from ..symbolic import Encoding
 from ..symbolic.terms import Term
-from .launches import LAUNCH_LEMMAS, LAUNCHES
+from .launch_lemmas import LAUNCH_LEMMAS
+from .launches import LAUNCHES
 from .lemmas import CONFIGURATION, LEMMAS
 from .protocol import TRANSITIONS, RankTransition
 from .symbolic_state import COLUMNS, ENCODING, SymbolicState, Symbols, fresh, initial, run

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -275,16 +276,11 @@ class _Job:
                 expected = "a rebuild" if first.again else "a checkpoint"
                 error = UnlikeError(f"{expected}, as on rank {first.log.header['rank']}", "another")
                 return Unexplained(step_of(span, span.first, "start", lambda: None), error)
-        for r, span in present.items():
-            if span.again and r in self._launches and self._launches[r].takes_part:
-                try:
-                    LAUNCHES["rebuild"].run(self.state, r)
-                except (Refused, Impossible) as refusal:
-                    return Unexplained(step_of(span, span.first, "rebuild", lambda: None), refusal)
-        name = "begin_again" if first.again else "begin_attempt"
+        if first.again:
+            return self._begin_in_place(present, first)
         if first.trusted is not None:
             return self._trust(present, first.trusted)
-        if not first.again and first.epoch != self.state.saved[0]:
+        if first.epoch != self.state.saved[0]:
             if (
                 first.load is not None
                 and self._saves.published
@@ -295,11 +291,30 @@ class _Job:
                 error = UnlikeError(f"a checkpoint of epoch {saved}", f"epoch {first.epoch}")
                 return Unexplained(step_of(first, first.load, "start", lambda: None), error)
             self.state = self._state_of(first.log.header, first.epoch)
+        found = self._run(
+            first, "begin_attempt", lambda: TRANSITIONS["begin_attempt"].run(self.state)
+        )
+        self.tally["attempts"] += found is None
+        return found
+
+    def _begin_in_place(self, present: Mapping[int, Span], first: Span) -> Unexplained | None:
+        """Begin an attempt in place; first tell why a rank that launched cannot rebuild."""
+        st = self.state
+        again = self._run(first, "begin_again", lambda: TRANSITIONS["begin_again"].run(st))
+        for r, span in present.items():
+            if r in self._launches and self._launches[r].takes_part:
+                found = self._run(span, "rebuild", partial(LAUNCHES["rebuild"].run, st, r))
+                if found is not None:
+                    return found
+        self.tally["attempts"] += again is None
+        return again
+
+    def _run(self, span: Span, name: str, run: Callable[[], None]) -> Unexplained | None:
+        """Take a step at the beginning of a rank's part; return why the step cannot be taken."""
         try:
-            TRANSITIONS[name].run(self.state)
+            run()
         except (Refused, Impossible) as error:
-            return Unexplained(step_of(first, first.first, name, lambda: None), error)
-        self.tally["attempts"] += 1
+            return Unexplained(step_of(span, span.first, name, lambda: None), error)
         return None
 
     def _trust(self, present: Mapping[int, Span], trusted: Mapping[str, Any]) -> Unexplained | None:

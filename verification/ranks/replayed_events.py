@@ -162,8 +162,11 @@ class EventsOfAttempt:
         elif what == "write_shard":
             yield op(event, "epoch", lambda: same("epoch", st.epoch[r], event["epoch"]))
             yield op(event, "write_shard", lambda: self.saves.write(st, r, event))
+            yield from part.write(event, op)
         elif what == "publish":
-            yield op(event, "publish", lambda: self.saves.publish(st, r, event))
+            yield op(
+                event, "publish", lambda launched=part.wrote: self._publish(r, event, launched)
+            )
         elif what == "stop":
             if part.takes_part:
                 yield op(event, "fail_host", lambda: part.quit(event))
@@ -173,7 +176,13 @@ class EventsOfAttempt:
             if what == "close" and part.takes_part:
                 yield op(event, "cut_connections", part.cut)
         elif what == "end":
-            yield op(event, "end", lambda: self._stops.end(r, event))
+            launches = part.takes_part
+            yield op(event, "end", lambda: self._stops.end(r, event, launches))
+
+    def _publish(self, r: int, event: Mapping[str, Any], launched: bool) -> None:
+        if launched:
+            self.launches[r].publish(event)
+        self.saves.publish(self.state, r, event)
 
     def _offered(self, name: str) -> bool:
         return any(

@@ -134,6 +134,7 @@ class LaunchesOfRank:
         phase: ``none``, ``capture``, ``left out`` (a capture that the ranks did not agree to),
             ``launches`` or ``paused`` (between `leave` and `resume`).
         capture: Epoch of the latest capture.
+        wrote: Whether the rank wrote its newest part of a checkpoint between two launches.
     """
 
     st: ReplayedState
@@ -142,6 +143,7 @@ class LaunchesOfRank:
     tally: Counter[str]
     phase: str = "none"
     capture: int = -1
+    wrote: bool = False
 
     @property
     def takes_part(self) -> bool:
@@ -164,11 +166,12 @@ class LaunchesOfRank:
         st, r = self.st, self.r
         for column in ("begin", "booked", "launched", "known", "voted", "vote", "ran", "weights"):
             getattr(st, column)[r] = st.epoch[r]
-        for column in ("round", "quits", "cut", "dead"):
+        for column in ("quits", "cut", "dead", "paused", "read_no"):
             getattr(st, column)[r] = 0
+        st.round[r] = st.born[r] = st.life[r]
         for column in ("heard", "word"):
             getattr(st, column)[r] = st.zeros(column)
-        st.report[0, r] = NOBODY
+        st.report[st.round[r], r] = NOBODY
 
     def trust(self, event: _Event, make: _Make) -> Iterator[Any]:
         """
@@ -191,6 +194,17 @@ class LaunchesOfRank:
         if event["event"] == "begin_step":
             self.phase = "none"
 
+    def write(self, event: _Event, make: _Make) -> Iterator[Any]:
+        """Yield the copy of the device's weights for a part of a checkpoint between launches."""
+        self.wrote = self.phase == "paused"
+        if self.wrote:
+            yield make(event, "write_part", lambda: LAUNCHES["write_part"].run(self.st, self.r))
+
+    def publish(self, event: _Event) -> None:
+        """Publish the whole checkpoint of parts that were written between launches."""
+        same("epoch", self.st.part_epoch[self.r], event["epoch"])
+        LAUNCHES["publish_parts"].run(self.st, self.r)
+
     def events(self, event: _Event, make: _Make) -> Iterator[Any]:
         """
         Yield the steps in the model for an event of `LAUNCH_EVENTS` or the commit of a launch.
@@ -206,7 +220,7 @@ class LaunchesOfRank:
             yield make(
                 event, "report_epoch", lambda part=self.takes_part: self._report(part, epoch)
             )
-        elif self.phase != "launches":
+        elif self.phase not in ("launches", "paused"):
             yield make(event, what, lambda: _unlike("a captured step before this event", "none"))
         elif what == "launch":
             yield make(event, "epoch", lambda: same("epoch", st.booked[r], epoch))
@@ -239,15 +253,15 @@ class LaunchesOfRank:
         st, r, what, epoch = self.st, self.r, event["event"], event["epoch"]
         yield make(event, "epoch", lambda: same("epoch", st.epoch[r], epoch))
         if what == "leave" and self.phase == "launches":
-            yield make(event, "read_votes", self._left)
+            yield make(event, "leave_launches", self._leave)
             self.phase = "paused"
         elif what == "resume" and self.phase == "paused":
+            yield make(event, "resume_launches", lambda: LAUNCHES["resume_launches"].run(st, r))
             self.phase = "launches"
 
-    def _left(self) -> None:
+    def _leave(self) -> None:
         st, r = self.st, self.r
-        st.when((st.launched[r] == st.booked[r]) & (st.quits[r] == 0))
-        st.need("votes-first", st.known[r] == st.booked[r])
+        LAUNCHES["leave_launches"].run(st, r)
         st.yes[r] = st.booked[r]
 
     def _report(self, takes_part: bool, epoch: int) -> None:
@@ -264,13 +278,26 @@ class LaunchesOfRank:
     def quit(self, event: _Event) -> None:
         """The host cannot go on."""
         st, r, kind = self.st, self.r, event["kind"]
-        if st.quits[r]:
-            return  # it read a no
-        if kind == "disagreed":
+        if st.quits[r]:  # it read a no
+            if kind == "refused":
+                LAUNCHES["refuse_counts"].run(st, r)
+        elif kind == "disagreed":
             raise Impossible
-        if kind == "lost" and all(not st.cut[q] for q in st.ranks):
-            raise Impossible
-        LAUNCHES["fail_host"].run(st, r)
+        elif kind == "lost":
+            self._wake()
+        elif kind in ("late", "ended"):
+            LAUNCHES["run_out"].run(st, r)
+        else:
+            LAUNCHES["fail_host"].run(st, r)
+
+    def _wake(self) -> None:
+        for q in self.st.ranks:
+            try:
+                LAUNCHES["wake_launched"].run(self.st, self.r, q)
+            except Impossible:
+                continue
+            return
+        raise Impossible
 
     def cut(self) -> None:
         """The rank's connections end, also on its device."""

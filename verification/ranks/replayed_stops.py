@@ -12,6 +12,7 @@ from typing import Any
 from qeffect.spec.ranks import AGREED, STEP
 
 from .concrete_state import Impossible
+from .launches import LAUNCHES
 from .order_search import LoggedStep
 from .protocol import TRANSITIONS
 from .replayed_launches import LaunchesOfRank
@@ -89,14 +90,14 @@ class ReplayedStops:
             raise Impossible
         TRANSITIONS["give_up"].run(st, r)
 
-    def end(self, r: int, event: Mapping[str, Any]) -> None:
+    def end(self, r: int, event: Mapping[str, Any], launches: bool) -> None:
         """A rank ends with the cause that the first stopping rank chose."""
         st, cause = self.state, event["cause"]
         if cause not in st.ranks:
             raise UnlikeError(f"the number of a rank, below {len(st.ranks)}", f"rank {cause}")
         n = st.life[r]
         if not st.halted[n]:
-            TRANSITIONS["decide"].run(st, r, cause)
+            (LAUNCHES["choose_cause"] if launches else TRANSITIONS["decide"]).run(st, r, cause)
         TRANSITIONS["end"].run(st, r)
         same("cause", f"rank {st.told[r]}", f"rank {cause}")
         self.tally["stops"] += 1

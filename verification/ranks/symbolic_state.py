@@ -40,12 +40,15 @@ ENCODING: Final = Encoding(
 #: The columns of both protocols: hosts agree on a commit, or each step is one launch.
 COLUMNS: Final = {**RANK_COLUMNS, **LAUNCH_COLUMNS}
 #: Columns whose entries are ranks.
-_RANKED: Final = frozenset({"cause", "told", "lead", "reason"})
+_RANKED: Final = frozenset({"cause", "told", "lead", "reason", "failed_rank"})
 #: Columns that no transition writes.
 CONFIGURED: Final = frozenset({"messages", "total", "lead"})
 #: Columns whose entries are `NOBODY` at first.
 _NEVER: Final = frozenset(
-    {"life", "shard_life", "refused", "offered", "drawn_in", "seat", "drew", "name", "report"}
+    {
+        *("life", "shard_life", "refused", "offered", "drawn_in", "seat", "drew", "name"),
+        *("report", "part_round"),
+    }
 )
 
 Symbols = Mapping[str, Any]

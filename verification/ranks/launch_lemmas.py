@@ -1,0 +1,260 @@
+"""
+Lemmas that the proofs of steps of one launch need besides the promises.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from qeffect.spec.predicates import Register, implies
+from qeffect.spec.ranks import NOBODY
+
+__all__ = ["LAUNCH_LEMMAS"]
+
+#: Proved beside the promises.
+LAUNCH_LEMMAS: Final = Register()
+
+
+@LAUNCH_LEMMAS("launches.host-order", r="rank")
+def host_order(st: Any, r: Any) -> Any:
+    """A host reads no further than it committed, and commits no further than it launched."""
+    return (
+        (st.begin[r] >= 0)
+        & (st.begin[r] <= st.known[r])
+        & (st.known[r] <= st.booked[r])
+        & (st.booked[r] <= st.known[r] + 1)
+        & (st.booked[r] <= st.launched[r])
+        & (st.launched[r] <= st.booked[r] + 1)
+    )
+
+
+@LAUNCH_LEMMAS("launches.device-order", r="rank")
+def device_order(st: Any, r: Any) -> Any:
+    """A device ends no step before its vote, and votes on no step before its launch."""
+    return (
+        (st.begin[r] <= st.weights[r])
+        & (st.weights[r] <= st.ran[r])
+        & (st.ran[r] <= st.voted[r])
+        & (st.voted[r] <= st.ran[r] + 1)
+        & (st.voted[r] <= st.launched[r])
+        & (st.vote[r] <= st.voted[r])
+        & (st.weights[r] <= st.vote[r])
+        & (st.vote[r] <= st.weights[r] + 1)
+    )
+
+
+@LAUNCH_LEMMAS("launches.read-moved", r="rank")
+def read_moved(st: Any, r: Any) -> Any:
+    """If a host has read a yes from every rank, its device has made the update."""
+    return st.known[r] <= st.weights[r]
+
+
+@LAUNCH_LEMMAS("launches.yes-without-gap", r="rank")
+def yes_without_gap(st: Any, r: Any) -> Any:
+    """A device that voted yes on its current step has made every earlier update."""
+    return implies(st.vote[r] > st.ran[r], st.weights[r] == st.ran[r])
+
+
+@LAUNCH_LEMMAS("launches.words-were-said", r="rank", q="rank")
+def words_were_said(st: Any, r: Any, q: Any) -> Any:
+    """A device holds only votes that were given in its round."""
+    return (st.word[r, q] >= 0) & implies(st.round[r] == st.round[q], st.word[r, q] <= st.vote[q])
+
+
+@LAUNCH_LEMMAS("launches.reports-past", r="rank", n="attempt")
+def reports_past(st: Any, r: Any, n: Any) -> Any:
+    """No rank has reported in a future round, and rounds are counted from 0."""
+    return (st.round[r] >= 0) & implies(n > st.round[r], st.report[n, r] == NOBODY)
+
+
+@LAUNCH_LEMMAS("launches.reported-is-settled", r="rank")
+def reported_is_settled(st: Any, r: Any) -> Any:
+    """
+    A rank that reported in its round has ended every launch, and its weights no longer change.
+    """
+    n = st.round[r]
+    settled = (st.ran[r] == st.launched[r]) & (st.report[n, r] == st.weights[r])
+    stopped = (st.quits[r] == 1) | (st.dead[r] == 1)
+    return implies(st.report[n, r] != NOBODY, settled & stopped & (st.cut[r] == 1))
+
+
+@LAUNCH_LEMMAS("launches.begun-as-reported", r="rank", q="rank")
+def begun_as_reported(st: Any, r: Any, q: Any) -> Any:
+    """A rank that rebuilt restarted in the epoch that every rank had reported."""
+    n = st.round[r]
+    rebuilt = n > st.opened[0]
+    return implies(rebuilt, (st.report[n - 1, q] == st.begin[r]) & (st.begin[r] != NOBODY))
+
+
+@LAUNCH_LEMMAS("launches.first-round", r="rank")
+def first_round(st: Any, r: Any) -> Any:
+    """A rank of the newest attempt that never rebuilt began in the checkpoint's epoch."""
+    return implies(st.round[r] == st.opened[0], st.begin[r] == st.loaded[0])
+
+
+@LAUNCH_LEMMAS("launches.cut-stops", r="rank")
+def cut_stops(st: Any, r: Any) -> Any:
+    """A rank whose connections were cut does not go on."""
+    return implies(st.cut[r] == 1, (st.quits[r] == 1) | (st.dead[r] == 1))
+
+
+@LAUNCH_LEMMAS("launches.first-back-waits", r="rank", q="rank")
+def first_back_waits(st: Any, r: Any, q: Any) -> Any:
+    """
+    A rank that rebuilt before another rank has no vote from that rank, and its weights do not
+    change.
+    """
+    return implies(st.round[r] > st.round[q], (st.word[r, q] == 0) & (st.weights[r] == st.begin[r]))
+
+
+# Attempts
+
+
+@LAUNCH_LEMMAS("launches.rounds", r="rank")
+def rounds(st: Any, r: Any) -> Any:
+    """A rank's round is not before its process started, and no rank is in a future round."""
+    return (
+        (st.born[r] >= 0)
+        & (st.born[r] <= st.round[r])
+        & (st.round[r] <= st.newest[0])
+        & (st.born[r] <= st.opened[0])
+        & (st.opened[0] <= st.newest[0])
+    )
+
+
+@LAUNCH_LEMMAS("launches.alive-now", r="rank")
+def alive_now(st: Any, r: Any) -> Any:
+    """A rank runs, or is in a round of the newest attempt, only if it started in that attempt."""
+    now = (st.dead[r] == 0) | (st.round[r] >= st.opened[0])
+    return ((st.dead[r] == 0) | (st.dead[r] == 1)) & implies(now, st.born[r] == st.opened[0])
+
+
+# Checkpoints
+
+
+@LAUNCH_LEMMAS("launches.paused-is-settled", r="rank")
+def paused_is_settled(st: Any, r: Any) -> Any:
+    """A host that has left the launches has read a yes of all ranks to every step it launched."""
+    settled = (st.launched[r] == st.booked[r]) & (st.known[r] == st.booked[r])
+    return implies(st.paused[r] == 1, settled)
+
+
+@LAUNCH_LEMMAS("launches.part-named", r="rank")
+def part_named(st: Any, r: Any) -> Any:
+    """A rank's part has the weights of the epoch that its contract gave the part."""
+    return (st.part[r] == st.part_epoch[r]) & (st.part_round[r] <= st.round[r])
+
+
+@LAUNCH_LEMMAS("launches.part-not-ahead", r="rank")
+def part_not_ahead(st: Any, r: Any) -> Any:
+    """
+    A part of the newest attempt is not behind the whole checkpoint, and the rank's weights are not
+    behind that part.
+    """
+    now = st.part_round[r] >= st.opened[0]
+    return implies(now, (st.named[0] <= st.part_epoch[r]) & (st.part[r] <= st.weights[r]))
+
+
+@LAUNCH_LEMMAS("launches.nothing-named-before-all-started", r="rank")
+def nothing_named_before_all_started(st: Any, r: Any) -> Any:
+    """Until every rank has started, the checkpoint is the one from which the attempt began."""
+    return (st.named[0] >= 0) & implies(st.round[r] < st.opened[0], st.named[0] == st.loaded[0])
+
+
+# Stops
+
+
+def _explained(st: Any, n: Any) -> Any:
+    """Whether a round has a reason to stop: a no, a failed host, or a rank that is gone."""
+    return (st.failed[n] == 1) | (st.miscounted[n] == 1) | (st.gone[n] == 1)
+
+
+def _reasoned(st: Any, n: Any) -> Any:
+    return (st.reasoned[n] == 1) | (st.gone[n] == 1)
+
+
+@LAUNCH_LEMMAS("launches.stop-flags", r="rank")
+def stop_flags(st: Any, r: Any) -> Any:
+    """A rank that goes on has no reason to stop, and stops for one reason."""
+    on = (st.lost[r] == 0) & (st.read_no[r] == 0) & (st.said[r] == 0) & (st.ended[r] == 0)
+    return (
+        ((st.cut[r] == 0) | (st.cut[r] == 1))
+        & ((st.lost[r] == 0) | (st.lost[r] == 1))
+        & ((st.read_no[r] == 0) | (st.read_no[r] == 1))
+        & ((st.said[r] == 0) | (st.said[r] == 1))
+        & implies(st.quits[r] == 0, on)
+        & implies(st.lost[r] == 1, st.read_no[r] == 0)
+        & implies(st.ended[r] == 1, st.cut[r] == 1)
+    )
+
+
+@LAUNCH_LEMMAS("launches.stop-marks", n="attempt")
+def stop_marks(st: Any, n: Any) -> Any:
+    """A round has a cause or not, and a reason or not; no rank published in a future round."""
+    return (
+        ((st.halted[n] == 0) | (st.halted[n] == 1))
+        & ((st.reasoned[n] == 0) | (st.reasoned[n] == 1))
+        & ((st.failed[n] == 0) | (st.failed[n] == 1))
+        & implies(n > st.newest[0], (st.reasoned[n] == 0) & (st.failed[n] == 0))
+    )
+
+
+@LAUNCH_LEMMAS("launches.cut-said", r="rank")
+def cut_said(st: Any, r: Any) -> Any:
+    """A rank that runs and has closed its connections has published why."""
+    return implies((st.dead[r] == 0) & (st.cut[r] == 1), st.said[r] == 1)
+
+
+@LAUNCH_LEMMAS("launches.reported-named", r="rank")
+def reported_named(st: Any, r: Any) -> Any:
+    """A rank that reported in its round has named the cause."""
+    return implies(st.report[st.round[r], r] != NOBODY, st.ended[r] == 1)
+
+
+@LAUNCH_LEMMAS("launches.reasons-count", r="rank")
+def reasons_count(st: Any, r: Any) -> Any:
+    """If a rank published a reason, its round is marked."""
+    n, own = st.round[r], (st.said[r] == 1) & (st.lost[r] == 0)
+    return implies(own, st.reasoned[n] == 1) & implies(
+        own & (st.read_no[r] == 0), st.failed[n] == 1
+    )
+
+
+@LAUNCH_LEMMAS("launches.reason-stands", n="attempt")
+def reason_stands(st: Any, n: Any) -> Any:
+    """The first rank that published a reason stays in its round until the round has a cause."""
+    w, f = st.reason[n], st.failed_rank[n]
+    open_round = (n >= st.opened[0]) & (st.halted[n] == 0)
+    own = (st.round[w] == n) & (st.said[w] == 1) & (st.lost[w] == 0)
+    failed = (st.round[f] == n) & (st.said[f] == 1) & (st.lost[f] == 0) & (st.read_no[f] == 0)
+    return implies(open_round & (st.reasoned[n] == 1), own) & implies(
+        open_round & (st.failed[n] == 1), failed
+    )
+
+
+@LAUNCH_LEMMAS("launches.stopped-for-a-reason", r="rank")
+def stopped_for_a_reason(st: Any, r: Any) -> Any:
+    """
+    Connections are closed or lost because a rank was gone or published a reason of its own; a no is
+    read because a device voted no, a host failed, or a rank was gone.
+    """
+    n = st.round[r]
+    left = (st.cut[r] == 1) | (st.lost[r] == 1)
+    return implies(left, _reasoned(st, n) & _explained(st, n)) & implies(
+        st.read_no[r] == 1, _explained(st, n)
+    )
+
+
+@LAUNCH_LEMMAS("launches.skipped-for-a-reason", r="rank")
+def skipped_for_a_reason(st: Any, r: Any) -> Any:
+    """A device votes no, or skips an update, for a reason of its round."""
+    no = (st.weights[r] < st.ran[r]) | (st.vote[r] < st.voted[r])
+    return implies(no, _explained(st, st.round[r]))
+
+
+@LAUNCH_LEMMAS("launches.no-for-a-reason", r="rank", q="rank")
+def no_for_a_reason(st: Any, r: Any, q: Any) -> Any:
+    """A device receives a no for a reason of its round."""
+    return (st.word[r, q] <= st.heard[r, q]) & implies(
+        st.word[r, q] < st.heard[r, q], _explained(st, st.round[r])
+    )
