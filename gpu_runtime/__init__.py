@@ -10,8 +10,8 @@ A training step, from the command to the launch of a graph:
    `training/step_runner.py`.
 3. `ranks/worker.py` holds a rank's runtime, connections and optimizer. `Worker.step` calls
    `ranks/pipeline.py`, which walks the rank's row of the schedule, message by message.
-4. `step/actions.py` performs one F, dI or dW: ask the contract, act, tell the contract. It acts
-   through the executor that `runtime/assembly.py` chose for the mode (`step/performer.py`).
+4. `step/actions.py` performs one F, dI or dW: ask the contract, act, tell the contract. The action
+   is done by the executor that `runtime/assembly.py` chose for the mode (`step/performer.py`).
 5. `step/graphs.py` replays the slot's CUDA graph; in mode ``eager``, `step/eager.py` calls the
    layers of `backends/`.
 6. `runtime/epoch.py` makes gradients final; all ranks consent (`ranks/consent.py`); then
@@ -25,9 +25,9 @@ In mode ``one launch`` the first step runs in this way, the second is captured
 The rooms, each of which imports only those before it: `backends/` (layers), `report.py`, `step/`
 (one action, its memory, graphs and streams), `runtime/` (one process), `operators.py` (actions as
 operators of torch), `ranks/` (the pipeline), `training/`, `doctor.py`, `lab/` (compares, times and
-reports) and `commands.py`, which loads the others by name. `guards/` is a layer beside them, and is
-installed as `qeffect.guards`. `README.md` describes every room; `renamed.py` has the names of
-earlier releases.
+reports) and `commands.py`, which loads the others by name. `guards/` is a layer beside these rooms,
+and is installed as `qeffect.guards`. `README.md` describes every room; `renamed.py` has the names
+of earlier releases.
 
 Importing this package imports neither torch, Transformer Engine nor CUDA.
 """

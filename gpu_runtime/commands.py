@@ -27,7 +27,7 @@ class RuntimeCommand:
 
     Args:
         name: The word after ``qeffect runtime``.
-        help: What it does, in a line.
+        help: What the command does, in a line.
         module: Holds ``add_NAME_arguments(parser)`` and ``run_NAME(args, progress)``.
         comparison: Module of `lab/` that declares ``--compare`` and runs the command if that option
             is given; empty if the command has no such option.
@@ -96,7 +96,7 @@ PARTS = (
     ("curves", "train guarded and native runs alternately, and report their loss curves"),
     ("restarts", "stop training, resume it from a checkpoint and compare every bit"),
     ("kills", "kill a training run again and again, resume it and compare every bit"),
-    ("modes", "run a framework's modes in pairs, compare their bits, and list the guard's reports"),
+    ("modes", "run a framework under many sets of options; compare bits, list guard reports"),
     ("guards", "measure the host time of the guard of torch's pipeline"),
     ("scales", "compare losses with FP8 scales updated at every action and once per step"),
     ("second_runs", "flip bits to test steps that run twice, and time such steps"),
@@ -162,7 +162,7 @@ class RuntimeCommands:
             ),
             (
                 "times",
-                "measure a model's parts on this device, and compare groups for grouped dW",
+                "measure a model's parts on this device, and compare group sizes for grouped dW",
                 "training.times_command",
             ),
             (

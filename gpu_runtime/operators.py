@@ -188,7 +188,7 @@ class Session:
         return found
 
     def wgrad(self, token: Tensor, arena: Sequence[Tensor], stage: int, microbatch: int) -> None:
-        """Run dW. It leaves the state domain alone, so only the token's second number rises."""
+        """Run dW. A dW leaves the state domain alone, so only the token's second number rises."""
         own = self.destinations(stage, microbatch)
         with _written(arena, own, f"destinations({stage}, {microbatch})"):
             self._go_to(token)

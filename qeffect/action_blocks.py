@@ -163,8 +163,8 @@ class Evaluation(_Guarded):
     """
     A guarded evaluation, which does not change the state of training.
 
-    If the backend reports them, set ``updates`` to the number of scaling updates, which must be 0,
-    and ``filled`` to what the evaluation put into the weight cache, which must be nothing.
+    Set ``updates`` to the number of scaling updates that the backend reports, and ``filled`` to the
+    cache fills that it reports. An evaluation commits only with 0 updates and without fills.
     """
 
     __slots__ = ("filled", "options", "stage", "updates")
@@ -185,8 +185,8 @@ class Forward(_Guarded):
     """
     A guarded F; ``slot`` is reserved inside the block, ``ref`` valid after it.
 
-    If the backend reports them, set ``filled`` as in a refresh, ``updates`` to the number of
-    scaling updates, and ``draws`` to the position of the random generator when F began.
+    Set each of these that the backend reports: ``filled`` as in a refresh, ``updates`` to the
+    number of scaling updates, ``draws`` to the position of the random generator when F began.
     """
 
     __slots__ = ("draws", "filled", "key", "options", "updates")
@@ -229,11 +229,11 @@ class Dgrad(_Guarded):
     """
     A guarded dI; set ``queued`` to the matrices whose gradient work dI deferred.
 
-    If the backend reports them, set ``updates`` to the number of scaling updates, and ``scales`` to
+    Set what the backend reports: ``updates`` to the number of scaling updates, and ``scales`` to
     the effect token of the F whose scales dI used. If scales move once an epoch, set ``scales`` to
-    the token at which the used scales had moved. If dI recomputes F, set ``draws`` to the position
-    of the random generator when the recomputation began. Set ``weight`` to the factor by which the
-    microbatch's gradient is weighted, as (numerator, denominator).
+    the domain's token at the last movement of the scales. If dI recomputes F, set ``draws`` to the
+    position of the random generator when the recomputation began. Set ``weight`` to the factor by
+    which the microbatch's gradient is weighted, as (numerator, denominator).
     """
 
     __slots__ = ("draws", "key", "options", "queued", "ref", "scales", "updates", "weight")
@@ -266,7 +266,7 @@ class Wgrad(_Guarded):
     """
     A guarded dW; set ``covered`` to the matrices whose gradient was written.
 
-    A grouped dW, with ``group=[(key, ref), ...]``, wrote them for each of its tapes.
+    A grouped dW, with ``group=[(key, ref), ...]``, wrote these gradients for each of its tapes.
     """
 
     __slots__ = ("covered", "key", "options", "ref")

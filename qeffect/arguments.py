@@ -184,7 +184,8 @@ class Arguments:
         Args:
             error: Python's exception; returned if no argument is at fault.
             transition: The transition.
-            arguments: Its arguments; None for an argument that the contract would have chosen.
+            arguments: The transition's arguments; None for an argument that the contract would have
+                chosen.
         """
         given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
         try:

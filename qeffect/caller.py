@@ -27,7 +27,7 @@ class Caller:
         contract: The contract that the calls go to.
         refs: The reference of each cell's latest forward.
         scales: The token that names the scales of each cell's latest forward.
-        draws: Where each cell's latest forward began to draw random numbers.
+        draws: The position at which each cell's latest forward began to draw random numbers.
         walks: Number of walks of an epoch over which the weights of gradients add up to their sum.
 
     >>> from qeffect import StageConfig
@@ -79,7 +79,7 @@ class Caller:
         self.refs[key.cell] = ref
 
     def draw(self, key: TapeKey) -> int | None:
-        """Return where a key's F begins to draw, behind all earlier F; None if not reported."""
+        """Return the position at which a key's F draws, after all earlier F; None if unreported."""
         if not self._configs[key.stage].reports_draws:
             return None
         self.draws[key.cell] = self._drawn

@@ -1,5 +1,6 @@
 """
-The contract of one process. A training runtime asks it before each action, and tells it afterwards.
+The contract of one process. A training runtime asks the contract before each action, and reports to
+it afterwards.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
             see ``layout.lay_out``.
         generation_max: The last generation that a slot may reach.
         epoch: First weight epoch.
-        observer: Called after every accepted transition. If it raises, the call has happened and
-            the caller gets the observer's exception; see `outstanding`.
+        observer: Called after every accepted transition. If the observer raises, the call has
+            happened and the caller gets the observer's exception; see `outstanding`.
         counted: Whether an update requires the devices' counts; see `qeffect.counts`.
         late: With ``counted``, whether the counts are presented after the commit, by
             `present_counts`. The device itself must then skip the update if the counts differ.

@@ -54,7 +54,7 @@ _MARKS: Final = 40
 
 def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0) -> int:
     """
-    Return the number of an action at a place; all numbers differ, for places below 2**37.
+    Return the number of an action at a place; no two are equal, for places below 2**37.
 
     Args:
         action: One of `COUNTED`.

@@ -53,13 +53,14 @@ class DestinationRegistry:
 
     def claim(self, owner: object, stages: Sequence[StageConfig]) -> None:
         """
-        Record the destinations of a contract's stages; `Contract` calls this.
+        Record the destinations of a contract's stages; `Contract` calls this method.
 
         Destinations with an address or a length are compared by their bytes. A named destination
         without a place is compared by its name.
 
         Args:
-            owner: The contract. It holds the destinations as long as it is referenced.
+            owner: The contract. A contract holds its destinations as long as the contract is
+                referenced.
             stages: Its stages.
 
         Raises:

@@ -104,7 +104,7 @@ def overlap_refused(before: Destination, after: Destination, whose: str = "") ->
     Args:
         before: The destination that begins first.
         after: The other destination.
-        whose: The owner of one of the two, if it is another contract.
+        whose: The owner of one of the two destinations, if another contract owns it.
     """
     return refused(
         "arena.overlapping-destinations",

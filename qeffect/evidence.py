@@ -35,8 +35,8 @@ def sorted_names(evidence: Iterable[str]) -> tuple[Any, ...]:
     Return the names of matrices, sorted.
 
     A string is rejected, although Python would iterate over its letters. If the evidence cannot be
-    read, the result is a tuple that holds only the error. It equals no stage's matrices, so the
-    guard refuses the action.
+    read, the result is a tuple that holds only the error. Such a tuple equals no stage's matrices,
+    so the guard refuses the action.
     """
     try:
         if isinstance(evidence, str):

@@ -1,9 +1,9 @@
 """
 Run the paper's fault table: seven injections in six families, each through the public API.
 
-Every injection does some valid work and makes one invalid call. It then takes the tape, the epoch
-or the reduction to its regular end, which shows that the call preserved the state that the table
-names. No device is used.
+Every injection does some valid work and makes one invalid call. The injection then takes the tape,
+the epoch or the reduction to its regular end, which shows that the call preserved the state that
+the table names. No device is used.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def cell_of(stage: int, microbatch: int, block: int, invocation: int) -> Cell:
     cell = (stage, microbatch, block, invocation)
     for part in cell:
         if part.__class__ is not int:
-            raise TypeError(f"a cell is made of int, got {shown(cell)}")
+            raise TypeError(f"a cell must consist of integers, got {shown(cell)}")
     return _cells.setdefault(cell, cell)
 
 
@@ -124,9 +124,9 @@ class TapeRef(Unfrozen):
         slot: Index into the bounded pool.
         generation: The slot's generation when the tape was bound; it rises at every release, so
             a reference to an earlier tenant never matches again.
-        incarnation: Random 64-bit number drawn by the contract that issued the reference. It is
-            logged and never persisted: after a restart generations begin again at zero, and only
-            the incarnation tells an old reference from a new one.
+        incarnation: Random 64-bit number drawn by the contract that issued the reference. This
+            number is logged and never persisted: after a restart generations begin again at zero,
+            and only the incarnation tells an old reference from a new one.
 
     Raises:
         TypeError: A part is not a plain ``int``.

@@ -1,10 +1,10 @@
 """
 Report why torchrun ended a rank during its start, that is, before its first step.
 
-If a rank dies, torchrun sends SIGTERM to the others. During its start a rank imports libraries, or
-waits inside them for the other ranks, and Python cannot run a signal handler then. So the signal
-wakes a thread, which finds out which ranks of this host have ended. The thread is set up before
-anything else is imported (`qeffect.startup`), and ends with the start.
+If a rank dies, torchrun sends SIGTERM to the other ranks. During its start a rank imports
+libraries, or waits inside them for the other ranks, and Python cannot run a signal handler then. So
+the signal wakes a thread, which finds out which ranks of this host have ended. The thread is set up
+before anything else is imported (`qeffect.startup`), and ends with the start.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Start:
 
     Attributes:
         place: What the rank is doing, for the cause.
-        tell: Takes the cause and its kind on the rank that speaks, and returns a line that says
-            whether to start the run again; None before the run is known.
+        tell: Called with the cause and its kind, on the rank that reports; returns a line that says
+            whether to start the run again. None before the run is known.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Start:
         signal.signal(signal.SIGTERM, self._noted)
 
     def disarm(self) -> None:
-        """Leave SIGTERM to others; the start is over."""
+        """Stop answering SIGTERM; the start is over."""
         if signal.getsignal(signal.SIGTERM) == self._noted:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._wakes is not None and threading.current_thread() is threading.main_thread():
@@ -85,8 +85,8 @@ class Start:
         Find out, after a connection broke during the start, which rank of this host has ended.
 
         Returns:
-            The first such rank that did not say why, and the cause in words; None without such a
-            rank, or if this rank is not in its start. If SIGTERM came first, the thread that it
+            The first rank that ended without saying why, and the cause in words; None without such
+            a rank, or if this rank is not in its start. If SIGTERM came first, the thread that it
             woke says the cause and ends this process, so this call does not return.
         """
         if self._wakes is None or signal.getsignal(signal.SIGTERM) != self._noted:

@@ -107,7 +107,7 @@ def lay_out(
     except TypeError:
         different = False  # a name that is not hashable
     if not different:
-        raise ValueError(f"callers must be different names, at least one, got {shown(callers)}")
+        raise ValueError(f"callers must be one or more different names, got {shown(callers)}")
     if generation_max.__class__ is not int or not 0 <= generation_max <= GENERATION_MAX:
         raise ValueError(
             f"generation_max must be a non-negative integer of at most {GENERATION_MAX}, "

@@ -1,8 +1,8 @@
 """
 Reports: the record of the environment, and reading and writing of JSON files.
 
-A command of any layer that cannot do what was asked raises `UnusableError`. Its message is one line
-for the user; nothing was measured or written.
+A command of any layer that cannot do what was asked raises `UnusableError`. The error's message is
+one line for the user; nothing was measured or written.
 """
 
 from __future__ import annotations

@@ -173,10 +173,11 @@ class StageConfig:
             ``qeffect.destinations``. Empty: a symbolic accumulating buffer for every matrix.
         sends_output: The forward's output has a reader (a send, or the next local stage) that
             must finish before the slot is free.
-        sends_gradient: The same for the input gradient.
+        sends_gradient: The input gradient has such a reader.
         receives_input: A message brings the forward's input into the slot; F runs only after the
             receive was posted and the message has arrived.
-        receives_gradient: The same for the output's gradient, before dI.
+        receives_gradient: A message brings the output's gradient into the slot; dI runs only after
+            the receive was posted and the message has arrived.
         reduces: The stage's gradients are reduced over data-parallel ranks before the commit.
         reports_fills: The backend reports, at the commit of a refresh and of F, which matrices'
             caches were filled and from which weight epoch. Otherwise the contract trusts that a
@@ -186,7 +187,8 @@ class StageConfig:
             with ``scales="epoch"``, not at all.
         tape_scales: The scales that dI dequantizes its tape with. ``carried``: the tape keeps the
             scales of its F, and dI reports which scales it used. ``live``: dI reads the domain's
-            current scales. None: the backend cannot say, and the contract trusts it.
+            current scales. None: the backend cannot tell which scales dI used, and the contract
+            trusts it.
         pool: Name of the capture-memory pool that the stage's slots share; None gives every
             slot a pool of its own.
         buckets: The gradients that are reduced together, each matrix in one bucket; requires

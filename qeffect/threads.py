@@ -16,12 +16,12 @@ R = TypeVar("R")
 
 class ConcurrentCallError(RuntimeError):
     """
-    A call came while another call of the same contract was under way; the later did nothing.
+    A call came while another call of the same contract was under way; the later call did nothing.
 
     Calls may come from any thread, one after another, as autograd's threads do. Two calls at once
-    leave open which action comes first on the device. A lock could not decide that, so the caller
-    must order its threads. A call from within a call, by an observer or a finalizer, raises this
-    error too.
+    leave open which action comes first on the device. A lock could not decide the order, so the
+    caller must order its threads. A call from within a call, by an observer or a finalizer, raises
+    this error too.
 
     Args:
         call: Name of the call.

@@ -397,7 +397,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "produced",
         "slot -> int",
         0,
-        "number, in its domain, of the replay that last wrote the slot's output or input gradient",
+        "the replay that last wrote the slot's output or input gradient, by its number in the "
+        "domain",
         "commit_forward commit_dgrad restore",
     ),
     _state(
@@ -405,7 +406,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "landed",
         "stage -> int",
         0,
-        "number, in its domain, of the replay of the stage's latest dW",
+        "the replay of the stage's latest dW, by its number in the domain",
         "commit_wgrad restore",
     ),
     _state(
@@ -413,7 +414,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "vacated",
         "slot -> int",
         0,
-        "number, in its domain, of the replay after which the slot's last tenant is done",
+        "the replay with which the slot's last tenant is done, by its number in the domain",
         "abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad drop restore",
     ),
     _state(
@@ -488,7 +489,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "link -> flag",
         0,
         "1 from the optimizer's latest update until the link's caller has waited for a graph "
-        "stream that no longer awaits the update",
+        "stream, after this stream had waited for the update or the host had seen it finish",
         "wait check_update commit_update abort_update restore",
     ),
     _state(
@@ -497,7 +498,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "domain -> flag",
         0,
         "1 from an evaluation until the stream that reads the gradients has waited for the graph "
-        "stream; also after a finalize on a stream that has yet to wait for the latest replay",
+        "stream; also 1 from a finalize on a stream that has not yet waited for the latest replay",
         "commit_evaluation wait finalize",
     ),
     # reduction

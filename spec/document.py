@@ -338,6 +338,12 @@ def _stated(register: Register) -> Iterator[str]:
     return (f"[`{path}`]({path})" for path in paths)
 
 
+def _parts(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"the part {names[0]}"
+    return f"the parts {', '.join(names[:-1])} and {names[-1]}"
+
+
 def _paper(keeping: Mapping[str, Any]) -> str:
     says = {p.name: p.text for _, register in _registers() for p in register}
     lines = [
@@ -352,7 +358,9 @@ def _paper(keeping: Mapping[str, Any]) -> str:
     ]
     for invariant in PAPER.values():
         needs = (
-            f" Claimed in full only with {', '.join(invariant.needs)}." if invariant.needs else ""
+            f" Claimed in full only where the contract has {_parts(invariant.needs)}."
+            if invariant.needs
+            else ""
         )
         lines += [
             f"### {invariant.title} ({invariant.place})",
@@ -380,7 +388,8 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         "assumptions are proved. How an action changes the world, and further lemmas of the",
         "proofs, are in `verification/induction/`. Promise P *needs* clause C if deleting one",
         "guard of C lets P fail. A promise is claimed only if its own part of the contract, and",
-        "every other part that its line names, is in force.",
+        "every other part that its line names, is in force. `qeffect prove --promise P` proves",
+        "one promise alone, in seconds.",
         "",
     ]
     for title, register in _registers():

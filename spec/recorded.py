@@ -72,8 +72,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.one-incarnation",
-        "A step is checked and committed only in the incarnation that recorded it. This is the "
-        "only comparison that refuses steps whose transitions would be accepted.",
+        "A step is checked and committed only in the incarnation that recorded it. No other "
+        "comparison refuses steps whose transitions would be accepted.",
         tests=(
             f"{_KERNEL}: test_a_step_is_of_one_contract_and_incarnation",
             f"{_RANKS}: test_histories_that_are_not_taken_as_one_are_refused_by_their_actions",

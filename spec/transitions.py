@@ -118,8 +118,8 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "ungroup_wgrad(key, ref, covered)",
-        "After that dW ended: counts this tape's part of the write. `covered` names the matrices "
-        "written. The tape's last consumer releases the slot.",
+        "After a grouped dW ended: counts this tape's part of the write. `covered` names the "
+        "matrices written. The tape's last consumer releases the slot.",
         "arena",
     ),
     _transition(

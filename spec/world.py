@@ -135,7 +135,8 @@ WORDS: Final[Mapping[str, Word]] = {
         gathers="if the domain's scales move once an epoch: the F and dI that gathered since the "
         "scales moved",
         moves="how often the domain's scales moved since the last restore",
-        drew_last="where the latest reporting F began to draw since the last restore; -1 for none",
+        drew_last="position at which the latest F that reports draws began to draw since the last "
+        "restore; -1 for none",
         repeats="how many F since the last restore began to draw at one arbitrary position",
         running="how many F, dI, refreshes and evaluations are in flight",
         broken="1 when an F, dI, refresh or evaluation raised since the last restore",

@@ -485,7 +485,7 @@ class StageBackend(Protocol):
             joining: Units that add in any case; passed only if weights of two stages are tied.
             others: Further tapes of the stage, whose dI have run under the same scales: the work of
                 all tapes is one product where it can be (`products`), into the destinations of the
-                first tape. Passed only if the stage's `groups_wgrads` is True.
+                first tape. Only stages whose `groups_wgrads` is True get them.
         """
 
     def refresh_cache(self) -> None:

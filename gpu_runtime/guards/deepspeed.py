@@ -2,10 +2,10 @@
 A contract under DeepSpeed's pipeline engine, for a training script of your own.
 
 `guard(engine)` changes no result and no file: `train_batch` runs as before, and a contract checks
-each instruction before it runs and commits it afterwards. The guard finds what DeepSpeed does not
-notice, and names the clause on the rank where it happens: a microbatch that is forwarded twice or
-left out, a backward over another microbatch's output, an update in mid-batch, a reduction that is
-left out. It reports by default; with ``manner="refuse"`` it raises.
+each instruction before it runs and commits it afterwards. The guard finds faults that DeepSpeed
+does not notice, and names the clause and the rank of each. Examples are a microbatch that is
+forwarded twice or left out, a backward over another microbatch's output, an update in mid-batch,
+and a reduction that is left out. The guard reports by default; with ``manner="refuse"`` it raises.
 
 Where the guard checks: `PipelineEngine._exec_schedule` looks each instruction up in the engine's
 `_INSTRUCTION_MAP`. The guard replaces this map by its own, which runs the method that the engine's
@@ -126,8 +126,8 @@ class GuardedEngine:
         log: As for `guard`.
 
     Attributes:
-        contract: The contract. It is replaced after a violation, and if the number of microbatches
-            changes.
+        contract: The contract. The contract is replaced after a violation, and if the number of
+            microbatches changes.
     """
 
     def __init__(self, engine: Any, reports: Reports | None = None, log: Path | None = None):

@@ -132,7 +132,7 @@ class BackwardPasses:
 
         Args:
             work: Name of the forward.
-            outputs: What it returned: a tensor, or nested tuples, lists and mappings.
+            outputs: What the forward returned: a tensor, or nested tuples, lists and mappings.
         """
         nodes = _nodes(outputs)
         if not nodes:
@@ -222,17 +222,19 @@ class GradientWrites:
 
 class ReplicaHooks:
     """
-    Watches when torch's DistributedDataParallel reduces gradients, and whether it is armed.
+    Watches when torch's DistributedDataParallel reduces gradients, and whether it is *armed*:
+    whether its next backward will reduce them.
 
-    It reduces them in the nodes that accumulate gradients, in the next backward after a forward
-    outside of `no_sync`. `torch.autograd.grad` passes none of these nodes: gradients that a program
-    then writes by itself are not reduced.
+    DistributedDataParallel reduces gradients in the nodes that accumulate gradients, in the next
+    backward after a forward outside of `no_sync`. `torch.autograd.grad` passes none of these nodes:
+    gradients that a program then writes by itself are not reduced.
 
     Args:
         module: The DistributedDataParallel.
 
     Attributes:
-        armed: Whether a forward has armed it since a backward passed one of the nodes.
+        armed: Whether a forward has armed the reduction since a backward last passed one of the
+            nodes.
     """
 
     def __init__(self, module: Any) -> None:
@@ -270,7 +272,7 @@ class Written:
     Args:
         name: Name of the parameter in its module.
         found: Its version.
-        expected: Its version when the weights were read first.
+        expected: The parameter's version when the weights were read first.
     """
 
     name: str
@@ -282,9 +284,9 @@ class Weights:
     """
     The version counters of a module's weights.
 
-    The guard watches the trained parameters. It leaves out those that a module writes by itself in
-    its forward (`torch.nn.Embedding` with ``max_norm``), and all parameters of a module that FSDP
-    shards, because FSDP puts gathered parameters in their place.
+    The guard watches the trained parameters. The guard leaves out the parameters that a module
+    writes by itself in its forward (`torch.nn.Embedding` with ``max_norm``), and all parameters of
+    a module that FSDP shards, because FSDP puts gathered parameters in their place.
 
     Args:
         module: The module; None has no weights.
@@ -315,7 +317,7 @@ class Weights:
         self._expected = self._versions()
 
     def renew(self) -> None:
-        """Record the weights' current versions; later checks compare with these."""
+        """Record the weights' current versions; later checks compare with them."""
         self._expected = self._versions()
 
     def _versions(self) -> list[int]:

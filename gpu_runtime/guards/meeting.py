@@ -44,7 +44,7 @@ def meet(
     store: Store, place: str, rank: int, ranks: Sequence[int], word: Any, *, timeout_s: float
 ) -> dict[int, Any]:
     """
-    Exchange one message with every rank; each rank calls this, within the timeout.
+    Exchange one message with every rank; each rank calls this function within the timeout.
 
     Args:
         store: A store that all ranks share.
@@ -52,7 +52,7 @@ def meet(
         rank: This rank.
         ranks: All ranks.
         word: This rank's message, as JSON data.
-        timeout_s: How long to wait for the others, in seconds.
+        timeout_s: How long to wait for the other ranks, in seconds.
 
     Returns:
         The messages of all ranks.

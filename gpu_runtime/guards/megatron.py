@@ -3,8 +3,8 @@ A contract under Megatron-core's forward-backward loops, for a training script o
 
 `guard()` changes no result, no file and no option: the loops run as before, and a contract checks
 each forward, backward, exchange, reduction, update and checkpoint before it runs and commits it
-afterwards. The guard finds what Megatron-core does not notice, and names the clause on the rank
-where it happens: a microbatch that is forwarded twice or left out, a backward over another
+afterwards. The guard finds faults that Megatron-core does not notice, and names the clause and the
+rank of each. Examples are a microbatch that is forwarded twice or left out, a backward over another
 microbatch's output, quantized weights of an earlier step, swapped messages, a bucket of gradients
 that is reduced early, twice or never, an update or a checkpoint in mid-step. It reports by default;
 with ``manner="refuse"`` it raises.
@@ -117,8 +117,8 @@ class GuardedMegatron:
         log: As for `guard`.
 
     Attributes:
-        contract: The contract; None before the first loop. It is replaced after a violation, and if
-            the step's sizes change.
+        contract: The contract; None before the first loop. The contract is replaced after a
+            violation, and if the step's sizes change.
         epochs: How many updates the guard has committed.
     """
 

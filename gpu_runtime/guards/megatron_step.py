@@ -177,7 +177,7 @@ class LoopStep:
 
     def owners(self, given: Any, output: Any, gradient: Any) -> Owners:
         """
-        Return whose the tensors of a backward are.
+        Return the work that each tensor of a backward belongs to.
 
         Args:
             given: The input of its forward.
@@ -191,8 +191,8 @@ class LoopStep:
         """
         Return which backward runs.
 
-        That is the next backward of the declared order, unless output, input and gradient all
-        belong to another backward.
+        The next backward of the declared order runs, unless output, input and gradient all belong
+        to another backward.
         """
         known = [*filter(None, owners)]
         due = self._due.popleft() if self._due else None
@@ -206,7 +206,7 @@ class LoopStep:
 
         Args:
             work: The backward that runs.
-            owners: What `owners` returned of its tensors.
+            owners: What `owners` returned for its tensors.
         """
         stage, microbatch = work
         used, given, arrived = owners

@@ -22,11 +22,11 @@ class Updates:
         lib: Megatron-core.
         patches: What is replaced.
         check: Called before an update; returns the update's open block.
-        commit: Called with the block after the update, and with whether it raised.
+        commit: Called after the update, with its block and whether the update raised.
 
     Attributes:
         ever: Whether an update was ever seen.
-        unseen: Whether a step was followed by another one without an update.
+        unseen: Whether two steps followed each other without an update in between.
         replays: Whether a whole step was replayed as one graph.
     """
 

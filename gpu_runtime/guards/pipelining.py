@@ -3,10 +3,10 @@ A contract under a schedule of `torch.distributed.pipelining`, for your own trai
 
 `guard(schedule)` needs neither Transformer Engine nor graphs, and changes no result: the schedule
 runs as before, and a contract checks every action before it runs and commits it afterwards. The
-guard refuses what torch does not notice, and names the clause on the rank where it happens: a
-microbatch that is forwarded twice, a weight gradient or a message that is left out, actions in an
-order that differs from the table's. A table that `qeffect check` refuses is refused before the
-first step.
+guard refuses faults that torch does not notice, and names the clause and the rank of each. Examples
+are a microbatch that is forwarded twice, a weight gradient or a message that is left out, and
+actions in an order that differs from the table's. A table that `qeffect check` refuses is refused
+before the first step.
 
 This module puts the guard on and takes it off. `pipelining_walk` checks and commits the actions,
 `pipelining_boundary` begins and ends steps and updates, `pipelining_rebuild` lets the ranks restart
@@ -18,8 +18,8 @@ guarded as the action that it replaces.
 
 What the guard knows of a plain module: which microbatch's work is retained, from F to dI to dW
 (ownership); the order of F and dI on the rank (order); the stages' messages and reductions; that
-each action's computation ran, and on which weights (`pipelining_evidence`). It knows nothing of
-weight caches, gradient buffers, graphs and streams; those relations are left out. Sends and
+each action's computation ran, and on which weights (`pipelining_evidence`). The guard does not see
+weight caches, gradient buffers, graphs and streams; their relations are left out. Sends and
 reductions end where the table awaits them (torch 2.15), otherwise at the end of the step.
 """
 
@@ -284,8 +284,9 @@ class GuardedSchedule:
         """
         Restart the epoch on all ranks, after a step that was refused or failed on any of them.
 
-        Every rank of the pipeline calls this, once, outside its step. A rank that still waits for
-        a message in `step` calls it after its process group's timeout has ended the step. All ranks
+        Every rank of the pipeline calls this method, once, outside its step. A rank that still
+        waits for a message in `step` calls it after its process group's timeout has ended the step.
+        All ranks
         then restart the lowest epoch that any of them is in: no rank may have updated its weights
         since then. Leftovers of the step in the schedule and its stages are dropped: torch keeps
         the losses of an unfinished step, and would start the next step's backwards from them. The
@@ -293,8 +294,8 @@ class GuardedSchedule:
 
         Args:
             timeout_s: How long to wait for the other ranks, in seconds.
-            alone: Restart this rank without asking the others. The caller makes sure that the
-                others do the same, and that no message is under way.
+            alone: Restart this rank without asking the other ranks. The caller makes sure that the
+                other ranks restart too, and that no message is under way.
 
         Raises:
             MeetingError: On every rank: a rank did not come in time, or the step ended between

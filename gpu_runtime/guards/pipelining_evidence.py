@@ -121,8 +121,8 @@ class StageEvidence:
         Check that a dI left work for the weight gradient of each leaf of its graph.
 
         torch looks for the module's parameters in the graph. A parameter that was replaced since
-        the forward, as by FSDP, is not found, and its gradient is never computed. An action that
-        `begin_split` has not read passes.
+        the forward, as by FSDP, is not found, and its gradient is never computed. An action passes
+        if `begin_split` has not read its graph.
 
         Raises:
             Refused: ``ownership.work-not-queued``.
@@ -154,7 +154,7 @@ class StageEvidence:
 
     def wrote(self, event: Event, microbatches: int) -> None:
         """
-        Note that an action ran which may have written gradients.
+        Note that an action has run, and that it may have written gradients.
 
         Args:
             event: The action.
@@ -250,7 +250,7 @@ class StageEvidence:
 
         Args:
             event: The action.
-            registered: Whether a registered function runs it.
+            registered: Whether a registered function runs the action.
         """
         kind, stage, _ = event
         name = METHODS[kind]

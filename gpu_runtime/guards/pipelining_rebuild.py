@@ -66,9 +66,9 @@ class PipelineRanks:
         Return the lowest epoch that a rank is in; every rank calls it, after its step has ended.
 
         Args:
-            own: This rank's state: ``epoch``; the number of messages that its step has ``posted``,
-                out ``of`` how many; and ``whole``, whether the step ended before its first message
-                or after its last.
+            own: This rank's state: its ``epoch``; ``posted``, the number of messages that its step
+                has posted; ``of``, the number of the step's messages; and ``whole``, whether the
+                step ended before its first message or after its last.
             timeout_s: How long to wait for the other ranks, in seconds.
 
         Raises:

@@ -46,7 +46,8 @@ def event_of(action: Any) -> Event:
 
 class ReadActions:
     """
-    torch's actions as events and as texts. Each is read once, because steps repeat them.
+    torch's actions as events and as texts. Each action is read once, because steps repeat the
+    actions.
     """
 
     def __init__(self) -> None:
@@ -67,8 +68,8 @@ class GuardedRow(list[Any]):
     """
     A rank's row of actions; it tells a guard of each action before and after the action runs.
 
-    It does so in the first walk over the row, which is the step. torch walks the row again only to
-    print it after an action has failed.
+    The row tells the guard in the first walk over the row, which is the step. torch walks the row
+    again only to print it after an action has failed.
 
     Args:
         row: torch's actions.

@@ -41,7 +41,7 @@ class Updates:
     def __init__(self, optimizer: Any, walks: int | None, stages: list[Any]) -> None:
         if not hasattr(optimizer, "register_step_pre_hook"):
             raise TypeError(
-                "follow_optimizer expects a torch.optim.Optimizer, whose hooks tell of its "
+                "follow_optimizer expects a torch.optim.Optimizer, whose hooks report its "
                 f"updates; found {type(optimizer).__name__}"
             )
         if walks is not None and (not isinstance(walks, int) or isinstance(walks, bool)):

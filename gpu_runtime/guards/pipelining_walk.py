@@ -52,7 +52,7 @@ class ActionGuard:
         judge: Asks the contract.
 
     Attributes:
-        evidence: What shows that the actions ran.
+        evidence: The evidence that the actions ran.
         step: The live work of the current step; `begin_step` sets it.
         messages: How many messages the current step has posted.
         walks: Whether torch walks a table.
@@ -152,7 +152,7 @@ class ActionGuard:
         Check an action of the table that the walk has reached.
 
         Args:
-            step: Its place in the row, from 0.
+            step: The action's place in the row, from 0.
             action: torch's action.
 
         Raises:
@@ -186,7 +186,7 @@ class ActionGuard:
         Commit an action that no stage method committed, if its computation ran.
 
         Args:
-            step: Its place in the row, from 0.
+            step: The action's place in the row, from 0.
             action: torch's action.
 
         Raises:

@@ -73,8 +73,8 @@ def guarded(
     fields: Any = getattr(spec, "__dataclass_fields__", {})
     if not all(name in fields for name in _HOOKS):
         raise TypeError(
-            "guarded expects a ModelSpec, as `model_registry(...)` of a model of TorchTitan "
-            f"returns it; found {type(spec).__name__} without {' or '.join(_HOOKS)}"
+            "guarded expects a ModelSpec, which `model_registry(...)` of a TorchTitan model "
+            f"returns; found {type(spec).__name__} without {' or '.join(_HOOKS)}"
         )
     if spec.pipelining_fn is None:
         raise ValueError(

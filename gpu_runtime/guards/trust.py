@@ -40,7 +40,7 @@ PIPELINING: Mapping[str, Trust] = {
     "messages": Trust("a message that was posted arrives, with the contents that were sent"),
     "function": Trust(
         "the function that is registered for {kind} performs its whole action",
-        "a function is registered for a kind of action that leaves evidence that it ran",
+        "a function is registered for a kind of action whose run leaves evidence",
     ),
     "unseen function": Trust(
         "the function that is registered for {kind} runs its action",
@@ -59,7 +59,7 @@ PIPELINING: Mapping[str, Trust] = {
         "after `follow_optimizer`",
     ),
     "walks": Trust(
-        "the walks since the last update are all walks of the epoch",
+        "the epoch has no other walks than those since the last update",
         "after `follow_optimizer` without `walks`",
     ),
 }

@@ -37,7 +37,7 @@ _MARGIN_S = 5.0
 
 
 class UnreachableError(BackendError):
-    """This rank cannot reach the others; it reports this itself, since no other rank can."""
+    """This rank cannot reach the other ranks; it reports the cause itself: no other rank can."""
 
 
 def agree_on_attempt(
@@ -51,8 +51,8 @@ def agree_on_attempt(
     Agree with the other ranks of this attempt on its name, which no other attempt has.
 
     Args:
-        store: The launcher's store. Earlier attempts may have written to it, and processes that
-            they left behind may still do so.
+        store: The launcher's store. Earlier attempts may have written to the store, and processes
+            that they left behind may still write.
         rank: The global rank.
         world: Number of ranks.
         deadline: Timeout in seconds for all ranks to agree.

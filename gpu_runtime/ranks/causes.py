@@ -42,9 +42,9 @@ class Difference:
     A gradient, a stage's numerical state or a weight that differs between two runs of one step.
 
     Args:
-        rank: The rank that computed it.
+        rank: The rank that computed the gradient, state or weight.
         stage: Its stage.
-        name: Its name within the stage, or a text in place of a name (`double_run`).
+        name: The name within the stage, or a text in place of a name (`double_run`).
         count: How many gradients of the rank differ, if only the first of them is known; else 1.
     """
 

@@ -1,7 +1,7 @@
 """
 Messages of one rank, directly from and into slot memory, over one communicator per direction.
 
-A channel goes one way between two ranks. It has its own process group, and therefore its own
+A channel goes one way between two ranks. A channel has its own process group, and therefore its own
 communicator and stream: a receive that waits never delays a send. Under gloo, a tag names kind,
 stage and microbatch. NCCL ignores tags and pairs sends with receives by order alone. So both ends
 record the messages that they posted, and fold them into a digest. The ranks compare the digests
@@ -72,9 +72,10 @@ class Message(NamedTuple):
     The identity of a message, the same at both ends.
 
     Args:
-        stage: The stage that sends it.
+        stage: The stage that sends the message.
         microbatch: Its microbatch.
-        gradient: Whether it is the gradient of the stage's input; otherwise the stage's output.
+        gradient: Whether the message is the gradient of the stage's input; otherwise it is the
+            stage's output.
     """
 
     stage: int
@@ -83,12 +84,12 @@ class Message(NamedTuple):
 
     @property
     def sent(self) -> str:
-        """The action that sends it, in a table's notation."""
+        """The action that sends the message, in a table's notation."""
         return f"{self.stage}{'SEND_B' if self.gradient else 'SEND_F'}{self.microbatch}"
 
     @property
     def received(self) -> str:
-        """The action that receives it, in a table's notation."""
+        """The action that receives the message, in a table's notation."""
         to = self.stage - 1 if self.gradient else self.stage + 1
         return f"{to}{'RECV_B' if self.gradient else 'RECV_F'}{self.microbatch}"
 
@@ -227,9 +228,10 @@ class Channels:
         """
         Make a group for each channel, and send one number through each.
 
-        Every rank of the world calls this, with the same channels. On a GPU, a communicator's first
-        transfer creates it and blocks the host until both ends are there. So this method creates
-        all of them, in one order. NCCL gives this wait no limit, so it runs in a thread.
+        Every rank of the world calls this method, with the same channels. On a GPU, a
+        communicator's first transfer creates it and blocks the host until both ends are there. So
+        this method creates all communicators, in one order. NCCL gives this wait no limit, so it
+        runs in a thread.
 
         Args:
             every: Every channel of the world, in the same order on all ranks.
@@ -387,8 +389,9 @@ class Channels:
         End every transfer and connection of this rank; peers that wait on a connection wake up at
         once.
 
-        Gloo has no call for this: it closes a connection with the last reference to its group and
-        its transfers. An NCCL communicator is aborted, which frees a stream that waits in it.
+        Gloo has no call that closes a connection: it closes one with the last reference to its
+        group and its transfers. An NCCL communicator is aborted, which frees a stream that waits in
+        it.
 
         Args:
             abort: Whether transfers may be under way; False if all have completed.
@@ -403,7 +406,8 @@ class Channels:
         """
         Begin to abort every connection, without waiting; `close` waits.
 
-        A graph may hold kernels of several groups. It ends only once all these groups are aborted.
+        A graph may hold kernels of several groups. The graph ends only once all these groups are
+        aborted.
         """
         if not self.host:
             groups = self._forget()
@@ -547,7 +551,7 @@ class Abort:
 
 def end_groups(groups: list[Any], *, abort: bool) -> None:
     """
-    Destroy process groups; abort groups that other ranks may have left first, all at once.
+    Destroy process groups; first abort, all at once, groups that other ranks may have left.
 
     Args:
         groups: The groups. The list is emptied, because a group ends with its last reference.

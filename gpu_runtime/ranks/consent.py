@@ -3,8 +3,8 @@ Consent of all ranks to a step: no rank updates its weights before all ranks agr
 
 Consent is one small all-reduce on the CPU over a group of all ranks; it waits for no device. Each
 rank contributes its epoch and the digest of its end of each channel. A rank that cannot continue
-first publishes the reason in the store, then closes its connections. Its peers wake up at once and
-publish what they saw. The first rank that has the reports of all others, or has waited for
+first publishes the reason in the store, then closes its connections. The rank's peers wake up at
+once and publish what they saw. The first rank that has the reports of all others, or has waited for
 `grace` seconds, decides the cause of the stop; all ranks read this cause.
 
 The all-reduce may end on some ranks and fail on others when a rank stops during it. Then some ranks
@@ -81,8 +81,8 @@ def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: floa
         done: An event after the work.
         consent: Reports whether another rank has stopped; None does not ask.
         deadline: Timeout of the work, in seconds.
-        grace: Once another rank has stopped, the work gets a quarter of this, in seconds: it may
-            already have all that it needs to finish.
+        grace: Once another rank has stopped, the work gets a quarter of this time, in seconds: the
+            work may already have all that it needs to finish.
 
     Raises:
         LostError: The work did not finish in time.
@@ -132,7 +132,7 @@ class Consent:
         grace: Timeout in seconds for the other ranks to publish why they stopped.
         replicas: The reducer, which also holds connections.
         log: Where a stop is written; None for nowhere.
-        release: Drops a graph that holds kernels of the connections; without this, ending the
+        release: Drops a graph that holds kernels of the connections; otherwise, ending the
             connections would wait for the graph.
         ending: Whether this rank has begun to stop.
         asks: This rank's request to all ranks for the time after the step, as a number from 0 on.
@@ -176,7 +176,7 @@ class Consent:
         Args:
             epoch: The epoch that ends.
             parts: Sum of squared gradients of each part of the model on this rank; either all ranks
-                give parts or none does. They travel in the same all-reduce.
+                give parts or none does. The sums travel in the same all-reduce.
             places: Every part of the model, in its order; the same on all ranks.
 
         Returns:
@@ -320,7 +320,7 @@ class Consent:
 
     def claim(self, speaker: str) -> bool:
         """
-        Whether this speaker tells why this process stops: the first that asks does, and no other.
+        Whether this speaker reports why this process stops; only the first speaker that asks does.
 
         Args:
             speaker: ``main``, the thread that trains, or ``aside``, another one.

@@ -9,7 +9,7 @@ same wrong number. A weight that changes during the runs is named. The step cann
 such a weight, so the stop is not recoverable in place.
 
 The contract checks and counts one step. The second run (`second_run.py`) repeats only device work.
-It runs before this rank's consent, or before its device's vote.
+The second run comes before this rank's consent, or before its device's vote.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Faults that a rank finds late. It reports them to its contract before it stops.
+Faults that a rank finds late. The rank reports such a fault to its contract before it stops.
 
 An error of a device, and a difference between two runs of a step, are found only after the contract
 has accepted the actions that they concern. The contract then refuses the commit of that epoch, and

@@ -17,7 +17,7 @@ class LostError(RuntimeError):
     A transfer did not complete: a connection broke, or the deadline passed.
 
     Args:
-        action: The action whose transfer it was.
+        action: The action that needed the transfer.
         peer: The rank at the other end; -1 for a collective.
         late: Whether the deadline passed.
         library: The library's error message.

@@ -104,7 +104,7 @@ def launcher_ranks() -> tuple[int, int | None]:
     Read this process's rank and the number of ranks from the launcher's environment variables.
 
     Returns:
-        Both; 0 and None without a launcher.
+        The rank and the number of ranks; 0 and None without a launcher.
 
     Raises:
         BackendError: A variable is not a number, is too large, or names a rank beyond the number
@@ -239,9 +239,10 @@ def leave() -> None:
     End the remaining groups on the CPU, and their threads; called at the end of the process.
 
     A thread of gloo may hold the tensors of its last collective for a while after the collective.
-    If it releases them while the interpreter ends, it waits for a lock that it never gets, and the
-    process ends in `std::terminate`, after all its work (pytorch/pytorch#190489). A group ends with
-    its last reference, and then waits for its threads, at most for its own timeout. No rank waits
+    If the thread releases these tensors while the interpreter ends, it waits for a lock that it
+    never gets, and the process ends in `std::terminate`, after all its work
+    (pytorch/pytorch#190489). A group ends with its last reference, and then waits for its threads,
+    at most for its own timeout. No rank waits
     for another rank: all messages are sent by then. If groups on GPUs remain, the driver ends them,
     and the group of all ranks stays too.
     """

@@ -78,8 +78,8 @@ class OneLaunch:
 
     Attributes:
         host_ms: Milliseconds of the host's parts of the latest launch, by the names of `PARTS`.
-        rehearsal: The guards. It counts rehearsed steps and steps checked in one call, and gives
-            the reason why the latest rehearsed step could not be checked in one call.
+        rehearsal: The guards. The rehearsal counts rehearsed steps and steps checked in one call,
+            and gives the reason why the latest rehearsed step could not be checked in one call.
 
     Raises:
         BackendError: The step cannot be one launch; every obstacle is named.
@@ -289,8 +289,8 @@ class OneLaunch:
         """
         Return the device's milliseconds in one dW of each stage, for a launch that has a verdict.
 
-        They contain no wait for another rank. NaN if the step was not a launch or ran twice, or if
-        its time was asked for before.
+        These milliseconds contain no wait for another rank. NaN if the step was not a launch or ran
+        twice, or if its time was asked for before.
         """
         return self._waits.weights_ms.pop(epoch, math.nan)
 
@@ -341,7 +341,7 @@ class OneLaunch:
 
     def rebuild(self, stopped: StoppedError) -> None:
         """
-        Restart the epoch after a stop that all ranks survived; every rank calls this.
+        Restart the epoch after a stop that all ranks survived; every rank calls this method.
 
         The next step is guarded; the step after it is captured.
 
@@ -357,8 +357,8 @@ class OneLaunch:
         """
         Restart the epoch as `rebuild` does, and end the launches: later steps are the worker's own.
 
-        This makes no connections for launches. If a rank made them only to close them, it could
-        close them while another rank still connects.
+        The call makes no connections for launches. If a rank made connections only to close them,
+        it could close them while another rank still connects.
 
         Raises:
             StoppedError: As `rebuild`.

@@ -109,7 +109,7 @@ class Pipeline:
         channels: The rank's messages.
         feed: Data in, losses out.
         ranks: Global rank of each of the table's ranks, in this replica.
-        consent: The verdict of all ranks; None, for a single rank, raises errors unchanged.
+        consent: The verdict of all ranks; with None (a single rank), errors are raised unchanged.
         clipping: How the update uses the norm of all gradients; the same on every rank. The host
             then waits for the gradients before the commit, because it must report their norm.
 

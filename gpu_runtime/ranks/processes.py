@@ -107,7 +107,7 @@ def speaker_of(outcome: Outcome) -> int:
 
 def mute_unless_speaker(*, failed: bool, speaker: int = 0) -> None:
     """
-    Silence every rank but the speaker, since all would print the same.
+    Silence every rank but the speaker, since all ranks would print the same lines.
 
     Args:
         failed: Whether this rank ends with an error. torchrun ends all ranks as soon as the first

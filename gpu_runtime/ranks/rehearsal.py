@@ -3,10 +3,10 @@ A step of a pipeline without its device work: the guards of a step that is one l
 
 The pipeline's own actions ask the contract, in the order of guarded replays; the performer replaces
 the device and moves nothing. So the contract cannot distinguish a rehearsal from replays; a test
-compares the two. Two rehearsed steps are recorded. If they are the same step (`qeffect.steps`),
-later steps are checked by comparing everything that their transitions would read, and each is
-committed as a whole after its launch. If anything differs, the step is rehearsed again, action by
-action, and recorded anew.
+compares the two. Two rehearsed steps are recorded. If both rehearsals are the same step
+(`qeffect.steps`), later steps are checked by comparing everything that their transitions would
+read, and each is committed as a whole after its launch. If anything differs, the step is rehearsed
+again, action by action, and recorded anew.
 """
 
 from __future__ import annotations

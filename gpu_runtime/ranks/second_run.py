@@ -1,10 +1,11 @@
 """
 A step's device work once more, without the contract: the contract has checked the first run.
 
-`SecondRun` takes the place of the runtime while the walk over the row runs again. It performs every
-action on the slot that the first run used, sums and reduces the gradients again, and does not ask
-the contract. The numerical state and the device's counters must be as they were before the first
-run (`double_run.py`). Weight caches need no copy: each run refreshes them from the weights.
+`SecondRun` takes the place of the runtime while the walk over the row runs again. The second run
+performs every action on the slot that the first run used, sums and reduces the gradients again, and
+does not ask the contract. The numerical state and the device's counters must be as they were before
+the first run (`double_run.py`). Weight caches need no copy: each run refreshes them from the
+weights.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class StepCapture:
 
 
 def post_by_graph(pipeline: Pipeline, by_graph: bool) -> None:
-    """Say whether the graph posts the messages; the rank log has those of the capture only."""
+    """Say whether the graph posts the messages; the rank log has only the capture's messages."""
     pipeline.launched = by_graph
     pipeline.channels.log = None if by_graph else pipeline.log
 

@@ -85,7 +85,7 @@ class Worker:
             the event log is split into several files, so is the rank log.
         tagged: Whether messages carry tags, on a transport that has tags.
         pipeline: The pipeline's class; a subclass may record what it runs.
-        clip_norm: Limit of the norm of all ranks' gradients together. Beyond it every rank
+        clip_norm: Upper limit of one norm over the gradients of all ranks. Beyond it every rank
             multiplies its gradients by the same factor. None leaves gradients as they are.
         skip_nonfinite: Skip the update on every rank if that norm is not finite. The epoch then
             commits, but weights and optimizer stay unchanged (`qeffect.gpu_runtime.step.clipping`).

@@ -138,7 +138,7 @@ class EpochRuntime(RuntimeParts):
         Take only the first microbatches in the walk that begins, as in a last, short batch.
 
         Call it before the walk's first F, then run the order without the actions of the other
-        microbatches. The next walk takes all of them again; so does a rebuilt epoch.
+        microbatches. The next walk takes all microbatches again, and so does a rebuilt epoch.
 
         Args:
             microbatches: How many microbatches the walk takes, at least 1.
@@ -235,7 +235,7 @@ class EpochRuntime(RuntimeParts):
             gradients: What `finalize` returned.
             caller: Name of the calling stream, the same as for `finalize`.
             norm: The gradients' norm, with their factor and whether the update is skipped; the
-                same on every rank. The epoch commits in any case.
+                same on every rank. The epoch commits even if the update is skipped.
 
         Returns:
             The new epoch.
@@ -286,7 +286,7 @@ class EpochRuntime(RuntimeParts):
 
         Args:
             update: The update in flight.
-            moved: How often the backend reports that they moved.
+            moved: How often the scales moved, as the backend reports.
 
         Raises:
             Refused: A clause of order.
@@ -319,8 +319,8 @@ class EpochRuntime(RuntimeParts):
         """
         With ``counts='next step'``, check the device's counts at the last commit.
 
-        `finalize` and `checkpoint` call this; with other counts it does nothing. It waits for the
-        last update, which normally has long ended.
+        `finalize` and `checkpoint` call this method; with other counts the method does nothing. The
+        call waits for the last update, which normally has long ended.
 
         Raises:
             Refused: The device skipped that update, because it had not run the committed actions;
@@ -433,7 +433,7 @@ class EpochRuntime(RuntimeParts):
         """
         The counts of the device at the last `finalize`, by state domain.
 
-        With late counts: at the last `update`. A loop that commits by itself passes them as
+        With late counts: at the last `update`. A loop that commits by itself passes these counts as
             `counted`.
 
         None if `RuntimeConfig.counts` is None. Waits for the device.

@@ -33,16 +33,17 @@ class Runtime(EpochRuntime):
         config: How to run.
         event_log: Where to write every accepted transition: a path, a binary file, or True for
             memory (`recorder.lines`). None costs nothing. `close` ends the log.
-        reducer: Reduces a bucket's gradients in place over data-parallel ranks. It takes the
-            bucket's name and the gradients by name, and may return an object whose `wait` ends the
-            reduction.
-        row: The row with its messages, for a process of a pipeline. It gives the slots, counted
-            with messages, and says which stages receive and send; provisioning, feeds and readers
-            of `RuntimeConfig` are then ignored.
+        reducer: Reduces a bucket's gradients in place over data-parallel ranks. The reducer takes
+            the bucket's name and the gradients by name, and may return an object whose `wait` ends
+            the reduction.
+        row: The row with its messages, for a process of a pipeline. The row gives the slots,
+            counted with messages, and says which stages receive and send; provisioning, feeds and
+            readers of `RuntimeConfig` are then ignored.
         rank: Rank of the process, for the event log.
         registry: Gradient destinations of the other runtimes of one training process. This
-            runtime's destinations must not overlap them; `close` releases this runtime's
-            destinations. Without a registry, destinations of two runtimes are not compared.
+            runtime's destinations must not overlap those destinations; `close` releases this
+            runtime's destinations. Without a registry, destinations of two runtimes are not
+            compared.
 
     Raises:
         BackendError: The order names other stages or is incomplete, the backend cannot be captured,
@@ -111,7 +112,7 @@ class Runtime(EpochRuntime):
 
         Args:
             epoch: The epoch to begin: the number of updates that the device has run.
-            kept: The numerical state after the last of these updates.
+            kept: The numerical state after the last update that the device has run.
 
         Raises:
             BackendError: As `rebuild`.

@@ -91,7 +91,7 @@ def _accepting_old_flags(cls: type[_T]) -> type[_T]:
         for name in given:
             if name not in known and name not in _OLD:
                 raise TypeError(
-                    f"{cls.__name__} has no field {name!r}; expected some of {', '.join(known)}"
+                    f"{cls.__name__} has no field {name!r}; the fields are {', '.join(known)}"
                     f"{near(name, known)}"
                 )
         made(self, **translated(given))
@@ -146,13 +146,13 @@ class RuntimeConfig:
             not named has one bucket of all its gradients; the bucket's name is the stage's index.
         reductions: The order of all buckets in which every replica starts their reductions; empty
             if the order of the calls is not checked.
-        tied: Groups of matrices, each by stage and name, that are one parameter. They share one
-            destination, and the first matrix has the gradient. A parameter in two places is refused
-            unless it is declared here.
+        tied: Groups of matrices, each by stage and name, that are one parameter. The matrices of a
+            group share one destination, and the first matrix has the gradient. A parameter in two
+            places is refused unless it is declared here.
         copies: For each weight that exists several times, by its name: its copies, which are
             separate parameters, each with its own gradient. The reducer gets the gradients of all
-            copies of this process under the weight's name, after all other gradients. It must leave
-            the same sum in the gradients of all copies, also of copies on other ranks.
+            copies of this process under the weight's name, after all other gradients. The reducer
+            must leave the same sum in the gradients of all copies, also of copies on other ranks.
         amax: ``replica`` makes scales from a replica's own amaxes; with ``replicas`` all
             replicas share their amaxes at the end of each epoch (`step/memory/scaling.py`). With a
             reducer, the contract's configuration then has a bucket ``amax``, which must be reduced

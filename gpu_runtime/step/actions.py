@@ -1,8 +1,9 @@
 """
 F, dI, dW and the cache refresh as guarded actions: check, act, commit.
 
-Every action crosses to the graph stream and back. It asks the kernel before it touches memory, and
-tells the kernel afterwards. A refusal changes nothing. An exception while acting, or incomplete
+Every action crosses to the graph stream and back. An action asks the kernel before it touches
+memory, and reports to the kernel afterwards. A refusal changes nothing. An exception while acting,
+or incomplete
 evidence, fails the step: the action's tape and every other outstanding tape of the state domain are
 aborted at once (paper, IV-E), and the epoch is spoiled. A failed F, dI or refresh also poisons the
 state domain, because the library rolls its scales even when F raises. The same code runs eager and
@@ -395,7 +396,7 @@ class GuardedActions:
 
         Args:
             stage: Index of the stage.
-            inputs: Its inputs, with the shapes and types of a microbatch.
+            inputs: The stage's inputs, with the shapes and types of a microbatch.
             caller: Name of the calling stream.
 
         Returns:
@@ -636,9 +637,9 @@ class GuardedActions:
         """
         Abort every outstanding tape of the process: the step has failed (paper, III-A and IV-E).
 
-        A failed action calls this itself. Your loop calls it if another part of the step fails, for
-        example a transfer. The epoch can then no longer commit; `Runtime.rebuild` restarts the
-        epoch.
+        A failed action calls this method itself. Your loop calls it if another part of the step
+        fails, for example a transfer. The epoch can then no longer commit; `Runtime.rebuild`
+        restarts the epoch.
 
         Returns:
             Number of tapes aborted.

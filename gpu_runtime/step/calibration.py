@@ -2,9 +2,10 @@
 Calibration of scales that move once an epoch, before the first step of a run.
 
 A new run has scales of 1, at which gradients underflow in E5M2. Scales that move at every F and dI
-recover within a step. Scales that move once an epoch would spoil a whole step, or several steps if
-a gradient that has become zero hides the gradients behind it. So a run begins with walks over the
-microbatches of its first step. Their gradients and losses are dropped, and no weight is updated:
+recover within a step. Scales that move once an epoch recover only after a step, so the whole step
+would be spoiled. A gradient that has become zero also hides the gradients behind it, so several
+steps may be spoiled. Therefore a run begins with walks over the microbatches of its first step.
+The gradients and losses of these walks are dropped, and no weight is updated:
 
 1. Empty every history.
 2. Run F, dI and dW of every microbatch of the first step, on every replica.

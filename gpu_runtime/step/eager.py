@@ -39,19 +39,20 @@ class StageMemory:
         arena: Its matrix-gradient destinations.
         slot_of: Index in the process's pool of the slot that each microbatch uses.
         variants: What the dW of each microbatch does.
-        later_variants: The same in later walks of an epoch; empty if an epoch has one walk.
+        later_variants: What the dW of each microbatch does in later walks of an epoch; empty if an
+            epoch has one walk.
         places: Where each set of destinations lies, as the contract numbers places
             (`qeffect.counts.located`); empty if all count as one.
         reports: What its backend reports about its actions.
         sums: Sums of its non-matrix gradients over the microbatches, in dI order.
-        all_units: Names of its units, in the order in which dI queues them.
+        all_units: Names of the stage's units, in the order in which dI queues them.
         all_matrices: Names of its matrices, sorted; the kernel's own tuple once that exists.
         shared: Units whose destination another stage also writes.
         groups: For each microbatch, the microbatches whose dW run together with its dW, itself
             included; empty if an earlier microbatch's dW includes it.
         kept: Each microbatch's non-matrix gradients, which are summed in the order of microbatches
-            at the end of the step. None if dI adds them to `sums` at once, because dI runs in the
-            order of microbatches or the order does not matter.
+            at the end of the step. None if dI adds these gradients to `sums` at once, because dI
+            runs in the order of microbatches or the order does not matter.
     """
 
     stage: StageBackend

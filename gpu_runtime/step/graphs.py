@@ -49,7 +49,7 @@ class Product(NamedTuple):
     Names a dW among the captured ones.
 
     Args:
-        slots: The slots that it reads, as the kernel counts them.
+        slots: The slots that the dW reads, as the kernel counts them.
         variant: Where and how it writes.
     """
 
@@ -228,7 +228,7 @@ def product_of(slot: Slot, variant: WgradVariant, others: Sequence[Slot]) -> Pro
 
 
 def product_at(memory: StageMemory, microbatch: int) -> Product | None:
-    """Name the dW of a microbatch in an epoch's first walk; None if another one's takes it."""
+    """Name a microbatch's dW in an epoch's first walk; None if another dW includes it."""
     if not (group := memory.groups[microbatch]):
         return None
     return Product(tuple(memory.slot_of[m] for m in group), memory.variants[microbatch])

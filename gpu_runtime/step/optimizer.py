@@ -123,7 +123,7 @@ class Optimizer:
 
         Args:
             gradients: By stage and parameter name; every parameter needs one.
-            skip: Float32 scalar on the parameters' device. If it is 1, the device leaves
+            skip: Float32 scalar on the parameters' device. If this scalar is 1, the device leaves
                 parameters, moments and step counts unchanged; no host reads it.
             scale: Float32 scalar on the parameters' device; the gradients are multiplied by it,
                 in place if they have the type of their target.

@@ -75,7 +75,7 @@ def require_buckets(
     """
     unknown = sorted(buckets.keys() - stages.keys())
     if unknown:
-        raise BackendError(f"buckets name the stages {unknown}; expected some of {sorted(stages)}")
+        raise BackendError(f"buckets name the stages {unknown}; the stages are {sorted(stages)}")
     if SCALING in (*order, *(bucket.name for given in buckets.values() for bucket in given)):
         raise BackendError(
             f"a bucket of gradients is named {SCALING!r}, the name of the scaling state's bucket; "

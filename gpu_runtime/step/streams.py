@@ -190,8 +190,8 @@ class GraphStream:
 
     Args:
         device: The device.
-        two_way: False leaves out the second half. Only the test that shows why this is wrong may
-            do so.
+        two_way: False leaves out the second half. Only the test that shows why both halves are
+            needed may leave it out.
     """
 
     def __init__(self, device: torch.device, *, two_way: bool = True) -> None:

@@ -1,6 +1,7 @@
 """
 Which stages of a rank have only zero gradients. The device finds out: no host waits, and a graph
-can hold the work. A norm of all gradients shows the same; this is for steps without a norm.
+can hold the work. A norm of all gradients also shows zero stages; this module is for steps without
+a norm.
 """
 
 from __future__ import annotations

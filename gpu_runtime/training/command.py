@@ -129,7 +129,7 @@ class JoinedRun:
     A training run before its first step; every rank has joined it.
 
     Args:
-        config: The run; its cut is measured if the file asks for that.
+        config: The run; its cut is measured if the file asks for a measured cut.
         data: The model and its data.
         member: This process.
         what: The run in one line.

@@ -148,7 +148,7 @@ class Model:
             batch: Windows per microbatch; the default fits FP8 for windows of any length.
 
         Raises:
-            ValueError: The dimensions do not fit each other, or FP8.
+            ValueError: The dimensions do not fit each other, or do not fit FP8.
         """
         return LayerConfig(
             self.hidden,
@@ -441,7 +441,7 @@ class Config:
         Return the dimensions of a layer.
 
         Raises:
-            UnusableError: The dimensions do not fit each other, or FP8.
+            UnusableError: The dimensions do not fit each other, or do not fit FP8.
         """
         try:
             return self.model.layer(self.parallel.batch)

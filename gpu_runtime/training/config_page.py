@@ -1,8 +1,8 @@
 """
 The page of all fields of a training file, made from `config.py`.
 
-``python -m qeffect.gpu_runtime.training.config_page`` writes it into `docs/configuration.md` of
-this tree; a path as an argument writes it there.
+``python -m qeffect.gpu_runtime.training.config_page`` writes the page into `docs/configuration.md`
+of this tree, or into the path that an argument names.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ListedFile:
     A file of a list.
 
     Args:
-        name: Its path below the standard library's folder.
+        name: The file's path below the standard library's folder.
         size: Its length in bytes.
         sha256: The first 16 digits of its hash.
     """

@@ -56,7 +56,7 @@ class Tokens:
 
     Args:
         path: The file.
-        values: Its tokens, one dimension of uint16 or uint32, mapped into memory.
+        values: The file's tokens, one dimension of uint16 or uint32, mapped into memory.
     """
 
     path: Path

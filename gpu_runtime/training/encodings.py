@@ -279,7 +279,8 @@ def encoding_of(name: str, end: str | None) -> FileEncoding | None:
     Return the encoding of a file that `--tokenizer` names; None for a name of `NAMES`.
 
     Raises:
-        UnusableError: Neither a name of `NAMES` nor a file, or `FileEncoding` refuses the file.
+        UnusableError: The text is neither a name of `NAMES` nor a file, or `FileEncoding` refuses
+            the file.
     """
     if name in NAMES:
         return None

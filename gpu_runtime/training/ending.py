@@ -2,7 +2,7 @@
 How SIGTERM, SIGUSR1 or `[run] max_seconds` ends a run before its last step.
 
 Each rank notes a request to end. The ranks exchange these notes with their consent to a step, so
-all ranks end after the same step. Then they save, and the run ends with exit code 0.
+all ranks end after the same step. Then the ranks save, and the run ends with exit code 0.
 
 A step cannot end if a rank has died or hangs. The main thread then waits inside gloo, where Python
 runs no handler. So a signal also wakes a thread. If the step has not ended in time, the thread

@@ -209,7 +209,7 @@ class LanguageJob(Job):
         return decays(EMBEDDED if self.tied and name == PROJECTED else name, parameter)
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
-        """Like `Job.options`; the cut gives the layers, the end stages have embedding and head."""
+        """Like `Job.options`; the cut sets the layers, the end stages add embedding and head."""
         last = index == self.num_stages - 1
         ends = Ends(
             vocabulary=self.vocabulary,

@@ -27,7 +27,7 @@ class NonFinite:
     A tensor with values that are not finite.
 
     Args:
-        name: Its name in a checkpoint.
+        name: The tensor's name in a checkpoint.
         stage: The stage that holds it.
         count: How many of its values are not finite.
         size: How many values it has.

@@ -72,8 +72,8 @@ class Trainer:
 
     Attributes:
         stands: The run's status, as last written to the status file.
-        tell: Prints why the run stopped, if the main thread cannot. It takes the cause and the
-            run's status, and returns whether this rank printed.
+        tell: Prints why the run stopped, if the main thread cannot. The function takes the cause
+            and the run's status, and returns whether this rank printed.
 
     Raises:
         UnusableError: The configuration or the data cannot be used, or the folder has checkpoints

@@ -209,7 +209,7 @@ class Saves:
         Write a checkpoint between two steps.
 
         Raises:
-            BackendError: It cannot be written; earlier checkpoints are unchanged.
+            BackendError: The checkpoint cannot be written; earlier checkpoints are unchanged.
             StoppedError: A rank has live state, or is gone.
             DivergedError: A weight, a moment or a scale is not finite.
         """

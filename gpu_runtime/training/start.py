@@ -53,7 +53,8 @@ class StartingWeights:
 
         Raises:
             BackendError: The file cannot be read, or holds something else.
-            UnusableError: It is a safetensors file, and the package safetensors is not installed.
+            UnusableError: The file is a safetensors file, and the package safetensors is not
+                installed.
         """
         try:
             with path.open("rb") as file:

@@ -95,7 +95,7 @@ class PersistentTensors:
     The live tensors of one rank that a checkpoint saves, by name.
 
     Args:
-        tensors: All tensors by name, live.
+        tensors: The live tensors, by name.
         parameters: Names of the weights.
         optimizer: For each tensor of AdamW's state: its name here, by the optimizer's own name.
         numerical: For each tensor of scaling state: the domain's own name, by its name here.

@@ -2,8 +2,8 @@
 The steps of a training run: guarded replays, or one launch per step if asked for and possible.
 
 A launch still runs when `StepRunner.step` returns. After the launch the device copies the step's
-losses and norm to the host. The host reads them one step later, when the devices of all ranks have
-confirmed the step. So no host waits for a step that it has just launched.
+losses and norm to the host. The host reads losses and norm one step later, when the devices of all
+ranks have confirmed the step. So no host waits for a step that it has just launched.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ product for queries, keys and values orders its rows head by head (`qkv_weight_i
 default); the reference orders all queries, then all keys, then all values. Where heads share keys
 and values, the library's rows are group by group: the queries of a group, its key, its value. Also,
 the library's GELU is the tanh approximation (`common/util/math.h`); the reference's GELU is exact.
-Norms (epsilon 1e-5), residuals, biases, masks and the scale of the scores are the same. All this
-was read in the library's sources. Groups, the gates of SwiGLU (the first half of the rows) and
+Norms (epsilon 1e-5), residuals, biases, masks and the scale of the scores are the same. These facts
+were read in the library's sources. Groups, the gates of SwiGLU (the first half of the rows) and
 rotations were also tested on a device: `tests/gpu/test_language.py` compares losses.
 """
 
@@ -63,7 +63,7 @@ def as_reference(weights: Mapping[str, Tensor], config: LayerConfig) -> dict[str
 
     Returns:
         The weights with fused queries, keys and values: all queries first, then keys, then values.
-        Their shapes are those of the reference backend.
+        The weights' shapes are those of the reference backend.
 
     Raises:
         BackendError: A name is unknown, or a layer lacks its queries, keys or values.

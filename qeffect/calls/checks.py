@@ -62,9 +62,9 @@ class Checks(ContractParts):
         """
         Reserve a stage's domain for an evaluation: a forward without training.
 
-        No dI or dW follows an evaluation. It has no key and no slot, and updates neither scaling
-        state nor the weight cache; it runs in separate memory. It is accepted between any two
-        actions of an epoch, except between a refresh and the stage's first F.
+        No dI or dW follows an evaluation. An evaluation has no key and no slot, and updates neither
+        scaling state nor the weight cache; it runs in separate memory. An evaluation is accepted
+        between any two actions of an epoch, except between a refresh and the stage's first F.
 
         Args:
             stage: Stage whose weights are read.
@@ -217,9 +217,9 @@ class Checks(ContractParts):
         """
         Reserve a tape and its destinations for dW, and the further tapes of a grouped dW.
 
-        A grouped dW is one product over several tapes of one stage. It is one write of their
-        common destination: ``first`` speaks of that write, and the device counts one dW, that of
-        the first tape. The commit counts a dW for each tape; the abort aborts each.
+        A grouped dW is one product over several tapes of one stage. The product writes their common
+        destination once: ``first`` describes this one write, and the device counts one dW: the
+        first tape's. The commit counts a dW for each tape; the abort aborts each.
 
         Args:
             key: Key of the execution, whose tape the reference must name.
@@ -227,8 +227,8 @@ class Checks(ContractParts):
             destination: The destinations to be written; by default the configured destinations.
             first: Whether the write overwrites; by default true for the first write of an epoch.
             first_of_tied: Whether the write overwrites the destinations that the stage shares with
-                another stage. By default true for their first write of an epoch; ``first`` if the
-                stage shares none.
+                another stage. By default true for the first write of these destinations in an
+                epoch; the same as ``first`` if the stage shares no destination.
             link: Link of the calling stream.
             group: Keys and references of the further tapes that the same product takes. Their
                 gradients go to the same destination, and their F ran with the same scales

@@ -146,9 +146,9 @@ class EpochCalls(ContractParts):
         """
         Take only the first microbatches in the walk that begins, as for a short last batch.
 
-        Call it before the walk's first F: at the start of an epoch, or after `next_walk`. It leaves
-        the other microbatches of every stage out (`skip`). A stage can be finalized after the dW of
-        the remaining microbatches. The next walk takes all microbatches again.
+        Call it before the walk's first F: at the start of an epoch, or after `next_walk`. The call
+        leaves the other microbatches of every stage out (`skip`). A stage can be finalized after
+        the dW of the remaining microbatches. The next walk takes all microbatches again.
 
         Args:
             microbatches: How many microbatches the walk takes, at least 1 and at most as many as
@@ -189,8 +189,8 @@ class EpochCalls(ContractParts):
         Args:
             epoch: As in `check_update`.
             caller: As in `check_update`.
-            counted: As in `check_update`. A contract made with ``late=True`` also accepts it here,
-                unlike in `check_update`, and compares it at once.
+            counted: As in `check_update`. Here a contract made with ``late=True`` accepts the
+                counts too, and compares them at once.
             guards_alone: Run only the guards: compare no device counts, and do not ask whether the
                 counts of the last commit were presented.
 
@@ -238,8 +238,8 @@ class EpochCalls(ContractParts):
         Raises:
             Refused: Work is live or in flight, a stage is not final, an earlier update failed, or
                 the device did not run exactly the committed actions: ``epoch.uncounted``,
-                ``epoch.device-count`` or ``epoch.device-order``. If a guard also refuses, its
-                clause is raised instead of these three.
+                ``epoch.device-count`` or ``epoch.device-order``. If a guard also refuses, the
+                guard's clause is raised instead of these clauses about counts.
             TypeError, ValueError: The epoch is not an ``int``, no caller has that name, or the
                 counts do not match the contract's domains and stages.
         """
@@ -331,7 +331,7 @@ class EpochCalls(ContractParts):
         Return the counts that devices have if they ran exactly the committed actions in order.
 
         The counts are by state domain, since the incarnation began. With ``late=True`` a device
-        compares its own counts with them and skips an update if they differ.
+        compares its own counts with these counts and skips an update if they differ.
 
         Raises:
             ValueError: The contract was made without ``counted=True``.

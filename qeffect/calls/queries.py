@@ -41,7 +41,7 @@ class Queries(ContractParts):
 
     @property
     def epoch(self) -> int:
-        """The weight epoch of the process; all stages have the same, since a commit is atomic."""
+        """The weight epoch of the process, which all stages share, since a commit is atomic."""
         return self._epochs.current
 
     @property
@@ -52,8 +52,8 @@ class Queries(ContractParts):
     @property
     def half_updated(self) -> bool:
         """
-        Whether the weights may be wrong: since the last `restore`, an update failed half way, or
-        used the gradients of a fault that was found only later.
+        Whether the weights may be wrong: since the last `restore`, an update failed half way, or a
+        fault was found after the update had used its gradients.
         """
         return bool(self.memory.half_updated[0])
 

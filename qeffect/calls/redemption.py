@@ -65,8 +65,8 @@ class Redemption(Queries):
             updates: For F, dI and an evaluation, how often the domain's scaling state was updated
                 (`StageConfig.reports_updates`).
             scales: For dI, the token of the F whose scales dI used (`StageConfig.tape_scales`). If
-                scales move once an epoch, the token at which the used scales had moved; 0 before
-                their first movement since a restore.
+                scales move once an epoch, the domain's token at the last movement of the scales; 0
+                before their first movement since a restore.
             draws: For F, the position of the random generator at which F began to draw
                 (`StageConfig.reports_draws`); for dI, the position at which its recomputation
                 began (`StageConfig.recomputes_draws`). An integer of at least 0 that rises as the
@@ -74,9 +74,9 @@ class Redemption(Queries):
                 position, the last position before the reseeding, so that the number keeps rising.
             weight: For dI, the factor by which the microbatch's gradient is weighted, as the
                 fraction (numerator, denominator). All weights of an epoch have the same
-                denominator (`StageConfig.weights_sum`), so do not cancel common factors. It is the
-                product of all factors that are applied to the gradient before the update, except
-                the factor of a sum over replicas.
+                denominator (`StageConfig.weights_sum`), so do not cancel common factors. The weight
+                is the product of all factors that are applied to the gradient before the update,
+                except the factor of a sum over replicas.
 
         Returns:
             For F, the reference of the new tape; otherwise None.

@@ -28,7 +28,7 @@ class StepCalls(Queries):
 
         Raises:
             ValueError: The contract has an observer that does not take steps (`StepObserver`); a
-                recorded step would bypass it. An event log's recorder takes them.
+                recorded step would bypass it. An event log's recorder takes such steps.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
@@ -87,7 +87,7 @@ class StepCalls(Queries):
     @exclusive_call
     def withdraw_step(self) -> None:
         """
-        Tell that a step accepted by `check_step` was not run and will not be run.
+        Report that a step accepted by `check_step` was not run and will not be run.
 
         A checkpoint is then accepted instead. Without such a step the call does nothing.
         """

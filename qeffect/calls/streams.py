@@ -34,7 +34,8 @@ class StreamCalls(ContractParts):
         """
         Record that the link's caller enqueued work and that the graph stream waits for it.
 
-        The same as `submit` of the caller, then `join` of the link; each guarded replay begins so.
+        The call equals `submit` of the caller, then `join` of the link; each guarded replay begins
+        with it.
         """
         if self._entered:
             raise ConcurrentCallError("enter")
@@ -48,7 +49,8 @@ class StreamCalls(ContractParts):
         """
         Record that the graph stream waits for all work that the caller submitted.
 
-        That includes the optimizer's update, if the update ran on this caller's stream.
+        The submitted work includes the optimizer's update, if the update ran on this caller's
+        stream.
         """
         if self._entered:
             raise ConcurrentCallError("join")
@@ -74,7 +76,7 @@ class StreamCalls(ContractParts):
         Record that the host has seen all device work of every domain finish.
 
         A drain permits a checkpoint and a restore, and replaces the graph streams' wait for the
-        optimizer's update. It does not replace `wait`, `finish_read` or `finish_receive`: the
+        optimizer's update. A drain does not replace `wait`, `finish_read` or `finish_receive`: the
         contract does not know on which stream a transfer was enqueued, or whether the host waited
         for that stream. End every transfer before a `restore`, which forgets transfers that are
         still under way.

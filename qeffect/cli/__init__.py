@@ -104,8 +104,8 @@ def main(argv: Sequence[str] | None = None, *, before: Sequence[str] = ()) -> in
     """
     Run a command.
 
-    With the process's own arguments the command owns its process: Ctrl-C then ends the process and
-    its children with exit code 130.
+    If the arguments are the process's own, the command owns its process: Ctrl-C then ends the
+    process and its children with exit code 130.
 
     Args:
         argv: Arguments without the program's name; by default the process's own.

@@ -86,7 +86,7 @@ class Outcome:
         """
         The JSON object.
 
-        A refusal always has clause, rank, step and action; None if one of them has no meaning.
+        A refusal always has clause, rank, step and action; each is None where it has no meaning.
         """
         place = dict.fromkeys(PLACE) if self.verdict == "refused" else {}
         return {"verdict": self.verdict, **place, **self.data}

@@ -54,7 +54,7 @@ class Interrupts:
         If the shell ignores SIGINT, as for background jobs of a script, SIGINT stays ignored.
 
         Args:
-            work: The work; ``KeyboardInterrupt`` is raised in it, and the work may swallow that.
+            work: The work; it gets ``KeyboardInterrupt``, and may swallow this exception.
         """
         if (
             _WAKE is None
@@ -84,7 +84,7 @@ class Interrupts:
         return self._ending.is_set()
 
     def last_word(self) -> bool:
-        """Take the right to print last; False if the other of command and interruption has it."""
+        """Whether the caller may print last: True for the first caller, False for the second."""
         return self._last_word.acquire(blocking=False)
 
     def _wait(self) -> None:

@@ -96,7 +96,7 @@ def with_functions(contract: Contract, functions: Transitions) -> Contract:
         # getattr, not vars(): vars() would slow down every later attribute access of the contract.
         if getattr(contract, f"_{name}", None) is not contract.transitions.functions[name]:
             raise RuntimeError(
-                f"the contract has no own transition {name}; its attribute was renamed"
+                f"the contract has no transition {name} of its own; the attribute was renamed"
             )
         setattr(contract, f"_{name}", functions.functions[name])
     return contract
@@ -228,8 +228,9 @@ def bounds(values: Sequence[float]) -> tuple[float, float]:
     Return a confidence interval of the median of some values, at 95 percent.
 
     The interval follows from the order of the values and holds for every distribution. Of twenty
-    values it runs from the sixth smallest to the sixth largest. Of fewer than nine it runs from the
-    smallest to the largest; with fewer than six values its confidence is below 95 percent.
+    values the interval runs from the sixth smallest to the sixth largest. Of fewer than nine values
+    it runs from the smallest to the largest; with fewer than six values its confidence is below 95
+    percent.
 
     >>> bounds(range(1, 21))
     (6, 15)

@@ -305,10 +305,11 @@ def refuse_one_file(args: argparse.Namespace) -> None:
     """
     Refuse two pictures in one file, a picture that overwrites its input, or an unwritable file.
 
-    Two paths to one file count as equal. This is tested before any check.
+    Two paths to one file count as equal. The files are compared before any check.
 
     Raises:
-        UnusableError: --svg, --trace or --html names such a file.
+        UnusableError: --svg, --trace or --html names a file that another option names too, that
+            holds the input, or that cannot be written.
     """
     given = {
         name: None if path is None else Path(path)

@@ -49,8 +49,8 @@ class Epochs:
         """
         Record that a bucket's reduction starts or has finished, on a caller's stream.
 
-        Without a link, the stream is the reader of the gradients that a finalize or finish of this
-        epoch named; before such a call, the first caller's.
+        Without a link, the stream is the reader's: the stream that the epoch's latest `finalize` or
+        `finish_reduction` named. Before such a call, the first caller's stream is the reader's.
 
         Raises:
             ValueError: No bucket has that name, or no link has that index.
@@ -73,7 +73,7 @@ class Epochs:
         return index, self.reader(index)
 
     def reader(self, index: int) -> int:
-        """Return the link of the reader named for a bucket's gradients, or of the first caller."""
+        """Return the link of the stream that reads the gradients; by default the first caller's."""
         st = self._runner.memory
         stage = st.stage_at[index]
         named = st.named[0] == st.weight_epoch[stage]

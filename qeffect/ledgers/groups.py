@@ -50,7 +50,7 @@ class Groups:
 
         Args:
             check: The arguments of the dW's check.
-            members: The other tapes of its group.
+            members: The other tapes of the dW's group.
 
         Raises:
             Refused: A guard of the check, or of a member.

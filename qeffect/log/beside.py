@@ -45,9 +45,9 @@ def compare_beside(
     """
     Compare each event log with the rank log of the same worker: commits, restores, receives.
 
-    A rank may have several rank logs, for example of the runs before a resume. One of them must
-    agree with the event log; a refusal is about the log that agrees longest. An event log that
-    names no rank is not compared.
+    A rank may have several rank logs, for example of the runs before a resume. One of these rank
+    logs must agree with the event log; a refusal is about the log that agrees longest. An event log
+    that names no rank is not compared.
 
     Args:
         logs: The files of each event log, oldest first. A replay has accepted each log, or found

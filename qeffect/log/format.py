@@ -289,7 +289,7 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
     """
     unknown = [name for name in header["relations"] if name not in RELATIONS]
     if unknown:
-        raise ValueError(f"unknown relations {unknown}; expected some of {list(RELATIONS)}")
+        raise ValueError(f"unknown relations {unknown}; the relations are {list(RELATIONS)}")
     described = Configuration.read(header)
     require_affordable(header)
     contract = Contract(

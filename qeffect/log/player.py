@@ -141,7 +141,7 @@ class Player:
         Apply a whole log.
 
         Raises:
-            LogError: It is not an event log.
+            LogError: The input is not an event log.
             Violation: A line is refused.
         """
         rest = iter(lines)

@@ -55,7 +55,7 @@ class RankLog:
         place: Slot and generation of the buffer of the next posted message.
         ended: Whether the log was closed, or could not be written; later events are left out.
         problem: Why the log could not be written; empty if all is well.
-        ends: Takes the error with which the log ended, once; None tells nobody.
+        ends: Called once, with the error that ended the log; None calls nothing.
 
     >>> log = RankLog(None, rank=0, world=1, attempt=None, worker=0, epoch=0, channels=[])
     >>> log("begin_step", epoch=0)

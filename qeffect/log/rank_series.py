@@ -99,8 +99,9 @@ def begun_together(logs: Sequence[RankLines]) -> list[RankLines]:
     if not common:
         ends = min(zip(logs, places, strict=True), key=lambda pair: max(pair[1], default=(0, 0)))
         raise LogError(
-            f"{latest.name} begins in epoch {start[1]}; expected a commit from there on that the "
-            f"logs of all ranks have, found none in {ends[0].name}; give the earlier files too"
+            f"{latest.name} begins in epoch {start[1]}; expected a commit of this or a "
+            "later epoch in the logs of all ranks, found none in "
+            f"{ends[0].name}; give the earlier files too"
         )
     return [_cut(log, *own[min(common)]) for log, own in zip(logs, places, strict=True)]
 

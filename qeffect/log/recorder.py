@@ -62,7 +62,7 @@ class Recorder:
         rank: Rank of the process, for the log's readers.
 
     Attributes:
-        ends: Takes the error with which the log ended, once; None raises errors.
+        ends: Called once, with the error that ended the log; with None the error is raised.
         ended: Whether the log ended with an error; later transitions are not written.
 
     Raises:

@@ -1,8 +1,8 @@
 """
 The replayer: an event log's transitions, run again through the functions that guard a runtime.
 
-Its time is linear in the number of transitions, those of repeated steps included. Its memory does
-not grow with the log, except by one number per restore.
+A replay's time is linear in the number of transitions, those of repeated steps included. Its memory
+use does not grow with the log, except by one number per restore.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ReplayReport:
         cause: The likely cause.
         remedy: What to do.
         file: The refused file, in a log of several files; otherwise None.
-        trusted: Number of events before the first file that was given, according to that file. They
-            were not replayed, and the contract's state after them is taken on trust.
+        trusted: Number of events before the first file that was given, according to that file.
+            These events were not replayed, and the contract's state after them is taken on trust.
         trusted_epoch: The weight epoch of that state; None if nothing is taken on trust.
     """
 
@@ -153,7 +153,7 @@ def replay_lines(lines: Iterable[bytes | str], name: str = "log") -> ReplayRepor
         The verdict, and where and why the log was refused.
 
     Raises:
-        LogError: They are not an event log.
+        LogError: The lines are not an event log.
 
     >>> from qeffect import Contract, StageConfig
     >>> from qeffect.log.recorder import Recorder

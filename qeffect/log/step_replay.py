@@ -2,8 +2,8 @@
 Steps that a log writes in one line: kept when they were recorded, expanded where they are repeated.
 
 A contract that commits a recorded step as one (`qeffect.steps`) writes one line to its log. For
-this line the replayer runs every transition of the recorded step, one by one, with every guard. It
-does not use the comparison that lets the contract skip the transitions.
+this line the replayer runs every transition of the recorded step, one by one, with every guard. The
+replayer does not use the comparison that lets the contract skip the transitions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["RepeatError", "StepReplay"]
 
 class RepeatError(Exception):
     """
-    A line about a recorded step that is refused.
+    A refused line about a recorded step.
 
     Args:
         clause: The clause: ``log.step``, or that of a refused transition of the step.
@@ -113,19 +113,19 @@ class StepReplay:
     def begin(self, st: Memory) -> None:
         """Begin to record a step."""
         if self.events is not None:
-            raise RepeatError("log.step", "a second step begins", "the end of the first step first")
+            raise RepeatError("log.step", "a second step begins", "the first step's end before it")
         self.events, self._start, self._began = [], st.copy(), self._seq()
 
     def drop(self, st: Memory) -> None:
         """Discard the step that is being recorded."""
         if self.events is None:
-            raise RepeatError("log.step", "a step is dropped that never began", "a step that began")
+            raise RepeatError("log.step", "a step that never began is dropped", "a step that began")
         self.events = None
 
     def keep(self, st: Memory) -> None:
         """Keep the step that is being recorded; only the last few kept steps are remembered."""
         if self.events is None or self._start is None:
-            raise RepeatError("log.step", "a step is kept that never began", "a step that began")
+            raise RepeatError("log.step", "a step that never began is kept", "a step that began")
         events, self.events = tuple(self.events), None
         self._keep(self._began, self._start, events)
 

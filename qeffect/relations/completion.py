@@ -104,7 +104,7 @@ def require_vacated(st: State, slot, d, link):
 
 
 def require_one_end(st: State, slot, d, link):
-    """Require that the slot's latest end was on this link, or has been awaited."""
+    """Require that the slot's latest transfer ended on this link, or that its end was awaited."""
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
     if st.ended_on[slot] != link and st.joined[st.ended_on[slot]] < st.ended_at[slot]:

@@ -173,7 +173,7 @@ class Action:
         Return an OVERLAP_F_B of the given computations.
 
         Raises:
-            ScheduleError: There are fewer than two parts, or one is not a computation.
+            ScheduleError: There are fewer than two parts, or a part is not a computation.
         """
         action = cls(Kind.OVERLAP_F_B, -1, -1, parts)
         if len(parts) < 2 or any(part.kind not in COMPUTE for part in parts):
@@ -217,7 +217,7 @@ class Schedule:
     One step of pipeline training as a table: the actions of every rank in order.
 
     Do not call this constructor: call `qeffect.schedule.infer.schedule_of`, or a function that
-    reads a file. They infer what a table leaves out, such as the number of stages.
+    reads a file. These functions infer what a table leaves out, such as the number of stages.
 
     Args:
         rows: Entries of each rank; the position in a row is the step, `None` is an idle entry.

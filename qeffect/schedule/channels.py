@@ -6,10 +6,11 @@ every receive get the message that it names, if a queue's messages arrive in the
 sends? And does every rank reach the end of its row under rendezvous semantics, where a send ends
 only when its receive is posted?
 
-More queues never make a table wrong. Take a table that ends with buffered sends, and whose messages
-are in order in one-way queues. It also ends under rendezvous semantics if a send blocks only its
-queue: in such a queue only earlier sends can delay a send, and their receives come earlier in the
-other rank's row. So the cases that remain are two-way queues, and sends that block their rank.
+More queues never make a table wrong. Take a table whose ranks all finish with buffered sends, and
+whose messages are in order in one-way queues. Its ranks also finish under rendezvous semantics if a
+send blocks only its queue: in a one-way queue only earlier sends can delay a send, and their
+receives come earlier in the other rank's row. So the cases that remain are two-way queues, and
+sends that block their rank.
 """
 
 from __future__ import annotations

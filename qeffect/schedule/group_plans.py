@@ -34,7 +34,7 @@ class GroupPlan:
         slots: By stage, the slots in QEffect's own runtime; None if the runtime does not take the
             table.
         timed: The simulated step, if there are durations.
-        untimed: Stages whose product the durations give no time for.
+        untimed: Stages for whose product the durations give no time.
     """
 
     group: int
@@ -126,7 +126,7 @@ class GroupPlan:
 
 def fastest(plans: Sequence[GroupPlan]) -> GroupPlan | None:
     """
-    The plan with the shortest step; of equal ones, that with the smallest group.
+    The plan with the shortest step; among equally short ones, the plan with the smallest group.
 
     None if nothing was timed, or only one plan. A group is passed over if the durations lack the
     time of one of its products.
@@ -139,7 +139,7 @@ def fastest(plans: Sequence[GroupPlan]) -> GroupPlan | None:
 
 def comparison_lines(found: Sequence[GroupPlan], schedule: Schedule) -> Iterator[str]:
     """
-    Lines that compare plans with the first, which is that of group 1.
+    Lines that compare each plan with the plan of group 1, which comes first.
 
     Args:
         found: The plans by group, ascending.

@@ -52,8 +52,8 @@ def group_wgrads(schedule: Schedule, group: int) -> Schedule:
     """
     Return a table in which the dW of each group run one after another, behind the group's last dI.
 
-    They run in ascending order of microbatches, where the table runs the last of them. One product
-    can then replace them: it takes the place of the first.
+    The dW of a group run in ascending order of microbatches, at the place of the group's last dW in
+    the table. One product can then replace these dW: the product takes the place of the first.
 
     Each full backward becomes its dI, its sends and then its dW, and each send follows the action
     that produces what it sends. Idle entries and the sharding of parameters are left out.

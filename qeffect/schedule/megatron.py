@@ -193,7 +193,7 @@ class _Shape:
         if 0 < rest < self.pp:
             raise ScheduleError(
                 f"Megatron-core refuses {self}: the last group has {rest} of {self.group} "
-                f"microbatches; expected a full last group, or at least pp={self.pp} in it"
+                f"microbatches; expected a full last group, or one of at least pp={self.pp}"
             )
 
 
@@ -226,7 +226,7 @@ class _Rank:
         return self.rank == self.shape.pp - 1
 
     def compute(self, kind: Kind, work: Work, taken: _Receive | None) -> Work:
-        """Note a computation, which names the receive of its tensor."""
+        """Record a computation, and name the receive of its tensor after it."""
         if taken is not None:
             taken.work = work
         self.row.append(Action(kind, *work))
@@ -273,7 +273,7 @@ class _Rank:
                 continue
             if entry.work is None:
                 raise ScheduleError(
-                    f"Megatron-core {self.shape}: nothing takes the tensor of this {entry.kind}",
+                    f"Megatron-core {self.shape}: no F or B uses the tensor of this {entry.kind}",
                     rank=self.rank,
                     step=step,
                 )

@@ -1,9 +1,9 @@
 """
 Checks of messages: inputs arrive before use, sends are received, and queues keep their order.
 
-A forward input of stage s comes from stage s-1, a gradient from stage s+1. If that stage is on the
-same rank, the tensor needs no message. Otherwise a compute+comms table shows a send and a receive.
-A compute-only table shows neither; the simulation then checks arrival across ranks.
+A forward input of stage s comes from stage s-1, a gradient from stage s+1. If both stages are on
+one rank, the tensor needs no message. Otherwise a compute+comms table shows a send and a receive. A
+compute-only table shows neither; the simulation then checks arrival across ranks.
 """
 
 from __future__ import annotations

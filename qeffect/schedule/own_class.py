@@ -82,7 +82,7 @@ def import_class(name: str, missing: str = "") -> type:
 
 def base_name(own: type, known: tuple[str, ...] = ()) -> str:
     """
-    Return the name of the class of torch whose stages a class receives.
+    Return torch's class whose stages the given class takes, by name.
 
     Args:
         own: The class.

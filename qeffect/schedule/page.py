@@ -67,7 +67,7 @@ def require_small(schedule: Schedule) -> None:
     Require a schedule that a page can show.
 
     Raises:
-        ScheduleError: It has more than `MOST_ACTIONS` actions.
+        ScheduleError: The schedule has more than `MOST_ACTIONS` actions.
     """
     if schedule.num_actions > MOST_ACTIONS:
         raise ScheduleError(

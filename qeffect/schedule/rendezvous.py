@@ -41,8 +41,8 @@ class Stop:
 
     Args:
         rank: The rank.
-        atom: The step that it cannot run; `None` at the end of its row.
-        message: The rank's own message that it waits for.
+        atom: The step that the rank cannot run; `None` at the end of its row.
+        message: The message of its own for which the rank waits.
         head: First message in that queue on its own side: the message itself, or one before it.
         peer: The other rank of the queue.
         across: First message of the queue on the other side; `None` if nothing was posted there.

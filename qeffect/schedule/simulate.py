@@ -39,8 +39,8 @@ class Wait:
 
     Args:
         rank: The rank.
-        atom: The step that it cannot run.
-        needs: The step that it waits for.
+        atom: The step that the rank cannot run.
+        needs: The step of another rank that it waits for.
     """
 
     rank: int

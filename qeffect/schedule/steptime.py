@@ -8,9 +8,10 @@ A dry run gives a time to every action and message (`step_time`). It assumes:
   ended and its inputs have arrived, and then takes `launch` to begin. Stages of one rank hand over
   in no time.
 * A stage's `refresh` comes before its first F in the row, and waits for no message.
-* A message takes no computation time. It is sent at its place in the row. If its place directly
-  follows the entry that computes it, it is sent as soon as it is computed: the input gradient of a
-  B leaves before B's W. A table that names no messages sends each as soon as it is computed.
+* A message takes no computation time. A message is sent at its place in the row. If this place
+  directly follows the entry that computes the tensor, the message is sent as soon as the tensor is
+  computed: the input gradient of a B leaves before B's W. In a table that names no messages, each
+  message is sent as soon as its tensor is computed.
 * The messages from one rank to another travel one at a time, in the order of their sends; with
   `queues` of `direction` or `edge-direction`, activations and gradients travel independently. The
   two directions of a pair of ranks never wait for each other, whatever `queues` says.
@@ -21,7 +22,8 @@ A dry run gives a time to every action and message (`step_time`). It assumes:
 * A reduction overlaps computation, one at a time on a rank, and starts at its place in the row; in
   a table without reductions, after the last W of its stage. WAIT_REDUCE_GRAD and the update wait
   for it.
-* A rank's `host` issues one F, I or W after the other, ahead of the device, which waits for it.
+* A rank's `host` issues one F, I or W after the other, ahead of the device; the device waits until
+    an action is issued.
 * With grouped dW, one product computes the dW of g microbatches. Each of these dW takes 1/g of the
   product's time, and only the first dW has a `host` and a `launch`. If the durations give no time
   for the product, each dW takes W and has its own `host` and `launch`.

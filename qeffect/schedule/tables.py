@@ -1,9 +1,10 @@
 """
 Schedule tables as CSV: one row per rank, one entry per action; an empty entry is idle.
 
-Both of torch's formats are read and distinguished by their entries: `compute_only` (F, I, W, B,
-OVERLAP_F_B, idle entries, sometimes REDUCE_GRAD) and `compute_comms` (with sends, receives and
-sharding). A file is untrusted data: reading it returns a `Schedule` or raises an error of one line.
+Both formats of torch's tables are read, and distinguished by their entries: `compute_only` (F, I,
+W, B, OVERLAP_F_B, idle entries, sometimes REDUCE_GRAD) and `compute_comms` (with sends, receives
+and sharding). A file is untrusted data: reading it returns a `Schedule` or raises an error of one
+line.
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ def _check_arguments(
         raise ScheduleError(f"{what}: {cls_name} has exactly 2 stages per rank; expected vpp=2")
     if drawn and (comms or cls_name not in SINGLE):
         raise ScheduleError(
-            f"{what}: only 1F1B and GPipe have a drawn table, which has no messages"
+            f"{what}: drawn needs 1F1B or GPipe without comms: only these have a drawn table, "
+            "and it has no messages"
         )
     # Three computations per stage and microbatch, and about as many messages.
     if pp * vpp * microbatches * 8 > MAX_ENTRIES:

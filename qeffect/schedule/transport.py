@@ -6,17 +6,18 @@ share a queue, when a send ends, and how many sends may be under way. Four ways 
 
 * `pair`: all messages between two ranks, both ways. torch keeps one process group for a pipeline,
   and NCCL one communicator for each pair of ranks in it.
-* `direction`: activations between two ranks, both ways, and in another queue gradients. torch 2.14
-  can have a process group for each (`pipeline_per_direction_p2p`).
+* `direction`: one queue for the activations between two ranks, both ways, and another one for their
+  gradients. torch 2.14 can have a process group for each (`pipeline_per_direction_p2p`).
 * `edge`: all messages from one rank to another. torch 2.15 can have a process group for each
   directed pair of ranks (`pipeline_per_edge_p2p`).
-* `edge-direction`: activations from one rank to another, and in another queue gradients.
+* `edge-direction`: one queue for the activations from one rank to another, and another one for the
+    gradients.
 
 The messages of a queue are received in the order in which they are sent. With buffered sends, a
-table's correctness depends on this order alone, and one queue for both directions gives the same
-verdict as one queue per direction. Under rendezvous semantics a send ends only when its receive is
-posted, and until then nothing behind it in its queue moves. Then the verdicts can differ: in a
-queue for both directions, a rank's own receives can block its sends.
+table's correctness depends on the order of messages in each queue alone, and one queue for both
+directions gives the same verdict as one queue per direction. Under rendezvous semantics a send ends
+only when its receive is posted, and until then nothing behind it in its queue moves. Then the
+verdicts can differ: in a queue for both directions, a rank's own receives can block its sends.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ class Transport:
             return
         if any(a is not None and a.kind in SENDS for row in schedule.rows for a in row):
             raise ScheduleError(
-                f"{schedule.source}: max_outstanding_sends needs a table with the ends of its "
-                "sends (WAIT_SEND_F, WAIT_SEND_B; torch 2.15 writes them); leave the limit out"
+                f"{schedule.source}: max_outstanding_sends needs a table that says when its "
+                "sends end (WAIT_SEND_F, WAIT_SEND_B; torch 2.15 writes them); leave the limit out"
             )
 
 

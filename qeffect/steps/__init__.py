@@ -22,10 +22,11 @@ Why this gives the same result as running the transitions one by one:
   before, and every write is the recorded write, moved.
 
 The last point is proved for every path of every transition that a step may contain, each family and
-any amounts (`qeffect.verification.proofs.recurring`). It is also tried: when a step is made, its
-transitions, the functions in force, run again from starts that are moved far apart. They must be
-accepted and must end in the recorded end, moved by the same amounts. The contract's state outside
-its memory (free slots, reservations, device counts) is compared and written in the same way.
+any amounts (`qeffect.verification.proofs.recurring`). The last point is also tried: when a step is
+made, its transitions (the functions in force) run again from starts whose counters are far apart.
+The transitions must be accepted, and must end in the recorded end, moved by the same amounts. The
+contract's state outside its memory (free slots, reservations, device counts) is compared and
+written in the same way.
 
 A start that differs may be just as good: the caller waited once more, or another tape used a slot
 before. The step's transitions then run one by one over a copy of the state, and the step is

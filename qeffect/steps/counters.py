@@ -50,8 +50,8 @@ class Counter(NamedTuple):
         family: Name of the family, whose numbers are compared with each other.
         through: Columns that lead, one after the other, from the column's index to the member of
             the family; None if the family has one member.
-        none: The number for "none", which does not move. It is 0 for columns whose entries the
-            guards only compare by size with others of the family.
+        none: The number for "none", which does not move. The number is 0 for columns whose entries
+            the guards only compare by size with others of the family.
     """
 
     family: str

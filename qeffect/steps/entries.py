@@ -28,7 +28,7 @@ class Entries:
         indices: By column, the indices of the selected entries.
         counter: Maps column, index and entry to the position of the entry's counter in a list of
             amounts.
-        still: Position of the amount for entries that do not move, which is always 0.
+        still: Position of the amount for entries that do not move; this amount is always 0.
     """
 
     __slots__ = ("_made", "_make", "_moved_by", "_parts", "_wholes")
@@ -72,7 +72,7 @@ class Entries:
         return self._made
 
     def stand_in(self, memory: Memory, amounts: tuple[int, ...]) -> bool:
-        """Whether a memory's entries equal the selected entries, moved."""
+        """Whether a memory's entries equal the selected entries after their counters moved."""
         wanted, found = self.at(amounts), self._wholes(memory)
         if not self._parts:
             return bool(found == wanted)
@@ -84,7 +84,7 @@ class Entries:
         return bool((*found, *picked) == wanted)
 
     def write(self, memory: Memory, amounts: tuple[int, ...]) -> None:
-        """Write the selected entries, moved, into a memory."""
+        """Write the selected entries, after their counters moved, into a memory."""
         made = iter(self.at(amounts))
         for column in self._wholes(memory):
             if column.__class__ is dict:

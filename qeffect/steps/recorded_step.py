@@ -116,7 +116,7 @@ class RecordedStep:
         end: StepState,
     ) -> RecordedStep:
         """
-        Make a step of a recording, and try it from starts that are moved.
+        Make a step of a recording, and try it from starts with other counters.
 
         Args:
             transitions: The composed transitions.
@@ -302,7 +302,7 @@ class RecordedStep:
         return odd or self._outside_memory(found)
 
     def is_of(self, memory: Memory) -> bool:
-        """Whether a memory is of the contract and the incarnation that recorded the step."""
+        """Whether a memory belongs to the contract and the incarnation that recorded the step."""
         return bool(memory.incarnation[0] == self.start.memory.incarnation[0])
 
     def _amounts(self, memory: Memory) -> tuple[int, ...]:
@@ -366,7 +366,7 @@ class RecordedStep:
         return None
 
     def recurs(self, other: RecordedStep) -> bool:
-        """Whether another step is the same: its start and its events are this step's, moved."""
+        """Whether another step is the same: its start and events differ only in risen counters."""
         if self.differs(other.start) is not None or len(self.events) != len(other.events):
             return False
         amounts = self.moved_by(other.start.memory)

@@ -31,8 +31,8 @@ class StepObserver(Protocol):
     """
     An observer that takes a step committed in one call, such as an event log's recorder.
 
-    It hears every transition of a step while the step is recorded, between `begin_step` and
-    `keep_step` or `drop_step`.
+    Such an observer hears every transition of a step while the step is recorded, between
+    `begin_step` and `keep_step` or `drop_step`.
     """
 
     def __call__(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:

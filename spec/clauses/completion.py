@@ -19,17 +19,17 @@ A replay returns to the host at once, before its output tensors are computed. Tw
 device make the outputs right: the graph stream waits for the caller's work before the replay, and
 the caller waits for the graph's end before it uses an output. A *link* joins one caller stream and
 one domain's graph stream. Per link, the contract counts the work that the caller submitted, and how
-much of it the graph stream has waited for. It also counts each graph stream's replays and, per
-link, how many of them the caller has waited for. Each missing wait has its own clause. A stream
-that fills a slot must have waited for the previous tenant's replays. When a transfer ends, the call
-names a link, and the end counts as work of that link's caller. So a replay neither reads a message
-before it has arrived, nor overwrites a buffer that is still being read. The copy of an input counts
-as work of the caller whose link the reservation names.
+much of it the graph stream has waited for. The contract also counts each graph stream's replays
+and, per link, how many of them the caller has waited for. Each missing wait has its own clause. A
+stream that fills a slot must have waited for the previous tenant's replays. When a transfer ends,
+the call names a link, and the end counts as work of that link's caller. So a replay neither reads a
+message before it has arrived, nor overwrites a buffer that is still being read. The copy of an
+input counts as work of the caller whose link the reservation names.
 
-The optimizer's update is device work too. It runs on the stream of the caller that its check
-names, and that stream must have waited for every gradient. No graph stream reads the new weights
-before it has waited for that stream, and no checkpoint is taken before the host has seen the update
-finish.
+The optimizer's update is device work too. The update runs on the stream of the caller that its
+check names, and that stream must have waited for every gradient. No graph stream reads the new
+weights before it has waited for that stream, and no checkpoint is taken before the host has seen
+the update finish.
 
 An asynchronous save or a broadcast of parameters reads weights on a separate stream. The read
 starts after the latest update, and the stream of the next update waits for the read's end. An
@@ -137,7 +137,7 @@ really put the waits on the streams.""",
             title="A replay waits for the slot's transfers",
             invariant="Before F, the graph stream has waited for the end of the slot's latest "
             "transfer or for the latest copy into the slot, on whichever link this was reported. "
-            "The same holds before dI of a stage that receives its output's gradient.",
+            "Before dI, the same wait is required if the stage receives its output's gradient.",
             transitions=("check_forward", "check_dgrad"),
             argument="link",
             unchanged=_STREAMS,
@@ -166,7 +166,7 @@ really put the waits on the streams.""",
             id="completion.wrong-consumer",
             number="6.7",
             title="One stream reads the gradients",
-            invariant="Per epoch one stream, the optimizer's, waits for the last dW of every "
+            invariant="In each epoch one stream, the optimizer's, waits for the last dW of every "
             "stage, for each reduction, and for each read of weights or gradients on another "
             "stream. `finalize` and the calls that finish a reduction or a read name that stream. "
             "A read of gradients starts after the work of that stream.",
@@ -206,8 +206,8 @@ really put the waits on the streams.""",
             number="6.9",
             title="Weights are read after the optimizer's update",
             invariant="Before a refresh, an F or an evaluation, the graph stream has waited for "
-            "the optimizer's latest update, whichever stream ran the update. It need not wait if "
-            "the host has seen the update finish.",
+            "the optimizer's latest update, whichever stream ran the update. No wait is "
+            "needed if the host has seen the update finish.",
             transitions=("check_refresh", "check_forward", "check_evaluation"),
             argument="link",
             unchanged=_STREAMS,
@@ -235,7 +235,7 @@ really put the waits on the streams.""",
             number="6.11",
             title="A stage's weights have one reader at a time, and so do its gradients",
             invariant="A read of a stage's weights starts only after the previous read of these "
-            "weights has ended. The same holds for reads of the stage's gradients.",
+            "weights has ended. Reads of the stage's gradients follow the same rule.",
             transitions=("start_weights_read", "start_gradients_read"),
             argument="stage",
             unchanged=_STREAMS,

@@ -50,7 +50,7 @@ current epoch spoils that epoch. If the epoch's update is in flight, or was comm
 come from wrong gradients, and count as half updated.
 
 An evaluation is a forward without training: no dI and no dW follows, and it has no key, no slot and
-no effect token. It runs in memory of its own, not in a slot whose graph updates scales.
+no effect token. An evaluation runs in memory of its own, not in a slot whose graph updates scales.
 `check_evaluation` reserves the stage and its domain; `commit_evaluation` leaves the epoch as it
 was. An evaluation is accepted between any two actions of an epoch, also between the last dW and the
 update, but not between a refresh and the stage's first F. With `cached` it reads the quantized
@@ -63,10 +63,10 @@ only a restore begins the epoch again. A failed evaluation, a dropped tape, a fa
 fault of the current epoch that `fail` reports, and a call of `invalidate` while the stage's cache
 is in use spoil the epoch too. A failed refresh poisons its domain (`order.poisoned`).
 
-`invalidate` reports the loss of a cache. It is accepted even while a dI still needs the cache: if
-it were refused, the contract would treat the lost cache as fresh, and the next dI would read it.
-Afterwards every F and dI of the stage is refused as stale; aborts, drops, drain and restore remain
-possible.
+`invalidate` reports the loss of a cache. This call is accepted even while a dI still needs the
+cache: if the call were refused, the contract would treat the lost cache as fresh, and the next dI
+would read it. Afterwards every F and dI of the stage is refused as stale; aborts, drops, drain and
+restore remain possible.
 
 Each microbatch's gradient is weighted, for example by 1/M, so that the weights of one epoch add up
 to one. A stage with `StageConfig(weights_sum=(1, 1))` declares this sum, and dI reports the weight
@@ -89,9 +89,9 @@ proved.""",
             title="A spoiled epoch is never final",
             invariant="A stage is not finalized in an epoch that was spoiled for it. An epoch is "
             "spoiled by a failed or aborted F, dI, dW or evaluation of the stage, by a dropped "
-            "tape, by a failed reduction, or by a fault that `fail` reports. It is also spoiled if "
-            "the stage's weight cache is lost after the stage's first F and before the end of its "
-            "last dI.",
+            "tape, by a failed reduction, or by a fault that `fail` reports. An epoch is spoiled "
+            "too if the stage's weight cache is lost after the stage's first F and before the end "
+            "of its last dI.",
             transitions=("finalize",),
             argument="stage",
             unchanged=_STAGE,
@@ -147,7 +147,7 @@ proved.""",
             number="8.5",
             title="An update names the epoch that it ends",
             invariant="The check of an update, and the call that begins the next walk, name the "
-            "current weight epoch. This holds even if stages leave parts of the contract out.",
+            "current weight epoch, even if stages leave parts of the contract out.",
             transitions=("next_walk", "check_update"),
             argument="epoch",
             unchanged="The weight epoch of every stage.",
@@ -199,8 +199,8 @@ proved.""",
             cause="The graph of another slot or another stage was replayed, or the graph of a dW "
             "that adds instead of one that overwrites, or the order of commits differs from the "
             "order of launches.",
-            remedy="Launch the graph that belongs to the ticket's slot and, for dW, to the `first` "
-            "that the check was given; commit in launch order.",
+            remedy="Launch the graph of the ticket's slot. For dW, launch the graph that "
+            "overwrites or adds as the check's argument `first` says. Commit in launch order.",
         ),
         Clause(
             id="epoch.in-flight",

@@ -34,8 +34,8 @@ the scales once, by `move_scales` between its check and its commit, even if it l
 unchanged. All F and dI of an epoch then use the same scales, and the scales no longer depend on the
 order of microbatches. The token still rises by one with each F and each dI, although these no
 longer move the scales; `move_scales` does not change it. The update commits only after the scales
-of every such domain have moved. After an update failed, or a fault was reported of an epoch whose
-update had begun, scales and weights both count as half updated.""",
+of every such domain have moved. Scales and weights both count as half updated after an
+update failed, or after a fault was reported of an epoch whose update had begun.""",
     clauses=(
         Clause(
             id="order.in-flight",
@@ -238,7 +238,7 @@ update had begun, scales and weights both count as half updated.""",
             id="order.nothing-gathered",
             number="3.13",
             title="Scales of an epoch move once",
-            invariant="`move_scales` is accepted at most once per update and domain. It is "
+            invariant="`move_scales` is accepted at most once per update and domain. The call is "
             "accepted only if the domain's scales move once an epoch and an F or dI of the epoch "
             "has gathered maxima.",
             transitions=("move_scales",),

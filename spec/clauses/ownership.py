@@ -59,7 +59,7 @@ once.""",
             number="1.1",
             title="Live tapes are bounded by the pool",
             invariant="A reservation, or an F whose key has reserved no slot, takes a free slot of "
-            "the stage. It is refused if the stage has no free slot.",
+            "the stage. Without a free slot in the stage, both are refused.",
             transitions=("reserve", "check_forward"),
             argument="slot",
             unchanged=_POOL,
@@ -400,9 +400,9 @@ once.""",
             number="1.21",
             title="F and dI use a message that was received",
             invariant="F of a stage that receives its input runs only after the receive of this "
-            "key's input was posted and has ended. The same holds for dI and the receive of the "
-            "output's gradient. F of a stage whose input is copied runs in the slot that its key "
-            "reserved.",
+            "key's input was posted and has ended. Likewise, dI of a stage that receives its "
+            "output's gradient waits for that receive. F of a stage whose input is copied runs in "
+            "the slot that its key reserved.",
             transitions=("check_forward", "check_dgrad"),
             argument="key",
             unchanged=_TENANT,

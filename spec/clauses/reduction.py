@@ -17,7 +17,8 @@ PART = Part(
     intro="""\
 A stage that reduces divides its gradients into *buckets*; by default they form one bucket with the
 stage's name. Every dW covers every matrix of its stage, so a bucket is whole after the stage's last
-dW of the epoch. That may be long before finalize and before other stages' buckets are whole. Two
+dW of the epoch. A bucket may be whole long before finalize, and long before other stages' buckets.
+Two
 stages of one domain that name the same bucket share it: a destination that both write is reduced
 once, after the last dW of both.
 
@@ -29,7 +30,8 @@ is rebuilt.
 
 No guard checks whether a dW writes a bucket during its reduction, or whether a bucket still holds
 an earlier epoch's gradients. Neither can happen: no dW follows the stage's last dW, no reduction
-starts before that dW, and no walk follows a reduction. Both facts are promised and proved. A tape
+starts before that dW, and no walk follows a reduction. That neither can happen is promised and
+proved. A tape
 that is dropped during a reduction has already run its dW and waits only for readers: dropping the
 tape leaves the buffers unchanged, but spoils the epoch.""",
     clauses=(

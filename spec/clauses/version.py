@@ -20,11 +20,11 @@ after which optimizer step they were quantized. Each stage therefore has a weigh
 commit advances, and a cache epoch, which a refresh sets to the weight epoch. The cache is stale
 after a commit, after a restart and after `invalidate`.
 
-A refresh is an action of its own or a flag of F. It comes directly before its stage's first forward
-of the epoch, with no other F, dI, refresh or evaluation of its state domain in between. The reason
-is that every F and dI of a domain ends an update interval for all modules of the domain, and the
-weight's amax must fall into the same interval as the forward. A forward that finds the cache stale
-and does not refresh it is refused.""",
+A refresh is an action of its own or a flag of F. A refresh comes directly before its stage's first
+forward of the epoch, with no other F, dI, refresh or evaluation of its state domain in between. The
+reason is that every F and dI of a domain ends an update interval for all modules of the domain, and
+the weight's amax must fall into the same interval as the forward. A forward that finds the cache
+stale and does not refresh it is refused.""",
     clauses=(
         Clause(
             id="version.wrong-epoch",
@@ -187,7 +187,7 @@ and does not refresh it is refused.""",
             number="2.11",
             title="A forward without a refresh fills no cache",
             invariant="If the backend reports fills, an F that was checked without `refresh` "
-            "commits only if it filled no cache. The same holds for every evaluation.",
+            "commits only if it filled no cache. An evaluation always has to fill none.",
             transitions=("commit_forward", "commit_evaluation"),
             argument="fill_epoch",
             unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "

@@ -402,7 +402,7 @@ def one_set_of_scales(st: State, h: History, a: Args) -> Truth:
 @STEPS("order.moved-in-the-update", "move_scales")
 def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
     """Scales move only during an update, only in a domain whose scales move once an epoch, and only
-    if an F or dI has gathered maxima since they last moved. They move at most once per update,
+    if an F or dI has gathered maxima since they last moved. Scales move at most once per update,
     while no F, dI, refresh or evaluation of the domain is in flight."""
     d = st.domain_of[a.stage]
     due = (h.moves[d] == h.commits[0]) & (0 < h.gathers[d]) & (st.epoch_scales[d] != 0)
@@ -490,7 +490,7 @@ def bound_destination(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.right-destination", "check_wgrad")
 def right_destination(st: State, h: History, a: Args) -> Truth:
-    """A dW writes to the destination that was bound for its key. It adds to a buffer (its stage's
+    """A dW writes to the destination that was bound for its key. A dW adds to a buffer (its stage's
     own, or the shared one) if the buffer holds gradients of the key's epoch; otherwise it
     overwrites the buffer."""
     buffer = st.buffer_of[a.key.cell]
@@ -575,7 +575,7 @@ def written(st: State, h: History, a: Args, c: Index) -> Truth:
 @STEPS("arena.tied-whole", "finalize", needs="arena", c="cell", k="cell")
 def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
     """When a stage is finalized, every cell that writes one of its destinations has run dW or was
-    left out. This includes the cells of a stage that shares a destination. No failed dW has left
+    left out. The cells of a stage that shares a destination are included. No failed dW has left
     the gradients of either stage half written."""
     onto = (st.stage_of[c] == a.stage) & (
         st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]

@@ -100,7 +100,8 @@ def token(st: State, h: History, d: Index) -> Truth:
 def moved_for_each_update(st: State, h: History, g: Index) -> Truth:
     """
     If scales move once an epoch, they have moved exactly once for each update that was committed
-    since the last restore. This holds while no update is in flight and no weights are half updated.
+    since the last restore. The promise holds while no update is in flight and no weights are half
+    updated.
     """
     d = st.domain_of[g]
     between = (h.optimizing[0] == 0) & (h.half_updated[0] == 0) & (st.epoch_scales[d] != 0)

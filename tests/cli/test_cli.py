@@ -122,7 +122,7 @@ OPTIONS = {
         *("--no-profile", "--device", "--merge", *REPORT),
     },
     "runtime report models": {
-        *("--pp", "--cells", "--schedules", "--replicas", "--megatron", "--limit"),
+        *("--pp", "--cells", "--schedules", "--replicas", "--main-grad", "--megatron", "--limit"),
         *("--rounds", "--steps", "--native-steps", "--no-profile", "--device", *REPORT),
     },
     "runtime report groups": {

@@ -121,7 +121,7 @@ def modes() -> str:
             )
             for row in derived["rows"]
         ]
-        header = ("mode: what differs from the plainest", "ranks", "end", "guard", "reason")
+        header = ("mode (options unlike the plainest mode)", "ranks", "end", "guard", "reason")
         parts.append(markdown(header, rows))
     return "\n\n".join(parts)
 

@@ -65,8 +65,8 @@ def proofs() -> str:
         f"{data['unsat']:,} of {data['obligations']:,} *obligations* (formulas to prove) are "
         f"proved, {data['unknown']} unknown. Each *mutant* is the code without one guard "
         f"clause, operand or state update; {mutants['killed']} of {mutants['mutants']} are killed: "
-        f"something goes wrong. All at `{data['environment']['commit'][:7]}`; `make check` repeats "
-        f"the proofs. [What is proved]({KERNEL}#what-is-proved)."
+        f"each breaks something. All at `{data['environment']['commit'][:7]}`; "
+        f"`make check` repeats the proofs. [What is proved]({KERNEL}#what-is-proved)."
     )
 
 
@@ -114,11 +114,11 @@ def same_bits() -> Iterator[str]:
     if rows:
         said = ", ".join(f"{compared[u]:,} {u}" for u in compared)
         if any(differ.values()):
-            said = ", ".join(f"{differ[u]:,} of {compared[u]:,} {u}" for u in compared)
+            said = ", ".join(f"{differ[u]:,} of {compared[u]:,} {u}" for u in compared) + " differ"
         else:
-            said = f"none of {said}"
+            said = f"no bit differs in {said}"
         yield (
-            f"*Bits*, compared with native or an undisturbed run: {said} differ. "
+            f"*Bits*, compared with native or an undisturbed run: {said}. "
             f"[{len(rows)} reports]({RUNTIME}#in-short)."
         )
 
@@ -225,7 +225,7 @@ def training() -> Iterator[str]:
             for row in same
         ]
         said += [
-            f"a loss of {level['loss']:g} after {level['seconds']:.1f} s (native: "
+            f"loss {level['loss']:g} after {level['seconds']:.1f} s (native: "
             f"{level['native_seconds']:.1f} s)"
             for row in to_loss
             for level in row["levels"][-1:]

@@ -28,7 +28,7 @@ PROVED: Final = ("relations.*", "engine.composed.*")
 #: The functions of each row, by how its first column begins. Where two rows have one, the longer
 #: pattern counts.
 ROWS: Final[dict[str, tuple[str, ...]]] = {
-    "what a caller may leave out": (
+    "defaults of arguments": (
         "calls.checks.Checks.check_refresh",
         "calls.checks.Checks.check_evaluation",
         "calls.checks.Checks.check_forward",
@@ -162,7 +162,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.epochs.EpochCalls._ask_counted",
         "ledgers.restarts.Restarts._require_compared",
     ),
-    "lists and dictionaries": ("engine.concrete_memory.*", "engine.compose.*"),
+    "the memory of lists": ("engine.concrete_memory.*", "engine.compose.*"),
     "the recorder": ("log.*",),
 }
 

@@ -214,7 +214,7 @@ class TestProcess:
     @pytest.mark.parametrize("callers", [(), "main", ("a", "a")])
     def test_callers_are_different_names_and_at_least_one(self, callers: Any) -> None:
         """Callers are different names, at least one."""
-        with pytest.raises(ValueError, match=r"^callers must be different names, at least one"):
+        with pytest.raises(ValueError, match=r"^callers must be one or more different names"):
             Contract([stage()], callers=callers)
 
     @pytest.mark.parametrize("wrong", [-1, 1 << 64, "8", None])
@@ -322,8 +322,8 @@ class TestWhatIsNoConfiguration:
             ({"stages": StageConfig(0, 1, 1)}, r"^stages must be a collection, got StageConfig"),
             ({"omit": "version"}, r"^omit must be a collection, got 'version'$"),
             ({"omit": 5}, r"^omit must be a collection, got 5$"),
-            ({"callers": None}, r"^callers must be different names, at least one, got None$"),
-            ({"callers": ([],)}, r"^callers must be different names, at least one, got \(\[\],\)$"),
+            ({"callers": None}, r"^callers must be one or more different names, got None$"),
+            ({"callers": ([],)}, r"^callers must be one or more different names, got \(\[\],\)$"),
             ({"reductions": "ab"}, r"^reductions must be a collection, got 'ab'$"),
             ({"observer": 5}, r"^observer must be a function or None, got 5$"),
         ],

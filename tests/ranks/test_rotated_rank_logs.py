@@ -148,7 +148,7 @@ def test_a_killed_rank_lets_the_other_begin_earlier(
     report = replay_ranks([*mine[1:], *other[3:]])
 
     assert (report.clause, report.trusted_epoch) == (None, 3)
-    with pytest.raises(LogError, match="expected a commit from there on"):
+    with pytest.raises(LogError, match="expected a commit of this or a later epoch"):
         replay_ranks([*mine[:3], *other[4:]])
 
 

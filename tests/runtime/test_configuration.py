@@ -85,7 +85,7 @@ def test_a_cpu_is_eager() -> None:
         ({"nested": 1}, "nested must be a bool, got 1; write mode= instead"),
         ({"device_counts": None}, "device_counts must be a bool, got None; write counts= instead"),
         ({"late_counts": "commit"}, "late_counts must be a bool, got 'commit'; write counts="),
-        ({"provisionning": "live"}, "RuntimeConfig has no field 'provisionning'; expected some"),
+        ({"provisionning": "live"}, "RuntimeConfig has no field 'provisionning'; the fields are"),
         ({"provisionning": "live"}, "did you mean provisioning?"),
         ({"one_launch": True}, "RuntimeConfig has no field 'one_launch'"),
     ],

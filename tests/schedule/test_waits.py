@@ -293,7 +293,7 @@ class TestOutstanding:
 
     def test_needs_waits(self) -> None:
         """A limit needs a table that says when its sends end."""
-        with pytest.raises(ScheduleError, match="the ends of its sends"):
+        with pytest.raises(ScheduleError, match="says when its sends end"):
             check(read_fixture(ZBV_COMMS), transport=Transport(max_outstanding_sends=2))
 
     def test_a_table_without_sends_keeps_any_limit(self) -> None:

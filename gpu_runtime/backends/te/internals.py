@@ -50,7 +50,7 @@ class ImportedName:
     Args:
         module: The module that holds it.
         path: The name there, with dots for attributes.
-        parameters: Parameters that the runtime passes to it.
+        parameters: The function's parameters that the runtime passes.
     """
 
     module: str

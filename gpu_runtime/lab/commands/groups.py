@@ -3,10 +3,10 @@
 one product.
 
 On a GPU every step is one launch; on a CPU steps are eager. Each cell, schedule and type of
-gradient destinations is measured as today (scales that move at every action, no groups), then with
-scales that move once per step and each group, then as today again. After its first steps a grouped
-row leaves one digest of parameters, moments and scales over all ranks; `--digests` chooses the
-cells. The report is written after every row.
+gradient destinations is measured with today's defaults (scales that move at every action, no
+groups), then with scales that move once per step and each group, then with today's defaults again.
+After its first steps a grouped row leaves one digest of parameters, moments and scales over all
+ranks; `--digests` chooses the cells. The report is written after every row.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def add_groups_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(_DIGESTED),
         choices=tuple(CELLS),
         metavar="NAME",
-        help="cells for whose grouped rows the report has a digest of parameters, moments and "
-        "scales; a digest takes up to 10 s per row of a large cell; without a NAME, no cell has "
-        f"digests (default: {' '.join(_DIGESTED)})",
+        help="cells whose grouped rows get a digest of parameters, moments and scales; a digest "
+        "takes up to 10 s per row of a large cell; --digests without a NAME takes no digests "
+        f"(default: {' '.join(_DIGESTED)})",
     )
     parser.add_argument(
         "--limit",

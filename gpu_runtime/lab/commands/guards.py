@@ -53,7 +53,8 @@ class Price:
         actions: Actions per step: entries of the rank's row, or F and B of a loop.
         torch_us: Host time of torch's loop with tiny stages, in microseconds per action.
         guard_us: Host time that the guard adds, in microseconds per action.
-        update_us: The same with `follow_optimizer` and two walks per update.
+        update_us: Host time that the guard adds with `follow_optimizer` and two walks per update,
+            in microseconds per action.
         kernel_us: Check and commit of an F by the contract alone, in microseconds.
     """
 

@@ -4,7 +4,7 @@ bit.
 
 The command trains a small language model over two ranks with ``torchrun ... qeffect runtime train
 --resume``. In each start, one process is killed (SIGKILL): a rank during its start, a resume, a
-step, an evaluation or a save, or torchrun's agent while a rank is in one of these. Once every
+step, an evaluation or a save, or torchrun's agent while a rank is at such a place. Once every
 process has ended, the next start resumes from the newest checkpoint. In the last start, no process
 is killed. Then every tensor of the last checkpoint and every loss of the log is compared with an
 undisturbed run: weights, moments, masters, scales, histories and random states, bit for bit.
@@ -133,11 +133,11 @@ def drawn_kills(count: int, runs: int, seed: int) -> list[list[Kill]]:
     """
     Draw, run by run, which process is killed where; `Kill.folder` is still empty.
 
-    No place is used twice before all places were used once. The first kill of a run leaves a
-    checkpoint.
+    No place is used twice before all places were used once. The first kill of a run comes late
+    enough that the killed start leaves a checkpoint.
 
     Args:
-        count: Kills of all runs together.
+        count: Number of kills, over all runs.
         runs: Number of runs, among which the kills are divided.
         seed: Seed of the random choices.
 

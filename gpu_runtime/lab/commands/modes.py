@@ -1,6 +1,6 @@
 """
-``qeffect runtime report modes``: run a framework's modes in pairs, and compare their bits and the
-guard's reports.
+``qeffect runtime report modes``: run a framework under many combinations of options, and compare
+their bits and the guard's reports.
 
 ``--framework torch`` sweeps the schedules of `torch.distributed.pipelining`, ``--framework
 megatron`` the loops of Megatron-core, ``--framework torchtitan`` TorchTitan's trainer. Ranks of

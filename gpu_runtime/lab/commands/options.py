@@ -107,7 +107,7 @@ def require_megatron(modes: Sequence[str], device: str, option: str, instead: st
     Args:
         modes: Its modes, possibly none.
         device: `cuda` or `cpu`.
-        option: The option that names them.
+        option: The option that names the modes.
         instead: What to do without Megatron-core.
 
     Raises:

@@ -1,10 +1,10 @@
 """
 ``qeffect runtime report probes``: check the documentation's statements on this machine.
 
-Each statement about Transformer Engine, or about the cost of checking its graphs, has a probe. They
-cover the attention backward of short sequences, which weight gradient the library's graphs bind to
-a dgrad, the time to compare every baked address, and the library's graphs under interleaved stages
-(`interleaved`).
+Each statement about Transformer Engine, or about the cost of checking its graphs, has a probe. The
+probes cover the attention backward of short sequences, which weight gradient the library's graphs
+bind to a dgrad, the time to compare every baked address, and the library's graphs under interleaved
+stages (`interleaved`).
 """
 
 from __future__ import annotations

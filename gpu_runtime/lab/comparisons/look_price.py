@@ -4,8 +4,8 @@ values that are not finite, as ratios from one run of one process.
 
 Each round times: a step, the check, the sums by which a save compares ranks, the comparison of
 gradients' scales that a run makes after each step, and the check for stages of zero gradients that
-a run without a norm makes in each step. So all are timed under the same conditions. Ratios are of
-medians over all rounds.
+a run without a norm makes in each step. So all parts are timed under the same conditions. Each
+ratio divides two medians over all rounds.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict
         rounds: Number of timed rounds, after three untimed rounds.
 
     Returns:
-        Ratios of the check to a step, to the sums of a save, and to the file's `look_every` steps
-        (0 if the file asks for no check); and of the comparison of scales, and of the check for
-        zero gradients, to a step.
+        Ratios of times. The check is divided by a step, by the sums of a save, and by the file's
+        `look_every` steps (0 if the file asks for no check). The comparison of scales, and the
+        check for zero gradients, are each divided by a step.
 
     Raises:
         UnusableError: The file cannot be used, or takes more than one process.

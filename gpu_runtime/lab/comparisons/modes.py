@@ -1,5 +1,5 @@
 """
-The modes of a framework in pairs: the choice of rows, and the processes that run them.
+Modes of a framework that cover all pairs of options: the rows, and the processes that run them.
 
 A row has a value for each factor, such as the schedule or the way in which messages are posted. A
 *cover* is a set of rows with every pair of values that occurs in a legal row. Each row trains a

@@ -1,9 +1,9 @@
 """
 The reference: a backend's own full backward, run in the same order of F and dI as the candidate.
 
-It works as for every user of the library: autograd's full backward, `.grad` or fused `main_grad`,
-and a weight cache that the first microbatch refreshes. It has no slots, tapes or guards, and skips
-dW, because a full backward includes dW.
+The reference works as for every user of the library: autograd's full backward, `.grad` or fused
+`main_grad`, and a weight cache that the first microbatch refreshes. The reference has no slots,
+tapes or guards, and skips dW, because a full backward includes dW.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def record_step(
     optimizer: Optimizer | None = None,
 ) -> None:
     """
-    Record an optimizer step; both sides of a comparison call this.
+    Record an optimizer step; both sides of a comparison call this function.
 
     Args:
         recording: Where to record; None records nothing.

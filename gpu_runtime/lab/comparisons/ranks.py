@@ -182,7 +182,7 @@ def native_pipeline(
     """
     A job's native pipeline before its first step; every rank calls it.
 
-    Its process groups last as long as the process.
+    The pipeline's process groups last as long as the process.
 
     Args:
         member: This process.

@@ -6,8 +6,8 @@ the place in the run. Two recordings must have the same labels with the same bit
 one side is a mismatch too, so that an empty comparison cannot pass.
 
 A library's own full backward has neither slots nor graphs, so three categories have no counterpart
-there: addresses, retained work and growth. A guarded run records them as counts that must be zero,
-and each count is compared with zero.
+there: addresses, retained work and growth. A guarded run records these categories as counts that
+must be zero, and each count is compared with zero.
 """
 
 from __future__ import annotations

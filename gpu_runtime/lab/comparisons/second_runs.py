@@ -7,12 +7,13 @@ scales, amax histories, weight caches and weights. In guarded steps a bit flips 
 action or, in eager steps, after a matrix product. In launches, a kernel on another stream flips a
 bit while a launch runs; bits of scales, histories and weights flip only in the second run, because
 a flip before both runs is not noticed. A flip may change nothing, if its memory is written again
-before it is read. So each flip ends in one of three ways. It is *stopped*; or it is *harmless*: the
-step ends with the bits of an undisturbed run; or it is *applied*, which must never happen.
+before it is read. So each flip ends in one of three ways. A flip is *stopped*; or it is *harmless*:
+the step ends with the bits of an undisturbed run; or it is *applied*, which must never happen.
 
 *Price.* One process alternates between steps that never run twice, steps of which every N-th runs
-twice, and steps that all run twice. Steps with digests of all gradients are timed likewise, and
-steps after every N-th of which all weights, moments and scales are checked (`training/look.py`).
+twice, and steps that all run twice. Two more kinds of steps are timed in the same way: steps that
+take digests of all gradients, and steps with a check of all weights, moments and scales after every
+N-th step (`training/look.py`).
 """
 
 from __future__ import annotations
@@ -489,15 +490,14 @@ def price(
     seconds: float = 40.0,
 ) -> dict[str, Any]:
     """
-    Time, in turns, steps that never run twice, steps of which every N-th does, and steps that all
-    do.
+    Time three kinds of runs in turns: no step, every N-th step or every step runs twice.
 
     Args:
         member: This process.
         job: What is trained.
         backend: Implementation of the layers.
-        every: N, the number of steps in a turn of the first two kinds; in the second, exactly one
-            of them runs twice.
+        every: N, the number of steps in a turn of the first two kinds. In a turn of the second
+            kind, exactly one step runs twice.
         rounds: Most rounds.
         seconds: No further round begins after this time.
 

@@ -18,7 +18,7 @@ class Workload:
     """
     Random inputs and output gradients that every process can draw again.
 
-    They are drawn on the CPU from the seed and the place in the run, so that all processes and
+    The data are drawn on the CPU from the seed and the place in the run, so that all processes and
     devices get the same bits.
 
     Args:

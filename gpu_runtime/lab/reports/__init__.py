@@ -1,9 +1,9 @@
 """
 The checked-in reports of measurements and their schema; no number is written by hand.
 
-`qeffect runtime compare` and each part of `qeffect runtime report` write a report with `--out`. Its
-derived part is a function of its raw part (`qeffect.gpu_runtime.lab.statistics.derive`), and a test
-computes every derived part again.
+`qeffect runtime compare` and each part of `qeffect runtime report` write a report with `--out`. A
+report's derived part is a function of its raw part (`qeffect.gpu_runtime.lab.statistics.derive`),
+and a test computes every derived part again.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class Kill:
         rank: The rank at that place.
         folder: Folder in which the dying rank writes ``killed``.
         launcher: Kill the rank's launcher instead of the rank.
-        steps: Number of steps before the kill is due; the start and a resume come before any step.
+        steps: Number of steps after which the kill is due; a kill in the start or a resume comes
+            before the first step.
         part: The share of a step's time after which it is killed, for the place ``step``.
     """
 

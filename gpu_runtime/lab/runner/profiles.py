@@ -81,10 +81,10 @@ def add_profiles(
 
     Args:
         starts: The ranks; the processes that measured have ended.
-        meet: Called on each rank to connect to the others; can be pickled.
+        meet: Called on each rank to connect to the other ranks; can be pickled.
         rows: Each row with its measurement. A side that fails under the profiler keeps its
-            measurement without profile figures. So does every side on a CPU, where the profiler
-            records no device events.
+            measurement without profile figures. Every side on a CPU has no profile figures either,
+            because the profiler records no device events there.
         save: Called whenever a row has its figures.
         note: Shows a line.
         limit: Time limit in seconds.

@@ -165,7 +165,7 @@ def graph_of(
     """
     The graph that an action replays, by the slot of its microbatch and the variant of its dW.
 
-    None for a dW that an earlier one of its group takes.
+    None for a dW that an earlier dW of its group includes.
     """
     graphs = executor.slots[memory.slot_of[step.microbatch]]
     if step.kind is Kind.WGRAD:

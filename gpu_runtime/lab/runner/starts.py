@@ -1,9 +1,9 @@
 """
 Start the ranks of a report: each start runs a body in a fresh process per rank.
 
-A report starts its ranks twice. The first processes measure. After these have ended, other
-processes build the same sides again and run some steps under the profiler; their figures are added
-to the rows.
+A report starts its ranks twice. The first processes measure. After the measuring processes have
+ended, other processes build the same sides again and run some steps under the profiler; their
+figures are added to the rows.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class BenchCell:
         ffn: Width of the MLP.
         sequence: Tokens in a microbatch.
         microbatches: Microbatches of a step.
-        heads: Attention heads; None is hidden / 128.
+        heads: Attention heads; None means hidden / 128.
         schedule: torch's schedule class, whose table determines the order.
         pp: Ranks of that table.
         vpp: Stages of a rank.

@@ -84,7 +84,7 @@ class PeerSettings:
         rounds: Rounds per side.
         steps: Steps per round for modes that replay graphs.
         native_steps: Steps per round for modes without graphs.
-        device: `cuda`, or `cpu` for ours and torch's only.
+        device: `cuda`, or `cpu` for our sides and torch's only.
         profile: Whether the ranks start a second time, under the profiler.
         settling_steps: Number of steps after which gradients are compared; by then, scales repeat
             and graphs are captured.

@@ -216,7 +216,7 @@ class LaunchSide(GuardedSide):
         self.whole.resume()
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors that training changes, after the launches in flight."""
+        """All tensors that training changes, once no launch is in flight."""
         self.whole.leave()
         found = super().state()
         self.whole.resume()

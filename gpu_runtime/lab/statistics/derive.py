@@ -7,8 +7,8 @@ drift of the clocks cancels.
 
 A *floor* is the least kernel time among the library's own columns that form the same sum; columns
 of this runtime never set a floor. Columns that keep each microbatch's gradient separate (`copied`,
-`per_microbatch`) have no floor, because no library column forms that sum. They are compared with
-their own kernel time, which shows the cost of launching.
+`per_microbatch`) have no floor, because no library column forms that sum. Such a column is compared
+with its own kernel time, which shows the cost of launching.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def memory_bytes(column: Raw) -> dict[str, int] | None:
     Memory peaks according to the allocator and the driver.
 
     The driver's peak is the rise of device memory since before the column was built. Between two
-    readings, the rise can have been higher only by memory that the allocator has since returned;
-    that memory is added.
+    readings the rise may have been higher, but only by memory that the allocator has returned
+    since; this memory is added.
     """
     memory = column["memory"]
     if memory is None or memory["allocated_peak"] is None:

@@ -25,7 +25,7 @@ _SET, _SUM = ("cell", "schedule", "dtype"), ("cell", "dtype", "group")
 
 def derive_groups(raw: Raw) -> dict[str, Any]:
     """
-    Derive every row's time and memory, and each group's time over today's.
+    Derive every row's time and memory, and the ratio of each group's time to today's.
 
     Returns:
         `products`, the times of one layer's matrices: joining and one product, over one product for

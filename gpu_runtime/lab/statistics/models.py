@@ -2,7 +2,7 @@
 TFLOP/s of whole models, from the times of their steps.
 
 The count includes the matrix products of the layers and of the head: two operations for each
-multiply and add, once forward and twice backward. Of attention's products, half count, because a
+multiply and add, once forward and twice backward. Half of attention's products count, because a
 token attends only to tokens before it. The count excludes norms, activations, the embedding's
 lookup, the loss, the optimizer, and recomputation.
 """
@@ -85,10 +85,10 @@ def derive_models(raw: Raw) -> dict[str, Any]:
         which the busiest GPU runs neither kernels nor copies (messages left out), peak bytes, and,
         under native's schedule, how many tensors differ from native's weights, moments and scales.
         `kinds` is the busiest GPU's time by kind of work, in milliseconds per step (None if nothing
-        was profiled). Native and Megatron have the loss of the initial weights.
+        was profiled). Rows of native and of Megatron also have the loss of the initial weights.
         `megatron_over_this` is the time of Megatron's fastest mode whose loss is native's (within
-        `LOSS_WITHIN`). A row of several replicas has the time of one replica over its own time; its
-        tokens are those of all.
+        `LOSS_WITHIN`). A row of several replicas has the ratio of one replica's time to its own
+        time; its tokens are the tokens of all replicas.
     """
     rows, errors = [], []
     theirs = _fastest_megatron(raw)

@@ -28,7 +28,7 @@ WRONG = ("false alarm", "silent difference", "guard changes bits", "no reference
 
 
 def changed(row: Mapping[str, Any], factors: Mapping[str, Sequence[Any]]) -> str:
-    """The values of a row that are not the plainest value of their factor, in words."""
+    """The values of a row that differ from the plainest value of their factor, in words."""
     found = {name: value for name, value in row.items() if value != factors.get(name, [None])[0]}
     return row_text(found) or "the plainest mode"
 

@@ -1,8 +1,8 @@
 """
 Numbers printed in the paper (Sections IV and V), for tables that show ours beside them.
 
-They were measured on H800 PCIe or RTX 5880 Ada GPUs. Only ratios that the paper does not print are
-computed here from its numbers. Times are milliseconds of the slowest rank.
+The paper's numbers were measured on H800 PCIe or RTX 5880 Ada GPUs. Only ratios that the paper does
+not print are computed here from its numbers. Times are milliseconds of the slowest rank.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Figures of the peers: speed relative to native and Megatron, and which gradients
 A finite gradient can still be wrong. After steps that change no weight, each mode's gradients are
 compared bit for bit with those of its own framework without graphs, and with native's. Megatron's
 arithmetic differs from native's (its activation is rounded before it is quantized), so for Megatron
-the distance from native is reported. So it is for fp32 gradients, since native's are bf16, and for
-weight gradients in groups, whose scales move once per step.
+the distance from native is reported. The distance is also reported for fp32 gradients, since
+native's are bf16, and for weight gradients in groups, whose scales move once per step.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Measured:
 
     Args:
         first: Times of F, I, W and the refresh of the first stage, in milliseconds.
-        inner: The same for inner stages: medians over the stages between first and last.
+        inner: These times for inner stages: medians over the stages between first and last.
         last: Times of the last stage, which has the loss.
         update: Time of a rank's update.
         replays_host: Host time of guarded replays per F, dI or dW.

@@ -9,8 +9,9 @@ Three rules say where dW writes and what the optimizer then reads:
     One fixed buffer per matrix and microbatch; summed at finalize. The paper's direct placement,
     `M * sum(sizeof(W))` bytes.
 `accumulate`
-    One fixed buffer per matrix: the first dW of an epoch overwrites it, later ones add to it. Its
-    size does not depend on the number of microbatches; its value depends on the order of dW.
+    One fixed buffer per matrix: the first dW of an epoch overwrites it, later ones add to it. The
+    buffer's size does not depend on the number of microbatches; its value depends on the order of
+    dW.
 
 The kernel's arena ledger decides which microbatch may write, whether all microbatches have written,
 and whether the bound memory is the configured memory. This module holds the memory and describes
@@ -47,8 +48,8 @@ class Arena:
         units: The stage's units of deferred work.
         rule: Where dW writes.
         num_microbatches: Microbatches of an epoch.
-        dtype: Type of the destinations. If it differs from the parameters' type, the optimizer
-            needs master weights of that type.
+        dtype: Type of the destinations. If this type differs from the parameters'
+            type, the optimizer needs master weights of that type.
         device: Device of the destinations.
         tied: By unit, the name of the destination that it shares with another unit.
         lent: By name, the sets of destinations that were made for an earlier unit; the arena adds
@@ -156,8 +157,8 @@ class Arena:
         """
         Where a microbatch's dW would write now, for the kernel to compare with the configuration.
 
-        Every call looks at the tensors again. If they are unchanged, it returns the configured
-        description itself, which the kernel compares by identity.
+        Every call looks at the tensors again. If the tensors are unchanged, the call returns the
+        configured description itself, which the kernel compares by identity.
         """
         index = 0 if self.rule == "accumulate" else microbatch
         return (

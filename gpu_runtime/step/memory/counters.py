@@ -1,11 +1,11 @@
 """
 Counters in device memory: the device's own record of the actions that it ran.
 
-One small kernel runs with every F, dI, dW and refresh, in the same captured graph. It adds one to
-the counter of the stage and the kind of action, and folds the action's mark into the digest of the
-state domain (`qeffect.counts`). So a graph counts its replays, whoever launches them. A step reads
-the counters back once, into pinned memory. The device can also compare them with the counts that
-the contract expects: it then skips the update if they differ, and no host waits.
+One small kernel runs with every F, dI, dW and refresh, in the same captured graph. The kernel adds
+one to the counter of the stage and the kind of action, and folds the action's mark into the digest
+of the state domain (`qeffect.counts`). So a graph counts its replays, whoever launches them. A step
+reads the counters back once, into pinned memory. The device can also compare the counters with the
+counts that the contract expects: it then skips the update if they differ, and no host waits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 Two kernels of one thread block for the counters: count an action, compare all counters.
 
-Torch's own operations do the same (`counters`), in four times as many launches; every captured
-action and every update contains these kernels.
+Torch's own operations (`counters`) give the same counts in four times as many launches. Every
+captured action and every update contains one of these kernels.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 The physical side of a stage's slots: static buffers, retained tapes, and what F and dI left.
 
 A table owns its slots' input and output-gradient buffers, so that a receive can fill them in place
-before F or dI. It keeps outputs and input gradients alive until the slot is used again, so that a
-send can read them. The kernel decides which slot may be touched; the table decides nothing.
+before F or dI. The table keeps outputs and input gradients alive until the slot is used again, so
+that a send can read them. The kernel decides which slot may be touched; the table decides nothing.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Slot:
     One slot.
 
     Args:
-        index: Its index in the process's pool, as the kernel counts.
+        index: The slot's index in the process's pool, as the kernel counts.
         tape: Work retained between F and dW.
         inputs: Static buffers that F reads.
         output_gradients: Static buffers that dI reads.

@@ -1,10 +1,10 @@
 """
 Tied weights: which matrices are one parameter, and the destination that their products share.
 
-Two matrices, of one stage or of two stages, are tied if they are one `torch.nn.Parameter`. Their
-gradient is one sum, written by every dW of both, and updates the parameter once. The first matrix
-owns the gradient; the second matrix has none. The kernel refuses two matrices of one parameter that
-the configuration does not declare tied.
+Two matrices, of one stage or of two stages, are tied if they are one `torch.nn.Parameter`. The
+gradient of tied matrices is one sum, written by every dW of both, and updates the parameter once.
+The first matrix owns the gradient; the second matrix has none. The kernel refuses two matrices of
+one parameter that the configuration does not declare tied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
 Constants of the hash of eight-byte words, for torch's operations and for the kernel.
 
-Factors are signed integers of 64 bits, as both multiply them.
+Factors are signed integers of 64 bits, as torch and the kernel multiply them.
 """
 
 __all__ = ["FIRST", "LOW", "PLACE", "SECOND", "SHIFT"]

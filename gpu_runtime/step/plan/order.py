@@ -145,8 +145,8 @@ class Order:
                 at = steps.index(expected[0])
                 if steps[at : at + group] != expected:
                     raise BackendError(
-                        f"{self.source or 'the order'}: expected the dW of microbatches "
-                        f"{list(group_of(first, group))} of stage {stage} one behind the other, "
+                        f"{self.source or 'the order'}: expected consecutive dW of microbatches "
+                        f"{list(group_of(first, group))} of stage {stage}, "
                         f"found {' '.join(map(str, steps[at : at + group]))}; take the table from "
                         "qeffect.schedule.grouping.group_wgrads, or Order.grouped"
                     )

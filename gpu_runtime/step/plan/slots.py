@@ -32,8 +32,8 @@ class WgradVariant(NamedTuple):
 
     Args:
         destination: Index of the set of destinations, -1 for the library's own memory.
-        accumulate: Whether it adds to the destinations.
-        joins: Whether it overwrites the stage's own destinations but adds to those shared with
+        accumulate: Whether the dW adds to the destinations.
+        joins: Whether the dW overwrites the stage's own destinations but adds to those shared with
             another stage, because the other stage has written them first.
     """
 
@@ -43,7 +43,7 @@ class WgradVariant(NamedTuple):
 
     @property
     def writes(self) -> int:
-        """How it writes, as `qeffect.counts.mark` takes it."""
+        """How the dW writes, as `qeffect.counts.mark` takes it."""
         return ADDS if self.accumulate else JOINS if self.joins else OVERWRITES
 
     def adding(self) -> WgradVariant:
@@ -79,7 +79,7 @@ class SlotPlan:
         """
         The microbatches whose dW runs with that of `microbatch`, ascending and itself included.
 
-        Empty if an earlier member of its group takes it.
+        Empty if the dW of an earlier microbatch of its group includes it.
         """
         found = group_of(microbatch, self.group)
         return found if found[0] == microbatch else ()
@@ -131,9 +131,9 @@ def plan_slots(
     """
     Assign slots by walking the order: F takes the lowest free slot, until its tape is consumed.
 
-    The dW of a tape and the readers of its results consume the tape. If a stage feeds another
-    stage of the same process, that stage's F reads the feeding stage's output. The feeding stage's
-    dI reads that stage's input gradient, perhaps after that stage's dW.
+    The dW of a tape and the readers of its results consume the tape. If a stage feeds another stage
+    of the same process, the fed stage's F reads the feeding stage's output. The feeding stage's dI
+    reads the fed stage's input gradient, perhaps after the fed stage's dW.
 
     >>> plan = plan_slots(Order.parse("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"))
     >>> plan.num_slots, [plan.slot_of[0, m] for m in range(3)]

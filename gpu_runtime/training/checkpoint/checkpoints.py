@@ -41,7 +41,7 @@ __all__ = ["Checkpoints", "EarlierSaveError"]
 
 
 class EarlierSaveError(BackendError):
-    """An earlier asynchronous save failed. The current save was still started."""
+    """An earlier asynchronous save failed. The current save was started nevertheless."""
 
 
 class Checkpoints:
@@ -58,8 +58,8 @@ class Checkpoints:
 
     Attributes:
         changed: The differences between the two runs that the last load accepted, in words.
-        run: The run's identity, then the identities of the runs that it adopted. `load` takes them
-            over from the checkpoint. Every manifest has rank 0's list.
+        run: The run's identity, then the identities of the runs that it adopted. `load` takes over
+            these identities from the checkpoint. Every manifest has rank 0's list.
         lock: The folder's lock, on rank 0 of a run that holds it; a save requires it.
         told: Whether `failure` has already reported that the save under way failed.
         untidy: On rank 0, in words: the files that the last finished save could not remove. The
@@ -113,7 +113,8 @@ class Checkpoints:
         """
         Return the newest checkpoint; None if there is none.
 
-        Its manifest and the size of every file are checked; `load` also compares the contents. A
+        The newest checkpoint's manifest and the size of every file are checked; `load` also
+        compares the contents. A
         damaged newest checkpoint is refused, not skipped: otherwise the run would silently go back
         to an older checkpoint, and its saves up to the damaged checkpoint's epoch would be refused.
 

@@ -37,7 +37,7 @@ def plain(value: Any, where: str) -> Any:
     Return plain data as JSON gives it back: tuples become lists.
 
     Args:
-        value: Finite numbers, strings, None, and lists and mappings of these.
+        value: Finite numbers, strings, None, and lists and mappings of such values.
         where: The name of the value, for the error.
 
     Raises:
@@ -83,7 +83,7 @@ def requirements(worker: Worker) -> dict[str, Any]:
 
 
 def mapping_of(worker: Worker) -> dict[str, Any]:
-    """How stages and microbatches are mapped to ranks; the two runs may differ in this."""
+    """How stages and microbatches are mapped to ranks; the mappings of the two runs may differ."""
     table = worker.table
     return {
         "schedule": _TORCH.sub("", Path(table.source).name),

@@ -2,11 +2,11 @@
 A checkpoint's folder: hashed while it is written, named once it is whole, and compared with its
 hashes when it is read.
 
-DCP writes the tensors (`*.distcp`, `.metadata`). Beside them are `facts.json`, with all plain data,
-and `manifest.json`, with the size and the SHA-256 of every other file, computed from the bytes that
-were handed to the file system. The folder is hidden until all files are on the disk; the rename
-makes it a checkpoint. DCP itself has no hashes, does not sync `.metadata`, and unpickles it. Here
-`.metadata` is read only after its hash was compared.
+DCP writes the tensors (`*.distcp`, `.metadata`). Beside the tensors are `facts.json`, with all
+plain data, and `manifest.json`, with the size and the SHA-256 of every other file, computed from
+the bytes that were handed to the file system. The folder is hidden until all files are on the disk;
+the rename makes it a checkpoint. DCP itself has no hashes, does not sync `.metadata`, and unpickles
+it. Here `.metadata` is read only after its hash was compared.
 """
 
 from __future__ import annotations

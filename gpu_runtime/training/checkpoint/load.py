@@ -60,7 +60,7 @@ class TensorSource:
     Where a tensor comes from.
 
     Args:
-        saved: Its name in the checkpoint.
+        saved: The tensor's name in the checkpoint.
         into: A tensor of this run with the shape and dtype that the saved one must have.
     """
 

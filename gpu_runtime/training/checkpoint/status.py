@@ -1,6 +1,6 @@
 """
-The status of a run: whether it ended, what ended it, whether to resume. It is written to a file
-beside the checkpoints, and to the last line of output of a run that was stopped.
+The status of a run: whether it ended, what ended it, whether to resume. The status is written to a
+file beside the checkpoints, and to the last line of output of a run that was stopped.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def write_status(folder: Path, facts: Mapping[str, Any]) -> str:
         facts: Plain data.
 
     Returns:
-        Why the file could not be written, in words; empty if it was.
+        Why the file could not be written, in words; empty if the file was written.
     """
     hidden, text = folder / f".{STATUS}", json.dumps(facts).encode()
     try:
