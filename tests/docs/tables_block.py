@@ -269,7 +269,8 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
     for name, report in found:
         derived, asked = report["derived"], report["configuration"]
         parts.append(
-            f"**Whole models over {asked['pp']} rank{'s' * (asked['pp'] != 1)}** ({name}; "
+            f"**Whole models over {asked['pp']} rank{'s' * (asked['pp'] != 1)}"
+            f"{', fp32 gradients' * (asked.get('main_grad') == 'fp32')}** ({name}; "
             f"{machine(report)})."
             f"{remark(name, report)}"
         )
@@ -296,7 +297,9 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "The models are decoders with RMSNorm, SwiGLU, rotary positions, grouped-query "
             "attention and a vocabulary of 128,256 tokens. A rank has two stages; a microbatch is "
             "one sequence. Layers compute in FP8 under delayed scaling; the head, gradients, "
-            "weights and the optimizer's moments are bf16. Layers are divided among the stages by "
+            "weights and the optimizer's moments are bf16. With *fp32 gradients*, our accumulated "
+            "gradients and Megatron's are fp32, both with fp32 master weights, and native's stay "
+            "bf16. Layers are divided among the stages by "
             "the measured times of a layer, the embedding and the head. TFLOP/s count the matrix "
             "products of layers and head once for the forward and twice for the backward. Products "
             "of attention count half, because a token attends to earlier tokens only; "

@@ -281,6 +281,16 @@ class TestModels:
         assert whole(checks) == 4 * rows
 
 
+def test_fp32_gradients_beside_megatron() -> None:
+    """`models_one_gpu_fp32.json`: ratios of medians, and no tensor that could be compared."""
+    [(derived, raw)] = of_kind("models_one_gpu_fp32")
+    native, ours, theirs = (median(row["step_ms"]) for row in raw["rows"])
+    shown = derived["rows"][1]
+    assert near(shown["native_over_this"], native / ours)
+    assert near(shown["megatron_over_this"], theirs / ours)
+    assert [0] * 3 == [row["compared"] for row in derived["rows"]]
+
+
 @pytest.mark.parametrize("name", SCALES)
 class TestScale:
     """`scale*.json`."""
