@@ -237,9 +237,10 @@ def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str])
         (["--megatron", "local", "--pp", "4"], "--megatron needs --pp 2 or --pp 1, found --pp 4"),
         (["--limit", "0"], "--limit must be positive, found 0"),
         (["--replicas", "0"], "--replicas must be at least 1, found 0"),
+        (["--device", "cuda"], "--cells tiny-s16-m4 is only for a CPU, found --device cuda; add"),
     ],
 )
-def test_modes_of_megatron_that_cannot_run_are_refused(
+def test_options_that_cannot_be_measured_are_refused(
     asked: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything starts."""

@@ -114,6 +114,7 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
     require_rounds(args)
     _require_megatron(args)
     _require_replicas(args)
+    _require_size(args)
     rows = model_rows(
         args.cells, args.schedules, args.pp, device=args.device, main_grad=args.main_grad
     )
@@ -132,6 +133,20 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
     outcome = Outcome("refused" if bad else "accepted", {"derived": derived}, report.lines())
     mute_unless_speaker(failed=outcome.exit != 0)
     return outcome
+
+
+def _require_size(args: argparse.Namespace) -> None:
+    """
+    Refuse the model that is for a CPU on a GPU, where its one launch ends in an allocator's error.
+
+    Raises:
+        UnusableError: The model `tiny` is asked for on a GPU.
+    """
+    if args.device == "cuda" and (tiny := [cell for cell in args.cells if cell.startswith("tiny")]):
+        raise UnusableError(
+            f"--cells {tiny[0]} is only for a CPU, found --device cuda; add --device cpu, or take "
+            "another cell"
+        )
 
 
 def _require_megatron(args: argparse.Namespace) -> None:
