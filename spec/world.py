@@ -192,12 +192,17 @@ WORDS: Final[Mapping[str, Word]] = {
         link="an arbitrary link",
         stage="an arbitrary stage",
         clobbered="1 when an earlier graph overwrote what the arbitrary slot keeps in its pool",
-        seen="1 when the arbitrary link waited for the replay that wrote that slot's output",
-        clear="1 when the arbitrary link waited for every replay of that slot's previous tenant",
-        grouped="the dW that took that slot's tape into its group: 0 none, 1 running, 2 done",
-        trailing="1 while the graph stream has yet to wait for that slot's transfer or copy on "
-        "that link",
-        seen_gradients="1 when that link waited for the replay of the arbitrary stage's latest dW",
-        seen_evaluation="1 when that link's caller waited for that stage's latest evaluation",
+        seen="1 when the arbitrary link waited for the replay that wrote the arbitrary slot's "
+        "output",
+        clear="1 when the arbitrary link waited for every replay of the arbitrary slot's previous "
+        "tenant",
+        grouped="the dW that took the arbitrary slot's tape into its group: 0 none, 1 running, 2 "
+        "done",
+        trailing="1 while the graph stream has yet to wait for the arbitrary slot's transfer or "
+        "copy on the arbitrary link",
+        seen_gradients="1 when the arbitrary link waited for the replay of the arbitrary stage's "
+        "latest dW",
+        seen_evaluation="1 when the arbitrary link's caller waited for the arbitrary stage's "
+        "latest evaluation",
     ),
 }

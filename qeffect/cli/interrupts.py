@@ -54,7 +54,8 @@ class Interrupts:
         If the shell ignores SIGINT, as for background jobs of a script, SIGINT stays ignored.
 
         Args:
-            work: The work; it gets ``KeyboardInterrupt``, and may swallow this exception.
+            work: The function to run. SIGINT raises ``KeyboardInterrupt`` inside it; the process
+                ends with code 130 even if the function catches this exception.
         """
         if (
             _WAKE is None

@@ -50,8 +50,8 @@ def compare_beside(
     that names no rank is not compared.
 
     Args:
-        logs: The files of each event log, oldest first. A replay has accepted each log, or found
-            nothing but an early end.
+        logs: For each event log the list of its files, oldest file first. A replay has accepted
+            each log, or found nothing but an early end.
         rank_logs: The rank logs, which a replay has accepted.
 
     Returns:

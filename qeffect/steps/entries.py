@@ -72,7 +72,7 @@ class Entries:
         return self._made
 
     def stand_in(self, memory: Memory, amounts: tuple[int, ...]) -> bool:
-        """Whether a memory's entries equal the selected entries after their counters moved."""
+        """Whether the memory has the selected entries, each counter risen by its amount."""
         wanted, found = self.at(amounts), self._wholes(memory)
         if not self._parts:
             return bool(found == wanted)
@@ -84,7 +84,7 @@ class Entries:
         return bool((*found, *picked) == wanted)
 
     def write(self, memory: Memory, amounts: tuple[int, ...]) -> None:
-        """Write the selected entries, after their counters moved, into a memory."""
+        """Write the selected entries into the memory, each counter raised by its amount."""
         made = iter(self.at(amounts))
         for column in self._wholes(memory):
             if column.__class__ is dict:

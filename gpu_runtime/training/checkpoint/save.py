@@ -94,7 +94,10 @@ def tensors_of(worker: Worker, naming: Naming, extra: Mapping[str, Tensor]) -> d
 
 def facts_of(worker: Worker, must: Mapping[str, Any], free: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Collect this rank's facts for a save: ``facts``, ``contract`` and ``made_by``.
+    Collect what this rank writes into a checkpoint besides tensors.
+
+    Returns:
+        The keys ``facts``, ``contract`` and ``made_by``, each plain data.
 
     Raises:
         BackendError: A fact is not plain data.
