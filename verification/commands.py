@@ -225,7 +225,7 @@ class Prove:
         """Prove and report."""
         if args.promise is not None:
             others = ("--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out")
-            refuse_unused(args, others, "--promise proves one promise and writes no file")
+            refuse_unused(args, others, "--promise only prints the proof of one promise")
             return _promise(args.promise)
         if args.only is not None:
             why = "--only runs mutants and proves nothing"
@@ -301,6 +301,11 @@ def _promise(name: str) -> Outcome:
         raise UnusableError(
             f"--promise: {name} is an assumption, or part of what makes a call legal: proofs use "
             f"it as a fact; {where}"
+        )
+    if name.partition(".")[0] in ("ranks", "launches"):
+        raise UnusableError(
+            f"--promise: {name} is about several ranks, and `prove` is about one contract; "
+            "`qeffect ranks` proves all promises about ranks"
         )
     began = time.perf_counter()
     found, names = needs("verify", _prove).named(name)

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import blake2b
 
-__all__ = ["SEEDS", "named_seed", "stream_of"]
+__all__ = ["POSITION", "SEEDS", "named_seed", "stream_of"]
+
+POSITION = "generator.position"
+"""Name of a domain's position in its numerical state: an int64 tensor on the host."""
 
 SEEDS = 2**63
 """Seeds of torch's generators are below this number."""

@@ -169,7 +169,9 @@ class DoubleRun:
         self.first.take(gradients, self._state_bytes())
 
     def _state_bytes(self) -> list[Tensor]:
-        return [torch.cat([*map(raw_bits, own)]) for own in self._scaling]
+        # The position of random numbers is on the host.
+        device = self.runtime.domain.device
+        return [torch.cat([raw_bits(held).to(device) for held in own]) for own in self._scaling]
 
     def restore(self) -> None:
         """Put the state before the first run back."""

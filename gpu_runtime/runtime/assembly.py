@@ -18,6 +18,7 @@ from qeffect.text import shown
 
 from ..backends.epoch_scales import Scales, moves_once
 from ..backends.protocol import BackendError, StageBackend, StateDomain
+from ..backends.random_streams import POSITION
 from ..step.eager import EagerExecutor, Executor, StageMemory
 from ..step.effects import StageReports
 from ..step.memory.arena import Arena
@@ -178,8 +179,13 @@ class Assembly:
             performer,
             told="reduction" in self.relations,
             copies=self.config.copies,
-            scaling=SharedScaling(live_state(self.domain)) if self._shares_amax else None,
+            scaling=self._shared_scaling() if self._shares_amax else None,
         )
+
+    def _shared_scaling(self) -> SharedScaling:
+        """The scaling state; the position of random numbers is each replica's own."""
+        live = live_state(self.domain)
+        return SharedScaling({n: held for n, held in live.items() if not n.endswith(POSITION)})
 
     def executor(
         self,

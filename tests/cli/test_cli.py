@@ -367,6 +367,7 @@ class TestCheck:
         (["prove", "--mutants", "--programs", "pyproject.toml"], "expected a folder"),
         (["prove", "--only", "no such line"], "no mutated line"),
         (["prove", "--promise", "ownership.dgrad-next"], "is an assumption, or part of what makes"),
+        (["prove", "--promise", "launches.one-cause"], "`qeffect ranks` proves all promises about"),
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),
         (["failures", "none"], "no failure is named 'none'"),
         (["runtime"], "required"),

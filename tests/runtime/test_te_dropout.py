@@ -6,7 +6,9 @@ The device's numbers themselves are in `tests/gpu/test_dropout.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.epoch_scales import SCALES, Scales
 from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.backends.random_streams import POSITION
 from qeffect.gpu_runtime.backends.te import device_numbers
 from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.backends.te.device_numbers import DeviceNumbers
@@ -26,7 +29,8 @@ from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.runtime import Mode, Runtime, RuntimeConfig
-from qeffect.gpu_runtime.step.memory.numerical_state import preserving
+from qeffect.gpu_runtime.runtime.assembly import Assembly
+from qeffect.gpu_runtime.step.memory.numerical_state import live_state, preserving
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.refusals import Refused
 
@@ -151,7 +155,8 @@ def test_an_evaluation_drops_nothing() -> None:
     run = guarded()
     run.run(1)
     stage = next(iter(run.runtime.stages.values()))
-    x = torch.ones_like(stage.inputs[0].buffer())
+    spec = stage.inputs[0].buffer()  # a norm maps a constant to zero, which has nothing to drop
+    x = torch.linspace(-1, 1, spec.numel()).view(spec.shape).to(spec.dtype)
     before = int(random_of(run).position)
     first, again = (run.runtime.actions.evaluate(stage.index, [x])[0] for _ in range(2))
 
@@ -194,6 +199,26 @@ class TestByName:
         with pytest.raises(BackendError, match="the microbatch of this F is unknown"):
             stage.forward(stage.new_tape(0), inputs)
 
+    def test_each_layer_of_each_microbatch_draws_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Native runs the same code, so its bits say nothing of the names."""
+        drawn: list[tuple[int, ...]] = []
+        named = device_numbers.named_seed
+
+        def noted(stream: int, name: Sequence[int]) -> int:
+            drawn.append((stream, *name))
+            return named(stream, name)
+
+        monkeypatch.setattr(device_numbers, "named_seed", noted)
+        run = guarded("epoch")
+        random_of(run).stream = 7
+        run.run(2)
+
+        microbatches = {step.microbatch for step in ORDER.steps}
+        layers = ORDER.stages  # a layer a stage
+        assert sorted(drawn) == sorted(itertools.product([7], range(2), microbatches, layers))
+
     def test_they_are_taken_on_trust(self) -> None:
         (stage, *_) = stages_of("epoch")
 
@@ -208,6 +233,39 @@ class TestByName:
 
 
 class TestStreams:
+    @pytest.mark.parametrize("scales", SCALES)
+    def test_another_stream_drops_other_elements(self, scales: Scales) -> None:
+        """At the same position, or under the same name."""
+        outputs = []
+        for stream in (0, 0, 1):
+            (stage, *_) = stages_of(scales)
+            stage.domain.random.stream = stream
+            with preserving(stage.domain):
+                stage.warm()
+            stage.domain.begin_forward(0, 0)
+            spec = stage.inputs[0].buffer().detach()
+            spec.copy_(torch.linspace(-1, 1, spec.numel()).view(spec.shape))
+            outputs.append(stage.forward(stage.new_tape(0), [spec])[0])
+        assert torch.equal(outputs[0], outputs[1])
+        assert not torch.equal(outputs[0], outputs[2])
+
+    def test_with_epoch_scales_ranks_share_a_stream(self) -> None:
+        """The layer's number tells draws apart, so another mapping draws the same."""
+        job = Job(schedule="zbv", pp=2, dropout=DROPOUT, scales="epoch")
+        made: list[Any] = [job.stages(i, CPU, "transformer-engine")[0] for i in ((0, 3), (1, 2))]
+        assert made[0].domain.random.stream == made[1].domain.random.stream
+
+    def test_shared_amaxes_leave_positions_alone(self) -> None:
+        """Each replica draws numbers of its own."""
+        stages = stages_of()
+        with preserving(stages[0].domain):
+            for stage in stages:
+                stage.warm()
+        live = live_state(stages[0].domain)
+        assert f"domain.{POSITION}" in live
+        own = Assembly._shared_scaling(SimpleNamespace(domain=stages[0].domain))  # type: ignore
+        assert len(own.live) == len(live) - 1
+
     def test_replicas_and_ranks_drop_other_elements(self) -> None:
         """Each process of a job draws from a stream of its own."""
         job = Job(schedule="zbv", pp=2, dropout=DROPOUT)

@@ -57,7 +57,7 @@ def written(folder: Path, **files: str) -> dict[str, str]:
 
 @pytest.mark.ci
 def test_guarded_training_has_the_bits_of_torchs(tmp_path: Path) -> None:
-    """Zero bubble and ZB-V, two walks, and two replicas: losses, gradients, parameters, AdamW."""
+    """Zero bubble, ZB-V, two walks, two replicas with own and shared amaxes: every tensor."""
     path = noise(tmp_path)
     jobs = [
         language(path, schedule="izb", pp=2, dropout=0.1),
@@ -65,6 +65,7 @@ def test_guarded_training_has_the_bits_of_torchs(tmp_path: Path) -> None:
         language(path, schedule="1f1b", pp=2, microbatches=4, walks=2, cut=(1, 1), dropout=0.1),
         language(path, schedule="il", pp=1, dp=2, microbatches=2, dropout=0.1),
         language(path, schedule="izb", pp=2),
+        language(path, schedule="il", pp=1, dp=2, microbatches=2, dropout=0.1, amax="replicas"),
     ]
     (tmp_path / "said").mkdir()
     said = launch(2, tmp_path / "said", pipelines.exact, jobs, 3)

@@ -22,6 +22,7 @@ from qeffect.text import shown
 from ..devices import placed
 from ..epoch_scales import Scales, require_scales, unnamed
 from ..protocol import BackendError, StageBackend
+from ..random_streams import POSITION
 from .dropout import RandomNumbers
 
 E4M3 = torch.float8_e4m3fn
@@ -335,7 +336,7 @@ class ReferenceDomain:
     def extra_state(self) -> Mapping[str, Tensor]:
         """The position of the random generator, if a stage drops elements and draws by position."""
         drawn = self.drops and self.scales == "action"
-        return {"generator.position": self.random.position} if drawn else {}
+        return {POSITION: self.random.position} if drawn else {}
 
     def capture_obstacles(self) -> tuple[str, ...]:
         """CUDA graphs need a CUDA device, and dropout draws on the host."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..devices import placed
 from ..epoch_scales import Scales, require_scales, unnamed
 from ..protocol import BackendError, StageBackend
+from ..random_streams import POSITION
 from .device_numbers import DeviceNumbers
 from .internals import EPOCH, missing_imports
 
@@ -392,7 +393,7 @@ class TransformerEngineDomain:
             if tensor.untyped_storage().data_ptr() not in covered
         }
         if self.drops and self.scales == "action":
-            state["generator.position"] = self.random.position
+            state[POSITION] = self.random.position
         return state
 
     def capture_obstacles(self) -> tuple[str, ...]:

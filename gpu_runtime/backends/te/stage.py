@@ -139,7 +139,8 @@ class TransformerEngineStage:
             if first_layer is not None:
                 torch.manual_seed(part_seed(seed, 2 + first_layer + n))
             layers.append(self._layer((first_layer or 0) + n, fuse))
-        self._first_layer = first_layer or 0
+        # The number of the stage's first layer in the model, as far as the stage was told.
+        self._first_layer = index * num_layers if first_layer is None else first_layer
         self.layers = self.root.layers = torch.nn.ModuleList(layers)
         self.head: Any = None
         self.split_head: SplitHead | None = split_head_of(ends, config, domain.device, seed)

@@ -108,7 +108,8 @@ class ModelRow(NamedRow):
     def label(self) -> str:
         """The name in progress lines."""
         several = f", {self.replicas} replicas" if self.replicas > 1 else ""
-        return f"{self.cell}, {self.side}, {self.schedule}{several}"
+        fp32 = ", fp32 gradients" if self.main_grad == "fp32" else ""
+        return f"{self.cell}, {self.side}, {self.schedule}{several}{fp32}"
 
     @property
     def shape(self) -> ModelShape:
