@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["placed", "visible_id"]
+__all__ = ["generator_of", "placed", "visible_id"]
 
 
 def placed(device: torch.device | str = "cuda") -> torch.device:
@@ -53,3 +53,9 @@ def visible_id(index: int = 0, environ: Mapping[str, str] | None = None) -> str:
     named = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES", "")
     visible = [entry.strip() for entry in named.split(",") if entry.strip()]
     return visible[index] if index < len(visible) else str(index)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator from which operations on a CUDA device draw by default."""
+    # torch fills the tuple when CUDA begins.
+    return torch.cuda.default_generators[device.index]

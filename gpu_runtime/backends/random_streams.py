@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import blake2b
 
-__all__ = ["POSITION", "SEEDS", "named_seed", "stream_of"]
+from .epoch_scales import Scales
+
+__all__ = [
+    "POSITION",
+    "SEEDS",
+    "named_seed",
+    "reported_draws",
+    "require_probability",
+    "stream_of",
+]
 
 POSITION = "generator.position"
 """Name of a domain's position in its numerical state: an int64 tensor on the host."""
@@ -40,6 +49,29 @@ def named_seed(stream: int, name: Iterable[int]) -> int:
         name: The draw's name, such as epoch, microbatch and layer.
     """
     return _seed((stream, *name))
+
+
+def require_probability(dropout: float) -> None:
+    """
+    Require a probability with which a layer can drop elements.
+
+    Raises:
+        ValueError: The probability is not in [0, 1).
+    """
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+
+
+def reported_draws(scales: Scales, *, draws: bool) -> bool | None:
+    """
+    Return whether draws are reported, as in `Reports.draws`: numbers drawn by name, as with epoch
+    scales, have no position to report.
+
+    Args:
+        scales: When the domain's scales move.
+        draws: Whether anything is drawn.
+    """
+    return (None if scales == "epoch" else True) if draws else False
 
 
 def _seed(numbers: Iterable[int]) -> int:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..backends.devices import generator_of
+
 __all__ = ["LaunchDraws", "drawn"]
 
 
@@ -22,12 +24,7 @@ def drawn(device: torch.device) -> int:
     """
     The position of a device's generator, in numbers per thread; 0 on a CPU, which has no graphs.
     """
-    return 0 if device.type == "cpu" else int(_generator(device).get_offset())
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    # torch fills the tuple when CUDA begins.
-    return torch.cuda.default_generators[device.index]
+    return 0 if device.type == "cpu" else int(generator_of(device).get_offset())
 
 
 class LaunchDraws:
@@ -65,4 +62,4 @@ class LaunchDraws:
             runs: How often the launches did the step's work.
         """
         if self.a_run:
-            _generator(self.device).set_offset(drawn(self.device) + runs * self.a_run)
+            generator_of(self.device).set_offset(drawn(self.device) + runs * self.a_run)

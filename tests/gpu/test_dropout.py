@@ -9,7 +9,8 @@ import attrs
 import pytest
 import torch
 
-from qeffect.gpu_runtime.backends.te.device_numbers import DeviceNumbers, generator_of
+from qeffect.gpu_runtime.backends.devices import generator_of
+from qeffect.gpu_runtime.backends.te.device_numbers import DeviceNumbers
 from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain
 from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun

@@ -163,6 +163,16 @@ def guarded(
     return run.recording
 
 
+def run_and_repeat(run: GuardedRun) -> None:
+    """Run two steps; before the second is recorded, its epoch is run once and rebuilt."""
+    run.run(1)
+    run.recording, kept = None, run.recording
+    run.actions()
+    run.runtime.rebuild()
+    run.recording = kept
+    run.run(1)
+
+
 def assert_same(reference: Recording, candidate: Recording) -> Comparison:
     """Every value of every category, bit for bit, and something in each category."""
     result = compare(reference, candidate)

@@ -25,7 +25,7 @@ from qeffect.refusals import Refused
 from qeffect.verification.mutants import sites
 from qeffect.verification.mutants.sites import Mutant
 
-from .helpers import TINY, assert_same, guarded_run, native
+from .helpers import TINY, assert_same, guarded_run, native, run_and_repeat
 from .orders import table_order
 
 ORDER = table_order("ScheduleZBVZeroBubble", 1)
@@ -129,15 +129,10 @@ def test_a_repeated_epoch_drops_the_same_elements(monkeypatch: pytest.MonkeyPatc
     """A rebuild puts the generator back, and the contract forgets where the lost epoch drew."""
     plain = native(ORDER, 4, "accumulate", torch.bfloat16, 2, TINY, num_layers=2, dropout=DROPOUT)
     run = dropping(monkeypatch)
-    run.run(1)
-    run.recording, kept = None, run.recording
-    run.actions()
-    run.runtime.rebuild()
-    run.recording = kept
-    run.run(1)
+    run_and_repeat(run)
 
-    assert kept is not None
-    assert_same(plain, kept)
+    assert run.recording is not None
+    assert_same(plain, run.recording)
 
 
 def test_a_log_has_the_positions() -> None:

@@ -35,7 +35,7 @@ from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.refusals import Refused
 
 from . import fake_te
-from .helpers import assert_same
+from .helpers import assert_same, run_and_repeat
 from .stand_ins import install as install_graphs
 from .test_te import CPU, FUSED, ORDER, install
 
@@ -170,12 +170,7 @@ def test_a_repeated_epoch_drops_the_same_elements() -> None:
     """The position is numerical state, so a rebuild puts it back."""
     run = guarded()
     assert run.runtime.domain.extra_state()["generator.position"] is random_of(run).position
-    run.run(1)
-    run.recording, kept = None, run.recording
-    run.actions()
-    run.runtime.rebuild()
-    run.recording = kept
-    run.run(1)
+    run_and_repeat(run)
 
     assert_same(native("action", 2), recorded(run))
 

@@ -34,6 +34,7 @@ from ..protocol import (
     module_probe,
     products,
 )
+from ..random_streams import reported_draws, require_probability
 from ..split_head import SplitHead
 from .layer import ReferenceHead, ReferenceLayer
 from .linear import (
@@ -96,8 +97,7 @@ class ReferenceStage(torch.nn.Module):
         first_layer: int | None = None,
     ) -> None:
         super().__init__()
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+        require_probability(dropout)
         if recompute and domain.tape_scales == "live":
             raise ValueError(
                 "recompute=True needs a domain with tape_scales='carried': under 'live' the scales "
@@ -183,14 +183,14 @@ class ReferenceStage(torch.nn.Module):
         capture recorded. Random numbers that follow from the microbatch have no position to report.
         """
         draws = self.dropout > 0.0 and len(self.layers) > 0
-        named = None if self.domain.scales == "epoch" else True
+        scales = self.domain.scales
         return Reports(
             filled=self.filled,
             updates=lambda: self.domain.rolls,
             tape_scales=self.domain.tape_scales,
             recorded=True,
-            draws=draws and named,
-            recomputes=draws and self.recompute and named,
+            draws=reported_draws(scales, draws=draws),
+            recomputes=reported_draws(scales, draws=draws and self.recompute),
             weights=weight_of(self.loss) is not None,
         )
 

@@ -17,15 +17,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..devices import generator_of
 from ..random_streams import named_seed
 
-__all__ = ["DeviceNumbers", "generator_of"]
-
-
-def generator_of(device: torch.device) -> Any:
-    """The generator from which operations on a CUDA device draw by default."""
-    # torch fills the tuple when CUDA begins.
-    return torch.cuda.default_generators[device.index]
+__all__ = ["DeviceNumbers"]
 
 
 @attrs.define(eq=False)

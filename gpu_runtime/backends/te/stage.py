@@ -35,6 +35,7 @@ from ..protocol import (
     module_probe,
     products,
 )
+from ..random_streams import reported_draws, require_probability
 from ..split_head import SplitHead
 from . import deferred_gradients
 from .domain import (
@@ -103,8 +104,7 @@ class TransformerEngineStage:
         first_layer: int | None = None,
         dropout: float = 0.0,
     ) -> None:
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+        require_probability(dropout)
         fuse = config.fused_qkv if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation
         if fuse and not config.fused_qkv:
             raise BackendError(
@@ -222,9 +222,8 @@ class TransformerEngineStage:
         it.
         """
         draws = self.dropout > 0.0 and len(self.layers) > 0
-        named = None if self.domain.scales == "epoch" else True
         return Reports(
-            draws=draws and named,
+            draws=reported_draws(self.domain.scales, draws=draws),
             places_draws=True,
             weights=weight_of(self.loss) is not None,
         )
