@@ -177,8 +177,8 @@ update failed, or after a fault was reported of an epoch whose update had begun.
             title="No F draws the random numbers of an earlier F",
             invariant="If the backend reports where F begins to draw random numbers "
             "(`StageConfig.reports_draws`), an F commits only if it began to draw at a later "
-            "position than the domain's previous F. A restore forgets that position, since a "
-            "repeated epoch draws the same numbers again.",
+            "position, at least 0, than the domain's previous F that reported one. A restore "
+            "forgets that position, since a repeated epoch draws the same numbers again.",
             transitions=("commit_forward",),
             argument="draws",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
