@@ -205,7 +205,9 @@ class Prove:
             "--only",
             metavar="TEXT",
             help="run no proofs; run only the mutants whose description (function, deleted code, "
-            "clause) contains TEXT, and print each counterexample as a program",
+            "clause) contains TEXT, and print each counterexample as a program; for a clause, "
+            "also delete the updates, in the transitions that it guards, of the state that its "
+            "guards read",
         )
         parser.add_argument(
             "--promise",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
+from numbers import Real
+from typing import Any
 
 from .epoch_scales import Scales
 
@@ -51,15 +53,16 @@ def named_seed(stream: int, name: Iterable[int]) -> int:
     return _seed((stream, *name))
 
 
-def require_probability(dropout: float) -> None:
+def require_probability(dropout: Any) -> None:
     """
     Require a probability with which a layer can drop elements.
 
     Raises:
-        ValueError: The probability is not in [0, 1).
+        ValueError: The probability is not a number in [0, 1); a truth value is not a number.
     """
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+    number = isinstance(dropout, Real) and not isinstance(dropout, bool)
+    if not (number and 0.0 <= dropout < 1.0):
+        raise ValueError(f"dropout: expected a number of at least 0 and below 1, found {dropout!r}")
 
 
 def reported_draws(scales: Scales, *, draws: bool) -> bool | None:

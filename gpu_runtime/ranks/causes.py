@@ -30,6 +30,8 @@ __all__ = [
 
 WEIGHT = "weight "
 """Prefix of the name of a weight that changed while a step ran twice."""
+_LOSSES = ("late", "ended", "lost")
+"""Kinds of verdicts of ranks without a reason of their own; a cause names the first kind first."""
 
 
 class DisagreementError(RuntimeError):
@@ -113,7 +115,8 @@ class Cause:
             the deadline), `ended` (by the launcher), `lost` (a connection broke), `differs` (two
             runs of one step have different gradients) or `diverged` (a number of the training is
             not finite).
-        rank: The rank where the cause began.
+        rank: The rank that the cause names, usually the rank where the cause began
+            (`Verdicts.cause`).
         stage: The action's stage, or None.
         action: The action in the table's notation, or `commit`.
         clause: The clause that refused the action, or None.
@@ -171,31 +174,38 @@ class Verdicts:
         Choose the one cause, by precedence: a refusal or an error, then two runs of a step that
         differ, then a skipped message, then a disagreement, then a rank that is gone or late.
 
+        The cause names only a rank of `_nameable`. If messages or two runs differ, but the cause
+        may not name the rank where they differ, it names a rank that published the difference.
+
         Args:
             epoch: The epoch of the rank that chooses.
         """
         said = self.said
         alive = self._recoverable() and len({v["epoch"] for v in said.values()}) == 1
-        for rank, v in sorted(said.items()):
+        nameable = self._nameable()
+        spoken = {rank: v for rank, v in sorted(said.items()) if rank in nameable}
+        for rank, v in spoken.items():
             if v["kind"] in ("refused", "raised"):
                 return _cause(v["kind"], rank, v, v["text"], alive)
         if differ := self._differ():
-            v = next(v for v in said.values() if v.get("differ"))
-            # A weight that changed is the reason for the other differences.
-            first = next((one for one in differ if one.name.startswith(WEIGHT)), differ[0])
-            chosen = _cause("differs", first.rank, v, _mismatch_text(differ), alive)
-            return attrs.evolve(chosen, stage=first.stage, differ=differ)
-        for rank, v in sorted(said.items()):
+            rank, v = next((rank, v) for rank, v in spoken.items() if v.get("differ"))
+            if own := [one for one in differ if one.rank in nameable]:
+                # A weight that changed is the reason for the other differences.
+                first = next((one for one in own if one.name.startswith(WEIGHT)), own[0])
+                rank, v = first.rank, {**v, "stage": first.stage}
+            chosen = _cause("differs", rank, v, _mismatch_text(differ), alive)
+            return attrs.evolve(chosen, differ=differ)
+        for rank, v in spoken.items():
             if (skipped := self._skipped(v)) is not None:
                 text = "the rank passed this action without sending the message"
                 return _cause("dropped", rank, {**v, **skipped}, text, alive)
-        unlike = [r for r, v in sorted(said.items()) if v["kind"] == "disagreed"]
-        if (found := self._different(whole=bool(unlike))) is not None:
+        unlike = [r for r, v in spoken.items() if v["kind"] == "disagreed"]
+        if spoken and (found := self._different(spoken, whole=bool(unlike))) is not None:
             return found
         if unlike:
             v = said[unlike[0]]
             return _cause("disagreed", unlike[0], v, v["text"], alive)
-        for rank in sorted(set(range(self.world)) - said.keys()):
+        for rank in sorted(nameable - said.keys()):
             seen = sorted(
                 (v for v in said.values() if v["peer"] == rank), key=self._place_of_awaited
             )
@@ -208,9 +218,17 @@ class Verdicts:
                 text += f" (rank {_first(said, seen[0])} waits at {seen[0]['awaits']})"
             known = {"epoch": epoch, "clause": None, **awaited}
             return _cause("late" if late else "gone", rank, known, text, False)
-        order = ("late", "ended", "lost")
-        rank, v = min(said.items(), key=lambda item: (order.index(item[1]["kind"]), item[0]))
+        rank, v = min(said.items(), key=lambda item: (_LOSSES.index(item[1]["kind"]), item[0]))
         return _cause(v["kind"], rank, v, v["text"], alive)
+
+    def _nameable(self) -> set[int]:
+        """
+        The ranks that the cause may name, as in the model of ranks: ranks with a reason of their
+        own, else ranks that published nothing, else all ranks.
+        """
+        own = {rank for rank, v in self.said.items() if v["kind"] not in _LOSSES}
+        every = set(range(self.world))
+        return own or every - self.said.keys() or every
 
     def _recoverable(self) -> bool:
         """Whether every rank has published a verdict from which it can rebuild the epoch."""
@@ -238,11 +256,13 @@ class Verdicts:
                     return {"stage": atom.stage, "action": message.sent, "clause": None}
         return None
 
-    def _different(self, *, whole: bool) -> Cause | None:
+    def _different(self, spoken: Mapping[int, dict[str, Any]], *, whole: bool) -> Cause | None:
         """
         Return the first difference between the ends of a channel as a cause, or None.
 
         Args:
+            spoken: The verdicts of the ranks that the cause may name, in ascending order. The cause
+                names the sender if it is among them, else the first of them.
             whole: Whether both ends reached the end of their row; if not, one end may have more
                 messages than the other.
         """
@@ -268,7 +288,10 @@ class Verdicts:
                 f"sender posted {sent.sent if sent else 'nothing'}, the receiver posted "
                 f"{received.received if received else 'nothing'}"
             )
-            return _cause("disagreed", ends.source, where, text, self._recoverable())
+            rank = ends.source
+            if rank not in spoken:
+                rank, where = next(iter(spoken.items()))
+            return _cause("disagreed", rank, where, text, self._recoverable())
         return None
 
     def _place_of_awaited(self, v: Mapping[str, Any]) -> int:

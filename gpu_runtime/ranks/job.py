@@ -22,7 +22,7 @@ from ..backends.ends import LossShare
 from ..backends.epoch_scales import Scales
 from ..backends.layers import LayerConfig
 from ..backends.protocol import BackendError, StageBackend, TensorSpec
-from ..backends.random_streams import stream_of
+from ..backends.random_streams import require_probability, stream_of
 from ..step.clipping import Clipping
 from ..step.memory.arena import Rule
 from ..step.optimizer import Optimizer
@@ -68,6 +68,9 @@ class Job:
         scales: When scales move: at the end of every ``action``, or once an ``epoch``. With
             ``epoch``, seeds and dropout's numbers follow from the layer, and the process is set up
             for deterministic kernels and, on a CPU, one thread.
+
+    Raises:
+        ValueError: `dropout` is not a number in [0, 1).
     """
 
     schedule: str = "zbv"
@@ -83,9 +86,13 @@ class Job:
     config: LayerConfig = attrs.field(factory=lambda: LayerConfig(32, 64, 2, 16))
     seed: int = 0
     amax: str = "replica"
-    dropout: float = 0.0
+    dropout: float = attrs.field(default=0.0)
     wgrad_group: int = 1
     scales: Scales = "action"
+
+    @dropout.validator
+    def _is_probability(self, _: object, value: float) -> None:
+        require_probability(value)
 
     @property
     def cls_name(self) -> str:

@@ -166,8 +166,8 @@ class LanguageJob(Job):
         head: What computes the head, one of `heads.HEADS`.
 
     Raises:
-        ValueError: The cut has the wrong number of stages, or a stage without a layer; or the head
-            is unknown.
+        ValueError: The cut has the wrong number of stages, or a stage without a layer; the head is
+            unknown; or `dropout` is not a number in [0, 1).
     """
 
     vocabulary: int = 256

@@ -38,6 +38,7 @@ def load(path: Path) -> Mapping[str, Any]:
 def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
     """The function of each block, by page and block name."""
     from tests.docs import (
+        backends_block,
         kernel_block,
         modes_block,
         moved_block,
@@ -55,6 +56,7 @@ def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
         RECORDS_PAGE: record_block.BLOCKS,
         **trust_block.BLOCKS,
         **modes_block.BLOCKS,
+        **backends_block.BLOCKS,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.lab import reports
+from qeffect.gpu_runtime.lab.reports.text import model_lines
 from qeffect.gpu_runtime.lab.sides import megatron
 from qeffect.gpu_runtime.lab.sides import model_rows as row_module
 from qeffect.gpu_runtime.lab.sides.megatron import gpt_chunk
@@ -123,6 +125,24 @@ def test_megatron_is_its_fastest_mode_with_natives_loss() -> None:
         assert [None] * len(ours) == [
             row["megatron_over_this"] for row in derive_models({"rows": ours})["rows"]
         ]
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "said"), [("fp32", ", fp32 gradients"), ("bf16", ""), (None, "")]
+)
+def test_lines_name_gradients_that_are_not_bf16(main_grad: str | None, said: str) -> None:
+    """Native always accumulates in bf16; earlier reports name no type."""
+    rows = [
+        model_row("native", "il", [4.0], loss=12.0),
+        model_row("one launch", "il", [2.0]),
+        {"cell": "x", "side": "megatron local", "schedule": "il", "error": "no memory"},
+    ]
+    asked = {} if main_grad is None else {"main_grad": main_grad}
+    lines = model_lines({"configuration": asked, "derived": derive_models({"rows": rows})})
+
+    native, ours = (re.split(" {2,}", line.strip())[2] for line in lines[-3:-1])
+    assert ("native", f"one launch{said}") == (native, ours)
+    assert lines[-1] == f"FAILED: x, megatron local{said}, il: no memory"
 
 
 def test_replicas_are_compared_with_one() -> None:

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, Reports
+from qeffect.gpu_runtime.ranks import obstacles as obstacle_module
+from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.membership import Member
 from qeffect.gpu_runtime.ranks.obstacles import obstacles
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.runtime import (
@@ -18,6 +21,7 @@ from qeffect.gpu_runtime.runtime import (
     step_mode,
     without_launches,
 )
+from qeffect.gpu_runtime.training.step_runner import mode_of
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 MISSING = "cuda.bindings cannot be imported (none): pip install cuda-bindings"
@@ -108,6 +112,30 @@ def test_a_worker_has_the_obstacles_of_its_configuration() -> None:
     with pytest.raises(BackendError) as caught:
         OneLaunch(worker)
     assert str(caught.value) == f"the step cannot be one launch: {'; '.join(obstacles(worker))}"
+
+
+@pytest.mark.parametrize("draws", [True, None, False])
+def test_draws_are_an_obstacle_even_if_no_position_is_reported(draws: bool | None) -> None:
+    """None says that F draws, and does not report where."""
+    config = RuntimeConfig(mode="replays")
+    stage = SimpleNamespace(reports=Reports(draws=draws))
+    domain, memories = SimpleNamespace(device=CPU), dict[int, Any]()
+    runtime = SimpleNamespace(config=config, domain=domain, memories=memories, stages={0: stage})
+    worker: Any = SimpleNamespace(runtime=runtime, optimizer=SimpleNamespace(capturable=True))
+
+    assert (OBSTACLES["draws"][1] in obstacles(worker)) is (draws is not False)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_jobs_dropout_is_an_obstacle(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found before anything is built."""
+    monkeypatch.setattr(step_mode, "nesting_obstacle", lambda _: None)
+    monkeypatch.setattr(obstacle_module, "all_gather", lambda _, said: [said])
+    why = OBSTACLES["draws"][1] if dropout else ""
+    member = Member(0, 1, 0, CUDA, None)
+
+    mode = "replays" if dropout else "one launch"
+    assert (mode, why) == mode_of(member, Job(dropout=dropout), "one launch")
 
 
 def test_a_configuration_refuses_walks_by_the_same_sentence() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
 from itertools import combinations
+from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +16,7 @@ from torch import Tensor
 import qeffect.contract
 from qeffect.engine.stage import transitions
 from qeffect.gpu_runtime.backends.protocol import Reports
+from qeffect.gpu_runtime.backends.random_streams import require_probability
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.backends.reference.dropout import RandomNumbers
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
@@ -148,11 +153,19 @@ def test_a_log_has_the_positions() -> None:
     assert "accepted" == replay_lines(lines).verdict
 
 
-@pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan")])
-def test_dropout_is_a_probability_below_one(dropout: float) -> None:
-    """A stage that drops everything computes nothing."""
-    with pytest.raises(ValueError, match="dropout must be at least 0 and below 1"):
+@pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan"), True, False, "0.1", None])
+def test_dropout_is_a_probability_below_one(dropout: Any) -> None:
+    """A stage that drops everything computes nothing; text and truth values are no numbers."""
+    said = f"dropout: expected a number of at least 0 and below 1, found {dropout!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         ReferenceStage(0, ReferenceDomain(4), TINY, dropout=dropout)
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        Job(dropout=dropout)
+
+
+@pytest.mark.parametrize("dropout", [0, 0.5, np.float32(0.1), Fraction(1, 2)])
+def test_dropout_is_any_real_number(dropout: Any) -> None:
+    require_probability(dropout)
 
 
 class TestAGeneratorThatIsSetBack:

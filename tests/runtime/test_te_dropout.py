@@ -130,6 +130,20 @@ def test_the_process_keeps_its_own_generator() -> None:
     assert int(random_of(run).position) > 0
 
 
+def test_a_capture_moves_neither_generator_nor_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replays of the captured graph draw, not the capture."""
+    numbers = DeviceNumbers(CPU, stream=5)
+    before = fake_te.generator.initial_seed(), fake_te.generator.get_offset()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with numbers.drawing() as begun:
+        within = fake_te.generator.initial_seed(), fake_te.generator.get_offset()
+        fake_te.generator.drop(torch.ones(4), DROPOUT)
+
+    assert (begun, int(numbers.position)) == (0, 0)
+    assert within == before
+
+
 @pytest.mark.parametrize("mode", ["eager", "replays"])
 def test_numbers_that_stay_are_refused(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs that bake in where their capture drew: the second F drops the same elements."""
@@ -271,7 +285,8 @@ class TestStreams:
             found.add(stage.domain.random.stream)
         assert len(found) == 3
 
-    @pytest.mark.parametrize("dropout", [-0.1, 1.0])
-    def test_a_probability_is_below_one(self, dropout: float) -> None:
-        with pytest.raises(ValueError, match="dropout must be at least 0 and below 1"):
+    @pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan"), True, "0.1"])
+    def test_a_probability_is_below_one(self, dropout: Any) -> None:
+        said = rf"^dropout: expected a number of at least 0 and below 1, found {dropout!r}$"
+        with pytest.raises(ValueError, match=said):
             stages_of(dropout=dropout)

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from qeffect.verification.mutants import corpus as search
-from qeffect.verification.mutants import run, sites
+from qeffect.verification.mutants import run, sites, sites_with
 from qeffect.verification.mutants.corpus import Corpus, legal_schedules
 
 #: The transition whose mutants are looked at, and others whose mutants are tried beside them.
@@ -42,6 +42,34 @@ def test_calls_found_for_a_mutant_do_not_depend_on_the_other_mutants() -> None:
             assert alone.harmful.get(site) == beside.harmful.get(site)
             assert alone.renamed.get(site) == beside.renamed.get(site)
     assert alone.harmful.keys() == beside.harmful.keys() - others
+
+
+@pytest.mark.parametrize(
+    ("text", "updates"),
+    [
+        ("draws-again", {"order.commit_forward_writes: update `st.drawn[d] = draws`"}),
+        # The guard reads the column by a name: `moving = st.moving[slot]`.
+        (
+            "read-not-begun",
+            {"ownership.finish_read_writes: update `st.moving[slot] = moving & ~bit`"},
+        ),
+        # The update writes the whole column.
+        ("not-final", {"epoch.next_walk_writes: update `st.fill(st.final, NEVER)`"}),
+        # F writes the column that dI reads, and this clause guards dI.
+        ("wrong-draws", set()),
+    ],
+)
+def test_a_clause_chooses_its_guards_and_their_updates(text: str, updates: set[str]) -> None:
+    """The updates of what its guards read, where they guard; an update names no clause itself."""
+    chosen = sites_with(text)
+
+    assert updates == {str(site) for site in chosen if site.kind == "update"}
+    assert {text} == {site.clause.partition(".")[2] for site in chosen if site.kind != "update"}
+
+
+def test_other_texts_choose_only_the_lines_that_contain_them() -> None:
+    for text in ("submit_writes", "check_dgrad", ""):
+        assert sites_with(text) == [site for site in sites() if text in str(site)]
 
 
 @pytest.mark.ci

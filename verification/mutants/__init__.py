@@ -14,7 +14,7 @@ from qeffect.countdown import Countdown
 from qeffect.engine.stage import TRANSITIONS
 
 from .program import program
-from .sites import Mutant, Site, mutant, sites
+from .sites import Mutant, Site, mutant, sites, updates_read_by
 from .verdicts import CLASSES, MutantVerdict, judge, prepare
 
 __all__ = [
@@ -89,8 +89,12 @@ class MutantReport:
 
 
 def sites_with(text: str) -> list[Site]:
-    """Return the sites whose line in reports contains a text."""
-    return [site for site in sites() if text in str(site)]
+    """
+    Return the sites whose line in reports contains a text. If the text is part of a clause's name,
+    the updates in the clause's transitions of columns that its guards read are included.
+    """
+    updates = updates_read_by(s for s in sites() if s.kind == "guard" and text in s.clause)
+    return [site for site in sites() if text in str(site) or site in updates]
 
 
 def run(
@@ -105,7 +109,7 @@ def run(
 
     Args:
         progress: Called with a progress line.
-        only: Part of a site's text, for example ``check_dgrad`` or ``arena.``; None for all.
+        only: Chooses sites as `sites_with` does, for example ``check_dgrad``; None for all.
         among: Transitions whose mutants are run; by default all.
         note: Called at once with the first survivor.
     """

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from types import ModuleType
 from typing import Any, Final, Literal
@@ -19,7 +20,7 @@ from attrs import evolve, field, frozen
 from qeffect.engine.compose import compose, half_source, halves
 from qeffect.engine.stage import RELATIONS, TRANSITIONS, Transitions, transitions
 
-__all__ = ["BREAKDOWN", "Mutant", "Site", "mutant", "sites"]
+__all__ = ["BREAKDOWN", "Mutant", "Site", "mutant", "sites", "updates_read_by"]
 
 #: Exceptions, besides a refusal, that a mutant may raise.
 BREAKDOWN: Final = (KeyError, IndexError, TypeError)
@@ -136,6 +137,40 @@ def sites(omit: tuple[str, ...] = ()) -> tuple[Site, ...]:
                 where = f"{name}.{function.__name__}"
                 found += list(_sites(transition, where, half.body, ("body",)))
     return tuple(found)
+
+
+def updates_read_by(guards: Iterable[Site]) -> set[Site]:
+    """
+    Return the updates of columns that some guards read, each in the transition of such a guard.
+    """
+    read = {(guard.transition, column) for guard in guards for column in _columns_of(guard)}
+    return {s for s in sites() if s.kind == "update" and (s.transition, _written(s)) in read}
+
+
+def _columns_of(guard: Site) -> set[str]:
+    """The columns that a guard reads; its half may have given their values names."""
+    module, _, name = guard.half.partition(".")
+    half = _flat(RELATIONS[module], getattr(RELATIONS[module], name))
+    named = {
+        node.targets[0].id: node.value
+        for node in ast.walk(half)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    left: list[ast.AST] = [ast.parse(guard.text)]
+    found = set()
+    while left:
+        for node in ast.walk(left.pop()):
+            if isinstance(node, ast.Name) and node.id in named:
+                left.append(named.pop(node.id))
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "st":
+                found.add(node.attr)
+    return found
+
+
+def _written(update: Site) -> str:
+    """The column that an update writes: `st.COLUMN[...] = ...` or `st.fill(st.COLUMN, ...)`."""
+    column: str = re.findall(r"\bst\.(?!fill\b)(\w+)", update.text)[0]
+    return column
 
 
 def _flat(module: ModuleType, function: Any) -> ast.FunctionDef:

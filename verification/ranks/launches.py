@@ -16,29 +16,22 @@ the launcher starts all ranks from the newest whole checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 from qeffect.spec.predicates import choose, implies
 from qeffect.spec.ranks import NOBODY
 
-from .protocol import RankTransition
+from .protocol import RankTransition, transition_in
 from .stopping import publish_reason, spoken, write_cause
 
 __all__ = ["LAUNCHES"]
 
 _FOUND: dict[str, RankTransition] = {}
+_transition = partial(transition_in, _FOUND)
 #: The columns that begin in the epoch of a round.
 _EPOCHS: Final = ("begin", "booked", "launched", "known", "voted", "vote", "ran")
-
-
-def _transition(*arguments: str, fault: bool = False) -> Callable[..., Any]:
-    def enter(function: Callable[..., None]) -> Callable[..., None]:
-        name = function.__name__
-        _FOUND[name] = RankTransition(name, function, arguments, fault)
-        return function
-
-    return enter
 
 
 def _goes_on(st: Any, r: Any) -> None:

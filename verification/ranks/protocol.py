@@ -18,6 +18,7 @@ agree on a unique name (`qeffect.gpu_runtime.ranks.attempt`) and connect under i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from attrs import frozen
@@ -27,7 +28,7 @@ from qeffect.spec.ranks import AGREED, BETWEEN, NOBODY, STEP, receiving, sending
 
 from .stopping import publish_reason, write_cause
 
-__all__ = ["FAULTS", "TRANSITIONS", "RankTransition"]
+__all__ = ["FAULTS", "TRANSITIONS", "RankTransition", "transition_in"]
 
 
 @frozen
@@ -53,16 +54,20 @@ class RankTransition:
         return " ".join((self.run.__doc__ or "").split())
 
 
-_FOUND: dict[str, RankTransition] = {}
+def transition_in(
+    found: dict[str, RankTransition], *arguments: str, fault: bool = False
+) -> Callable[..., Any]:
+    """Return a decorator that adds a function to a protocol's transitions."""
 
-
-def _transition(*arguments: str, fault: bool = False) -> Callable[..., Any]:
     def enter(function: Callable[..., None]) -> Callable[..., None]:
-        name = function.__name__
-        _FOUND[name] = RankTransition(name, function, arguments, fault)
+        found[function.__name__] = RankTransition(function.__name__, function, arguments, fault)
         return function
 
     return enter
+
+
+_FOUND: dict[str, RankTransition] = {}
+_transition = partial(transition_in, _FOUND)
 
 
 def _goes_on(st: Any, r: Any, phase: int) -> None:

@@ -267,13 +267,21 @@ def table_lines(derived: Raw) -> list[str]:
     return lines + target_lines(derived["targets"])
 
 
-def model_lines(derived: Raw) -> list[str]:
+def model_lines(report: Report) -> list[str]:
     """Every row, then the failed sides."""
+    derived = report["derived"]
+    main_grad = report["configuration"].get("main_grad", "bf16")
+
+    def side(row: Raw) -> str:
+        """The side, with the type of its gradients unless that is bf16, as native's always is."""
+        named = main_grad != "bf16" and row["side"] != "native"
+        return f"{row['side']}, {main_grad} gradients" if named else str(row["side"])
+
     rows = [
         (
             row["cell"],
             row["schedule"],
-            row["side"],
+            side(row),
             number(row["step_ms"]["median"]),
             number(row["tflops"]["median"], 1),
             "-" if row["share"] is None else f"{row['share']:.1%}",
@@ -293,7 +301,7 @@ def model_lines(derived: Raw) -> list[str]:
         "native/this", "Megatron/this", "replicas", "one replica/this", "idle", "peak GB",
         "layers per stage", "tensors differ",
     )  # fmt: skip
-    failed = [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
+    failed = [f"FAILED: {error['cell']}, {side(error)}, {error['schedule']}: {error['error']}"
               for error in derived["errors"]]  # fmt: skip
     return ["", *table(header, rows), *failed]
 
@@ -640,7 +648,7 @@ LINES: Mapping[str, Callable[[Report], Sequence[str]]] = {
     "scale": lambda report: scale_lines(report["derived"]),
     "tables": lambda report: table_lines(report["derived"]),
     "peers": lambda report: peer_lines(report["derived"]),
-    "models": lambda report: model_lines(report["derived"]),
+    "models": model_lines,
     "groups": lambda report: group_lines(report["derived"]),
     "restarts": restart_lines,
     "kills": kill_lines,
