@@ -144,7 +144,7 @@ OPTIONS = {
         *("--layers", "--seed", *REPORT),
     },
     "runtime report modes": {
-        *("--framework", "--device", "--python", "--packages", "--limit", *REPORT),
+        *("--framework", "--device", "--python", "--packages", "--limit", "--at-once", *REPORT),
     },
     "runtime report kills": {
         *("--device", "--one-launch", "--kills", "--seed", "--at-once", *REPORT),

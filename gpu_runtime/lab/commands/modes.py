@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,6 +60,13 @@ def add_modes_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time limit per row in seconds (default 60)",
     )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="rows that run side by side (default 1)",
+    )
     add_report_options(parser)
 
 
@@ -67,11 +75,13 @@ def run_modes(args: argparse.Namespace, progress: Progress) -> Outcome:
     Run the rows, and write the report.
 
     Raises:
-        UnusableError: The framework or a device is missing, or the limit is not positive.
+        UnusableError: The framework or a device is missing, or a number is out of range.
     """
     require_place(args.out)
     if not args.limit > 0:
         raise UnusableError(f"--limit must be above 0, found {args.limit:g}")
+    if args.at_once < 1:
+        raise UnusableError(f"--at-once must be at least 1, found {args.at_once}")
     if args.device == "cuda":
         if args.framework == "torchtitan":
             raise UnusableError("--framework torchtitan runs on a CPU only; leave --device out")
@@ -92,7 +102,13 @@ def run_modes(args: argparse.Namespace, progress: Progress) -> Outcome:
         "numbers": list(framework.numbers),
     }
     report = Report("modes", args.out, where, asked, {"rows": []})
-    report.raw["rows"] += run_rows(place, args.framework, rows_of(framework), progress.note)
+
+    def take(rows: list[dict[str, Any]]) -> None:
+        report.raw["rows"][:] = rows
+        report.save()
+
+    every = rows_of(framework)
+    run_rows(place, args.framework, every, progress.note, take, at_once=args.at_once)
     derived = report.finish()["derived"]
     wrong = any(derived["ends"].get(end) for end in WRONG)
     return Outcome("refused" if wrong else "accepted", {"derived": derived}, report.lines())

@@ -16,8 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ _RANK = "qeffect.gpu_runtime.lab.sides.modes"
 _ORDERS = 4
 #: Seconds for ranks to import the framework and to meet.
 _IMPORT_S = 240.0
+#: Lines that the progress quotes of each rank of a failed row.
+_LINES = 12
 
 
 def pairs(row: Row) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
@@ -302,23 +306,46 @@ def run_rows(
     framework: str,
     rows: Sequence[Row],
     note: Callable[[str], None] = lambda text: None,
+    take: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    *,
+    at_once: int = 1,
 ) -> list[dict[str, Any]]:
     """
     Run rows, grouped by number of ranks; return the ranks' results of each.
 
-    If a row fails or does not end in time, its ranks end, and fresh ranks run the next rows.
+    If a row fails or does not end in time, its ranks end, and fresh ranks run the next rows. On
+    GPUs each row has its own ranks, because Megatron-core keeps graphs and FP8 state in classes.
+
+    Args:
+        place: Where the ranks run.
+        framework: Name of the framework.
+        rows: The rows, as `rows_of` makes them.
+        note: Called with a progress line, and with the last lines of ranks that failed.
+        take: Called after each launch with the results so far, in the order of the rows.
+        at_once: How many launches run side by side.
     """
     said: dict[int, dict[str, Any]] = {}
+    told = threading.Lock()
+
+    def run_part(world: int, todo: Sequence[int]) -> None:
+        while todo:
+            own = todo[:1] if place.device == "cuda" else todo
+            found, last = _launch(place, framework, [rows[index] for index in own], world)
+            with told:
+                for index, one in zip(todo, found, strict=False):
+                    said[index] = {**rows[index], "ranks": world, **one}
+                take([said[index] for index in sorted(said)])
+                note(f"{framework}, {world} ranks: {len(said)} of {len(rows)} rows{last}")
+            todo = todo[len(found) :]
+
     worlds: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         worlds.setdefault(_ranks(row["row"]), []).append(index)
-    for world, todo in sorted(worlds.items()):
-        while todo:
-            found = _launch(place, framework, [rows[index] for index in todo], world)
-            for index, one in zip(todo, found, strict=False):
-                said[index] = {**rows[index], "ranks": world, **one}
-            note(f"{framework}, {world} ranks: {len(said)} of {len(rows)} rows")
-            todo = todo[len(found) :]
+    parts = [(world, own[n::at_once]) for world, own in sorted(worlds.items())
+             for n in range(at_once)]  # fmt: skip
+    with ThreadPoolExecutor(at_once) as threads:
+        for part in [threads.submit(run_part, *part) for part in parts]:
+            part.result()
     return [said[index] for index in range(len(rows))]
 
 
@@ -327,8 +354,13 @@ def _ranks(row: Row) -> int:
     return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
 
 
-def _launch(place: Place, framework: str, rows: Sequence[Row], world: int) -> list[dict[str, Any]]:
-    """Run rows in fresh ranks; return the results of the first rows, at least of one."""
+def _launch(
+    place: Place, framework: str, rows: Sequence[Row], world: int
+) -> tuple[list[dict[str, Any]], str]:
+    """
+    Run rows in fresh ranks; return the results of the first rows, at least of one, and what the
+    ranks of a failed row printed last.
+    """
     with tempfile.TemporaryDirectory(prefix="qeffect-modes-") as name, socket.socket() as free:
         folder = Path(name)
         free.bind(("127.0.0.1", 0))
@@ -356,7 +388,16 @@ def _launch(place: Place, framework: str, rows: Sequence[Row], world: int) -> li
             codes = [process.returncode for process in ranks]
             text = last.get("failed") or f"no answer within {place.limit_s:g} s: {codes}"
             done.append({"failed": text, "guarded": bool(last.get("guarded"))})
-        return done
+        return done, _last_lines(texts) if "failed" in done[-1] else ""
+
+
+def _last_lines(texts: Sequence[Path]) -> str:
+    """What each rank printed last, each line indented."""
+    found = ""
+    for rank, text in enumerate(texts):
+        last = text.read_text(errors="replace").splitlines()[-_LINES:]
+        found += "".join(f"\n  rank {rank}: {line}" for line in last)
+    return found
 
 
 def _await(

@@ -57,7 +57,10 @@ class MegatronRun:
         if self.cuda:
             graphed = self.graphs != "none"
             self.lib.tensor_parallel.model_parallel_cuda_manual_seed(
-                0, te_rng_tracker=graphed, use_cudagraphable_rng=graphed
+                0,
+                te_rng_tracker=graphed,
+                use_cudagraphable_rng=graphed,
+                force_reset_rng=True,
             )
         calculator = self.lib.num_microbatches_calculator
         calculator.destroy_num_microbatches_calculator()
@@ -89,6 +92,7 @@ class MegatronRun:
             starts = [chunk.start_grad_sync for chunk in self.model]
             self.config.grad_sync_func = starts if vpp > 1 else starts[0]
         adam = self.lib.optimizer.OptimizerConfig(
+            fp8_recipe=_RECIPES[row["scaling"]] if self.cuda else None,
             optimizer="adam",
             lr=RATE / 10,
             clip_grad=0.0,
@@ -101,6 +105,7 @@ class MegatronRun:
             adam, self.model, use_gloo_process_groups=False
         )
         self.loop: Callable[..., Any] | None = None
+        self.helper: Any = None
 
     def _config(self) -> Any:
         row, given = self.row, dict[str, Any]()
@@ -158,7 +163,8 @@ class MegatronRun:
             if self.cuda:
                 seed = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:4], "big")
                 drawn = torch.Generator().manual_seed(seed)
-                value = torch.full(parameter.shape, float("layer_norm_weight" in name))
+                norm = name.endswith(("layer_norm_weight", "layernorm.weight"))
+                value = torch.full(parameter.shape, float(norm))
                 if parameter.dim() > 1:
                     value = torch.randn(parameter.shape, generator=drawn) * 0.02
                 with torch.no_grad():
@@ -253,10 +259,10 @@ class MegatronRun:
         """Train a step; the first step looks up the loop, after a guard was attached."""
         self.loop = self.loop or self._take_loop()
         if self.graphs == "transformer_engine" and self.number == CAPTURED_AT:
-            helper = self.lib.cuda_graphs.TECudaGraphHelper(
+            self.helper = self.lib.cuda_graphs.TECudaGraphHelper(
                 self.model, self.config, _GPT["sequence"], ROWS, []
             )
-            helper.create_cudagraphs()
+            self.helper.create_cudagraphs()
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -298,7 +304,17 @@ class MegatronRun:
         """Release the model, graphs and process groups."""
         if self.graphs == "local":
             self.lib.cuda_graphs.delete_cuda_graphs()
+        if self.helper is not None:
+            self.helper.delete_cuda_graphs()
+        if self.graphs == "full_iteration":  # the class keeps the graph, its steps and its data
+            self.loop.reset_cuda_graph()  # type: ignore[union-attr]
+            self.lib.full_cuda_graph.StaticBufferLoader.static_buffers["training"].clear()
         self.loop, self.model, self.named, self.optimizer = None, [], {}, None
+        self.helper = None
         self.kept = {}
         gc.collect()
+        if self.cuda:
+            from ...backends.te.domain import reset_process
+
+            reset_process()
         self.lib.parallel_state.destroy_model_parallel()
