@@ -98,9 +98,12 @@ class Framework:
     beyond: Sequence[Row] = ()
 
     def plainest(self, row: Row) -> Row:
-        """The reference of a row."""
-        return {name: row[name] if name in self.numbers else values[0]
-                for name, values in self.factors.items()}  # fmt: skip
+        """The reference of a row: the legal combination that is nearest to the first values."""
+        places = {name: [(0, row[name])] if name in self.numbers else [*enumerate(values)]
+                  for name, values in self.factors.items()}  # fmt: skip
+        near = sorted(product(*places.values()), key=lambda each: sum(n for n, _ in each))
+        found = [dict(zip(places, (value for _, value in each), strict=True)) for each in near]
+        return next(filter(self.legal, found))
 
 
 _SINGLE = ("GPipe", "1F1B")
