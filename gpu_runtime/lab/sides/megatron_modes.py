@@ -197,7 +197,7 @@ class MegatronRun:
     def _gpt(self, v: int) -> Any:
         own = v if self.row["vpp"] > 1 else None
         chunk = gpt_chunk(self.lib, self.config, _GPT["vocabulary"], _GPT["sequence"], own)
-        return chunk.cuda() if self.row["fp8_param"] else chunk.cuda().bfloat16()
+        return chunk.cuda().bfloat16()  # as Megatron's Float16Module does, FP8 parameters too
 
     def _aside(self, make: Callable[[], Any]) -> Any:
         """Make something on a separate stream, as Megatron does, because captures need it."""
