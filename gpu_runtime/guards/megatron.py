@@ -39,7 +39,7 @@ from qeffect.text import shown
 
 from .evidence import Weights
 from .judging import ContractLogs, Judge
-from .megatron_caches import Caches
+from .megatron_caches import Caches, is_plain
 from .megatron_library import Library, Patches, library
 from .megatron_plan import LOOPS, LoopPlan, UnguardedScheduleError, chunks_of, plan_of, unguarded
 from .megatron_step import LoopStep, Norm, bucket_groups
@@ -345,7 +345,7 @@ class GuardedMegatron:
     def _weights_of(self, chunk: Any) -> Weights:
         found = self._weights.get(chunk)
         if found is None:
-            found = self._weights[chunk] = Weights(chunk, _is_plain)
+            found = self._weights[chunk] = Weights(chunk, is_plain)
         return found
 
     def _contract(self, plan: LoopPlan, quantizes: bool, buckets: list[int]) -> Contract:
@@ -528,11 +528,6 @@ def _exchange_of(*posted: bool | None) -> str:
     """Return the name of an exchange by which of its messages are posted."""
     names = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next")
     return f"exchange({', '.join(name for name, each in zip(names, posted, strict=True) if each)})"
-
-
-def _is_plain(parameter: Any) -> bool:
-    """Whether writes to a parameter are a program's own; the library writes quantized ones."""
-    return type(parameter).__name__ == "Parameter"
 
 
 def _repeats(group: Any) -> bool:

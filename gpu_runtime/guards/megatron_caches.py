@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-__all__ = ["Caches", "innermost"]
+__all__ = ["Caches", "innermost", "is_plain"]
 
 
 def innermost(module: Any) -> Any:
@@ -20,6 +20,17 @@ def innermost(module: Any) -> Any:
     while (inner := getattr(module, "module", None)) is not None:
         module = inner
     return module
+
+
+def is_plain(parameter: Any) -> bool:
+    """Whether writes to a parameter are a program's own; the library writes quantized ones."""
+    return type(parameter).__name__ == "Parameter"
+
+
+def _casts(module: Any) -> bool:
+    """Whether a module casts a weight; a weight that is a quantized parameter needs no cache."""
+    own = (p for p in module._parameters.values() if p is not None)
+    return any(p.dim() > 1 and is_plain(p) for p in own)
 
 
 class Caches:
@@ -46,6 +57,7 @@ class Caches:
                 for name, module in chunk.named_modules()
                 if hasattr(module, "is_first_microbatch")
                 and not hasattr(module, "cudagraph_runners")  # the manager of a layer's graphs
+                and _casts(module)
             ]
         return found
 

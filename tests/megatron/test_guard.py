@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from qeffect.guards import megatron
 from qeffect.guards.releases import UntestedReleaseError
@@ -21,6 +22,7 @@ from qeffect.log.replayer import replay
 from qeffect.refusals import Refused
 from tests.megatron import stand_in_parts
 from tests.megatron.faults import CASES, FAULTS, Undo
+from tests.megatron.model import QuantizedLinear
 from tests.megatron.stand_in import StandIn, installed
 
 #: Legal runs, by name: the set-ups of the faults, and others.
@@ -347,6 +349,18 @@ class TestCaches:
 
         assert 2 == run.number
         assert "1 of 1 replayed graphs with the flag that skips" in str(refused.value.found)
+
+    def test_weights_that_are_quantized_parameters(self, made: dict[str, ModuleType]) -> None:
+        """They are quantized by the update and need no cache, so that the flag says nothing."""
+        run = StandIn(made, CASES["quantized"], 0)
+        for module in run.model[0].modules():
+            if isinstance(module, QuantizedLinear):
+                module.weight.__class__ = type("Float8Tensor", (nn.Parameter,), {})
+        self.replayed(run, made, clears=False)
+        guarded = megatron.guard(manner="refuse")
+        steps(run, 4)
+
+        assert 4 == guarded.epochs
 
     def test_a_flag_that_is_cleared(self, made: dict[str, ModuleType]) -> None:
         run = StandIn(made, CASES["quantized"], 0)

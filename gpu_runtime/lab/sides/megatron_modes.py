@@ -131,7 +131,8 @@ class MegatronRun:
             if self.graphs != "none":
                 given |= {"cuda_graph_impl": self.graphs, "cuda_graph_warmup_steps": CAPTURED_AT}
             if self.graphs == "full_iteration":
-                given["cuda_graph_modules"] = []
+                # Megatron waits for the device after batched messages, which no capture allows.
+                given |= {"cuda_graph_modules": [], "batch_p2p_sync": False}
         else:
             given = {
                 "num_layers": LAYERS * self.pp,
@@ -167,8 +168,11 @@ class MegatronRun:
                 value = torch.full(parameter.shape, float(norm))
                 if parameter.dim() > 1:
                     value = torch.randn(parameter.shape, generator=drawn) * 0.02
+                value = value.bfloat16()
                 with torch.no_grad():
-                    parameter.copy_(value.to(parameter.device, torch.bfloat16))
+                    parameter.copy_(value)
+                if hasattr(parameter, "_high_precision_init_val"):
+                    parameter._high_precision_init_val = value  # the first fp32 master weight
         return chunk
 
     def _toy(self, index: int, each: int, total: int) -> Any:
@@ -262,7 +266,14 @@ class MegatronRun:
             self.helper = self.lib.cuda_graphs.TECudaGraphHelper(
                 self.model, self.config, _GPT["sequence"], ROWS, []
             )
+            gathers = [chunk for chunk in self.model if chunk.use_forward_hook]
+            for chunk in gathers:  # as Megatron's training loop does
+                chunk.disable_forward_pre_hook(param_sync=False)
             self.helper.create_cudagraphs()
+            for chunk in gathers:
+                chunk.enable_forward_pre_hook()
+            if gathers:
+                self.helper.cuda_graph_set_manual_hooks()
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -119,7 +119,11 @@ def run(rank: int, world: int, folder: Path) -> int:
         torch.cuda.set_device(device)
         torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=50)
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{(folder / 'store').resolve()}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=50),
     )
     with (folder / f"rank{rank}.jsonl").open("w", buffering=1) as out:
         out.write(json.dumps({"ready": True}) + "\n")
