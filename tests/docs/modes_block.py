@@ -10,7 +10,7 @@ from qeffect.gpu_runtime.lab.statistics.modes import changed
 from tests.docs.blocks import ROOT, markdown
 from tests.docs.reading import files
 
-__all__ = ["BLOCKS", "EXPLAINED", "PAGE", "modes", "why"]
+__all__ = ["BLOCKS", "EXPLAINED", "PAGE", "SUSPECTED", "modes", "why"]
 
 PAGE = ROOT / "docs" / "modes.md"
 _FAILURES = "../tests/failures"
@@ -69,6 +69,11 @@ EXPLAINED = (
     ),
     (
         "megatron",
+        "version.stale-cache",
+        f"local graphs [keep stale FP8 weights]({_FAILURES}/megatron_stale_weights.md)",
+    ),
+    (
+        "megatron",
         "does not support overlapping p2p communication",
         "Megatron-core refuses these options before the run",
     ),
@@ -78,6 +83,16 @@ EXPLAINED = (
         "Megatron-core refuses delayed weight gradients without overlapped experts",
     ),
 )
+
+
+#: Differences with a suspected reason that no run has shown yet: report, mode, suspicion.
+SUSPECTED: Mapping[tuple[str, str], str] = {
+    (
+        "modes_megatron_gpu.json",
+        "graphs=local, vpp=2, fp8_param=True, reduction=overlapped, optimizer=distributed",
+    ): "not explained by a run; suspected in the sweep's own model: its first FP8 scales contained "
+    "the largest values of earlier random draws, which depend on vpp (later commits clear them)",
+}
 
 
 def why(framework: str, row: Mapping[str, Any]) -> str | None:
@@ -113,11 +128,11 @@ def modes() -> str:
         )
         rows = [
             (
-                changed(row["row"], asked["factors"]),
+                (mode := changed(row["row"], asked["factors"])),
                 row["ranks"],
                 row["end"],
                 ", ".join(f"`{clause}`" for clause in row["clauses"]) or "-",
-                why(asked["framework"], row) or "-",
+                why(asked["framework"], row) or SUSPECTED.get((name, mode), "-"),
             )
             for row in derived["rows"]
         ]

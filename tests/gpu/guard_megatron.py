@@ -3,7 +3,7 @@ The guard of Megatron-core on two GPUs, with Transformer Engine's layers: one co
 
     python -m tests.gpu.guard_megatron OUT.json
 
-It needs Megatron-core 0.19.2 (``pip install --no-deps megatron-core==0.19.2``) and takes a few
+The report names hardware, versions and commit; outside a git checkout give `--commit SHA`. It needs Megatron-core 0.19.2 (``pip install --no-deps megatron-core==0.19.2``) and takes a few
 minutes. PP=2, VPP=2, delayed FP8 scaling, AdamW with a learning rate above zero. Each run has
 its own processes:
 
@@ -36,6 +36,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+
+from qeffect.gpu_runtime.report import environment
 
 #: Runs, in order: mode, manner of the guard, what is measured.
 RUNS = (
@@ -352,6 +354,7 @@ def main() -> int:
     """Run everything; write the report."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("out", type=Path, help="the report, as JSON")
+    arguments.add_argument("--commit", help="the commit, outside a git checkout")
     arguments.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.rank is not None:
@@ -366,7 +369,9 @@ def main() -> int:
         runs = dict(zip(map(" ".join, untimed), pool.map(start, untimed), strict=True))
         runs |= {" ".join(run): start(run) for run in RUNS if run[2] == "price"}
     verdicts = found(runs)
-    report = {"seconds": time.perf_counter() - began, "found": verdicts, "runs": runs}
+    where = environment(given.commit, given.out)
+    seconds = time.perf_counter() - began
+    report = {"environment": where, "seconds": seconds, "found": verdicts, "runs": runs}
     given.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(verdicts, indent=1))
     return 0 if all(verdicts.values()) else 1

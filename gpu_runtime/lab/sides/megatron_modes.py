@@ -169,7 +169,10 @@ class MegatronRun:
                 if parameter.dim() > 1:
                     value = torch.randn(parameter.shape, generator=drawn) * 0.02
                 value = value.bfloat16()
+                amax = getattr(getattr(parameter, "_quantizer", None), "amax", None)
                 with torch.no_grad():
+                    if amax is not None:  # of the first values, whose draws depend on the cut
+                        amax.zero_()
                     parameter.copy_(value)
                 if hasattr(parameter, "_high_precision_init_val"):
                     parameter._high_precision_init_val = value  # the first fp32 master weight
