@@ -3,9 +3,10 @@ The guard of Megatron-core on two GPUs, with Transformer Engine's layers: one co
 
     python -m tests.gpu.guard_megatron OUT.json
 
-The report names hardware, versions and commit; outside a git checkout give `--commit SHA`. It needs Megatron-core 0.19.2 (``pip install --no-deps megatron-core==0.19.2``) and takes a few
-minutes. PP=2, VPP=2, delayed FP8 scaling, AdamW with a learning rate above zero. Each run has
-its own processes:
+It needs Megatron-core 0.19.2 (``pip install --no-deps megatron-core==0.19.2``) and takes three
+minutes. The report names hardware, versions and commit; outside a git checkout give
+``--commit SHA``. PP=2, VPP=2, delayed FP8 scaling, AdamW with a learning rate above zero. Each run
+has its own processes:
 
 * legal modes (none, transformer_engine, full_iteration) under a guard that refuses, and none
   without a guard: their losses must be equal;
