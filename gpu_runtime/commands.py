@@ -1,8 +1,8 @@
 """
 ``qeffect runtime``: the runtime's commands, registered with the kernel's command line.
 
-Neither torch nor a module that imports it is loaded before a command that needs it is named, so
-that help, and the doctor, work on a machine without torch.
+torch, and every module that imports torch, is loaded only when a command that needs torch is named.
+So the help and the doctor also work on a machine without torch.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """
 The guarded actions as `torch.library` operators: explicit tensors, the effect token as state.
 
-A graph compiler sees four operators. Each mutates a token: two integers on the CPU that count the
-effects (F and dI) and all actions of the state domain in this epoch. The kernel checks the first
-number, and therefore refuses an operator that runs twice, was dropped or was moved. The declared
-mutation keeps a compiler from repeating, dropping or moving it. Outputs are independent of the
-runtime's static buffers.
+A graph compiler sees four operators. Each operator mutates a token of two integers on the CPU. They
+count the effects (F and dI) and all actions of the state domain in this epoch. The kernel checks
+the first number, and therefore refuses an operator that runs twice, was dropped or was moved.
+Because the mutation is declared, a compiler may not repeat, drop or move an operator. Outputs are
+independent of the runtime's static buffers.
 
 Gradient memory is an argument too, and declared as mutated: dW writes its microbatch's destinations
 (`Session.destinations`), dI adds to the sums of the non-matrix gradients, and a refresh empties the
 sums (`Session.sums`). So a compiler sees that a read of a gradient must follow the last operator
-that writes it. Pass that memory itself, or a copy that a compiler made to keep the graph
-functional: the operator updates a copy when it ends.
+that writes it. Pass the gradient memory itself. If a compiler passes a copy, to keep the graph
+functional, the operator updates the copy when it ends.
 
 `torch.library.opcheck` runs an operator several times on clones of one token. A contract must
-refuse that, and an ordinary session does. A session in *rehearsal* instead returns to the token's
-place: it restarts the epoch and repeats its actions, so that schema, aliasing, fake implementation
-and functionalization can be checked.
+refuse these repetitions, and an ordinary session does. A session in *rehearsal* instead goes back
+to the point of the epoch that the token names: it restarts the epoch and repeats its actions. So
+schema, aliasing, fake implementation and functionalization can be checked.
 
 Operators are defined with `Library.define`, not `custom_op`: bodies of `custom_op` do not record
 autograd. F and dI have an overload for each number of results (`forward.n1`), because a compiler
@@ -53,8 +53,8 @@ class Session:
 
     Args:
         runtime: The runtime.
-        rehearsal: Return to a token's place instead of refusing an old token. For `opcheck`;
-            keeps the epoch's inputs alive.
+        rehearsal: Go back to the point of the epoch that an old token names, instead of refusing
+            the token. For `opcheck`; keeps the epoch's inputs alive.
 
     Raises:
         BackendError: The runtime groups dW, which the operator of dW cannot express.
@@ -80,7 +80,8 @@ class Session:
 
     def destinations(self, stage: int, microbatch: int) -> list[Tensor]:
         """
-        The gradient destinations of a microbatch's dW, by unit of the stage: `wgrad`'s `arena`.
+        The gradient destinations of a microbatch's dW, one per deferred product: the argument
+        `arena` of `wgrad`.
 
         Empty with the rule ``copied``, under which the library writes its own memory.
         """

@@ -38,7 +38,9 @@ __all__ = [
 
 
 class Guards(Protocol):
-    """The calls of a contract that a guarded action makes; `qeffect.contract.Contract` has them."""
+    """
+    The contract's calls that a guarded action makes; `qeffect.contract.Contract` implements them.
+    """
 
     @property
     def check_refresh(self) -> Callable[..., Ticket]:
@@ -85,7 +87,7 @@ class Guards(Protocol):
 
 
 class Actions(Protocol):
-    """The calls of a contract that `guarded` makes: its actions as context managers."""
+    """The contract's context managers for F, dI and dW, which the decorator `guarded` enters."""
 
     def forward(self, key: TapeKey, **options: Any) -> Forward:
         """Guard F."""
@@ -142,8 +144,8 @@ class Refresh(_Guarded):
     """
     A guarded refresh of a stage's quantized weight cache.
 
-    If the backend reports fills, set ``filled`` to the weight epoch of each matrix that was
-    quantized.
+    If the backend reports which caches it filled, set ``filled``: for each matrix, the weight epoch
+    that it was quantized from.
     """
 
     __slots__ = ("filled", "link", "stage")
@@ -266,7 +268,7 @@ class Wgrad(_Guarded):
     """
     A guarded dW; set ``covered`` to the matrices whose gradient was written.
 
-    A grouped dW, with ``group=[(key, ref), ...]``, wrote these gradients for each of its tapes.
+    For a grouped dW (``group=[(key, ref), ...]``), ``covered`` holds for each tape of the group.
     """
 
     __slots__ = ("covered", "key", "options", "ref")
@@ -286,7 +288,7 @@ class Wgrad(_Guarded):
 
 class Update(_Guarded):
     """
-    A guarded update of the weights; an exception in the block leaves them half updated.
+    A guarded update of the weights; if the block raises, the weights count as half updated.
 
     If scales move once an epoch (`StageConfig.scales`), move them in the block, once for each
     domain, and call `move_scales` after each movement.
@@ -314,9 +316,10 @@ def guarded(
     """
     Decorate a physical action so that every call is checked, then committed or aborted.
 
-    The decorated F is called as ``f(key, ...)`` and returns ``(ref, result)``. The decorated dI
-    and dW are called as ``f(key, ref, ...)``; the function itself returns
-    ``(matrices, result)``, the matrices it queued or covered, and the caller gets ``result``.
+    The decorated F is called as ``f(key, ...)`` and returns ``(ref, result)``; the function itself
+    returns only ``result``. The decorated dI and dW are called as ``f(key, ref, ...)`` and return
+    ``result``. The function itself must then return ``(matrices, result)``: the matrices that it
+    queued (dI) or covered (dW), and the result.
 
     The action must have happened when the function returns. A coroutine or a generator has not
     started by then, and is rejected.
@@ -326,7 +329,7 @@ def guarded(
         TypeError: The function is an ``async def`` or a generator. At a call: the function
             returned a coroutine or generator, or a dI or dW did not return a pair; the action is
             aborted.
-        Refused: As ``Contract.check_*`` and ``Contract.commit``.
+        Refused: ``Contract.check_*`` or ``Contract.commit`` refused the action.
 
     >>> from qeffect import Contract, StageConfig
     >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))

@@ -16,7 +16,7 @@ from .text import counted, shown, spelled, within
 
 __all__ = ["UNUSABLE", "Arguments"]
 
-#: What Python raises if a transition runs over a name that was never configured.
+#: Exceptions that Python raises if a transition gets a name that was never configured.
 UNUSABLE = (KeyError, IndexError, TypeError, AttributeError)
 
 _CLASSES = {"key": TapeKey, "ref": TapeRef}
@@ -105,7 +105,7 @@ class Arguments:
 
     def tape(self, transition: str, key: Any, ref: Any) -> None:
         """
-        Require a key and a reference into the pool.
+        Require a key, and a reference to a slot of the pool.
 
         Raises:
             TypeError: The key is not a `TapeKey` or the reference not a `TapeRef`.

@@ -1,5 +1,5 @@
 """
-Calls the contract of one process correctly: for each action every call that the action needs.
+Call the contract of one process correctly: each method makes all calls that its action needs.
 
 The fault table and the example logs say *what* runs, by stage and microbatch. This module calls the
 contract as a runtime does. No device is used.
@@ -25,10 +25,11 @@ class Caller:
 
     Attributes:
         contract: The contract that the calls go to.
-        refs: The reference of each cell's latest forward.
-        scales: The token that names the scales of each cell's latest forward.
-        draws: The position at which each cell's latest forward began to draw random numbers.
-        walks: Number of walks of an epoch over which the weights of gradients add up to their sum.
+        refs: By cell (a key without its epoch), the reference of its latest forward.
+        scales: By cell, the effect token that names the scales of its latest forward.
+        draws: By cell, the position at which its latest forward began to draw random numbers.
+        walks: Number of walks (passes over all microbatches) of an epoch. Over all of them, the
+            weights of a stage's gradients add up to `StageConfig.weights_sum`.
 
     >>> from qeffect import StageConfig
     >>> caller = Caller(Contract([StageConfig(0, microbatches=1, slots=1, matrices=("w",))]))
@@ -79,7 +80,9 @@ class Caller:
         self.refs[key.cell] = ref
 
     def draw(self, key: TapeKey) -> int | None:
-        """Return the position at which a key's F draws, after all earlier F; None if unreported."""
+        """
+        Return the next position for the random draws of a key's F; None if the stage reports none.
+        """
         if not self._configs[key.stage].reports_draws:
             return None
         self.draws[key.cell] = self._drawn
@@ -87,7 +90,9 @@ class Caller:
         return self.draws[key.cell]
 
     def dgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
-        """Bind the destinations, wait for the inputs of dI, run dI and queue every matrix."""
+        """
+        Bind the destinations, wait for the inputs of dI, run dI and report every matrix as queued.
+        """
         options.setdefault("link", self.link(stage))
         key = self.key(stage, microbatch, block)
         if "arena" in self.contract.transitions.relations:
@@ -104,7 +109,7 @@ class Caller:
 
     def weight(self, stage: int) -> tuple[int, int] | None:
         """
-        Return the weight of a microbatch of the stage; None if its backend reports no weights.
+        Return the weight of one microbatch's gradient; None if the stage reports no weights.
 
         Every microbatch has the same weight, and the epoch has `walks` walks.
         """
@@ -115,7 +120,7 @@ class Caller:
         return above, below * config.microbatches * self.walks
 
     def wgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
-        """Run dW and cover every matrix."""
+        """Run dW and report every matrix as covered."""
         options.setdefault("link", self.link(stage))
         key = self.key(stage, microbatch, block)
         ticket = self.contract.check_wgrad(key, self.refs[key.cell], **options)

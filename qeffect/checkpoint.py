@@ -50,8 +50,8 @@ class Checkpoint:
     """
     The persistent part of a contract.
 
-    A checkpoint has no tokens, streams, events, generations, addresses or cache contents: those
-    belong to a process and are rebuilt.
+    A checkpoint has no tokens, streams, events, generations, addresses or cache contents: these
+    belong to one process, and each process rebuilds them.
 
     Args:
         epoch: Weight epoch of the process.
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @property
     def relations(self) -> tuple[str, ...]:
-        """Relations that the contract's transitions were composed from."""
+        """Names of the relations that the contract checks."""
         return self.configuration.relations
 
     def summary(self) -> str:

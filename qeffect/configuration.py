@@ -1,7 +1,7 @@
 """
 The description of a contract: processes with equal descriptions have the same contract.
 
-An event log begins with the description, and a checkpoint holds it, both as the same plain data.
+An event log begins with this description and a checkpoint contains it, in the same plain form.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Configuration:
         st: Any,
     ) -> Configuration:
         """
-        Return the configuration that a memory was laid out for.
+        Return the configuration for which a contract's memory was built.
 
         Args:
             stages: The stages of the process.
             relations: Relations in force.
             callers: Names of the streams that call.
-            st: The memory; the other parts are read from its configured columns.
+            st: The memory; its configured columns give the rest of the configuration.
         """
         local = [(config.stage, i) for config in stages for i in range(config.slots)]
         ranks = zip(GRAPHS, (st.forward_rank, st.dgrad_rank, st.wgrad_rank), strict=True)
@@ -112,7 +112,8 @@ class Configuration:
         Return the first part in which another configuration differs.
 
         Returns:
-            Name of the part, its value here, its value there; None if the two are equal.
+            Name of the part, its value in this configuration, its value in the other; None if the
+            two configurations are equal.
 
         >>> one = Configuration((), ("order",), generation_max=3)
         >>> one.difference(Configuration((), ("order",), generation_max=4))

@@ -42,11 +42,11 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
     """
     The state and resource contract of one process (paper, Section III).
 
-    ``check_*`` runs every guard and reserves what the action will touch. ``commit`` redeems the
-    ticket after the physical action succeeded, ``abort`` after it failed. ``forward``, ``dgrad``,
-    ``wgrad``, ``refresh`` and ``update`` do both as context managers. A refused call changes
-    nothing, with one exception: if a commit's evidence is refused, its action has physically run,
-    and is aborted.
+    ``check_*`` runs every guard, reserves what the action will touch, and returns a ticket.
+    ``commit`` redeems the ticket after the physical action succeeded, ``abort`` after it failed.
+    ``forward``, ``dgrad``, ``wgrad``, ``refresh`` and ``update`` are context managers: they check
+    on entry, and commit or abort on exit. A refused call changes nothing, with one exception: if a
+    commit's evidence is refused, its action has physically run, and is aborted.
 
     Calls may come from any thread, one after another. A call that comes while another call is under
     way raises `ConcurrentCallError` and does nothing.
@@ -55,8 +55,9 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
 
     Args:
         stages: The stages of this process.
-        omit: Relations that the backend does not use, of ``qeffect.engine.stage.OPTIONAL``.
-        callers: Names of the streams that call into the graph streams.
+        omit: Relations to leave out because the backend lacks their state, from
+            ``qeffect.engine.stage.OPTIONAL``.
+        callers: Names of the callers' CUDA streams, which exchange data with the graph streams.
         capture_order: Order in which graphs that share a pool were captured; see
             ``layout.lay_out``.
         declared: Declared order of F and dI per domain; see ``layout.lay_out``.
@@ -66,7 +67,8 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         epoch: First weight epoch.
         observer: Called after every accepted transition. If the observer raises, the call has
             happened and the caller gets the observer's exception; see `outstanding`.
-        counted: Whether an update requires the devices' counts; see `qeffect.counts`.
+        counted: Whether an update requires the devices' own counts of the actions that ran; see
+            `qeffect.counts`.
         late: With ``counted``, whether the counts are presented after the commit, by
             `present_counts`. The device itself must then skip the update if the counts differ.
         registry: The gradient destinations of other contracts of the process, which must not

@@ -12,7 +12,7 @@ __all__ = ["Countdown", "duration"]
 
 class Countdown:
     """
-    How many of a known number are done, with an estimate of the time that is left.
+    Tells how many of a known number of things are done, and about how long the rest will take.
 
     >>> count = Countdown("random schedules", 500, clock=iter((0.0, 30.0)).__next__)
     >>> count(100)

@@ -1,12 +1,12 @@
 """
 Device counts: what a device counts while it runs, compared with the committed actions.
 
-With every F, dI, dW and refresh, in the same captured graph, the device adds one to a counter of
-the stage and the kind of action, and folds the action's mark into a digest of its state domain. The
-counters show actions that were skipped or ran twice. The digest, which depends on the order, shows
-swapped actions, a dW that added where it should have overwritten, and a dW that wrote
+With every F, dI, dW and refresh, in the same captured graph, the device adds one to the counter of
+that stage and kind of action. It also folds the action's mark (a number) into a digest of the state
+domain. The counters show actions that were skipped or ran twice. The digest, which depends on the
+order, shows swapped actions, a dW that added where it should have overwritten, and a dW that wrote
 to another destination. The contract computes the same numbers from the committed actions, and
-refuses a commit if the two differ.
+refuses a commit if its numbers differ from the device's.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ __all__ = [
 #: Kinds of action, in the order of a stage's counters.
 COUNTED: Final = ("refresh", "F", "dI", "dW")
 
-#: Factor of a digest before the next mark is added; odd, so that no information is lost.
+#: A digest is multiplied by this factor before the next mark is added; odd, so that no information
+#: is lost.
 MULTIPLIER: Final = 6364136223846793005
 
 _HALF: Final = 1 << 63
 _MASK: Final = (1 << 64) - 1
 
 
-#: How a dW writes its destinations: each way is a graph of its own.
+#: How a dW writes its destinations: each way needs its own captured graph.
 WAYS: Final = (OVERWRITES, ADDS, JOINS, OPENS)
 
 
@@ -54,13 +55,14 @@ _MARKS: Final = 40
 
 def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0) -> int:
     """
-    Return the number of an action at a place; no two are equal, for places below 2**37.
+    Return an action's mark: a number that no other action or place has, for places below 2**37.
 
     Args:
         action: One of `COUNTED`.
         place: The slot of an F, dI or dW; the stage of a refresh.
         writes: How a dW writes, one of `WAYS`: ``JOINS`` overwrites its stage's own destinations
-            and adds to those of another stage, ``OPENS`` the reverse. Other actions have one way.
+            and adds to those shared with another stage; ``OPENS`` adds to its own and overwrites
+            the shared ones. Other actions have one way.
         destination: Where a dW writes: a number from `located`. Other actions have number 0.
 
     >>> mark("refresh", 0), mark("dW", 0), mark("F", 1), mark("dW", 0, writes=ADDS)
@@ -170,7 +172,7 @@ def _stages(counts: Any, attribute: Attribute[Any], value: Any) -> None:
 @frozen
 class DeviceCounts:
     """
-    What the device of one state domain has counted since the contract's incarnation began.
+    What the device of one state domain has counted since the contract's start or last restore.
 
     Args:
         digest: All marks, folded in the order in which the actions ran.

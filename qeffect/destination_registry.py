@@ -28,9 +28,9 @@ class DestinationRegistry:
     The gradient destinations of all contracts that share the registry.
 
     Two contracts of one process do not know each other: if both write one gradient buffer, each
-    overwrites what the other has summed. Contracts that are made with one registry refuse such
-    destinations, as two stages of one contract do. To replay an event log, or to compare runs over
-    the same memory, make a contract without the registry.
+    overwrites what the other has summed. Contracts that are made with the same registry refuse such
+    destinations, as one contract does for two of its stages. To replay an event log, or to compare
+    runs over the same memory, make a contract without the registry.
 
     A contract holds its destinations until `release`, or until it is no longer referenced.
 
@@ -56,7 +56,7 @@ class DestinationRegistry:
         Record the destinations of a contract's stages; `Contract` calls this method.
 
         Destinations with an address or a length are compared by their bytes. A named destination
-        without a place is compared by its name.
+        without address and length is compared by its name.
 
         Args:
             owner: The contract. A contract holds its destinations as long as the contract is

@@ -1,6 +1,6 @@
 """
-Gradient destinations, which the arena's ledger compares, and the check that they do not overlap
-(paper, III-D).
+Gradient destinations: the buffers that gradients are written to, and the check that they do not
+overlap (paper, III-D).
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Destination:
 
     Args:
         matrix: Name of the weight matrix.
-        microbatch: Microbatch whose gradient it receives; None for one accumulating buffer.
+        microbatch: Microbatch whose gradient the buffer receives; None for one buffer in which all
+            microbatches accumulate.
         shape: Shape of the gradient, in elements.
         dtype: Name of the element type, for example ``float32``.
         device: Name of the device, for example ``cuda:0``.

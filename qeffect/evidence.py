@@ -67,8 +67,8 @@ def sorted_fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
     Return the matrices that were filled, sorted, and the weight epoch that they were filled from.
 
     If some were filled from another epoch than the given one, the first such epoch is returned. If
-    the report cannot be read, the epoch is one that no guard accepts: something was filled from
-    unknown weights.
+    the report cannot be read, something was filled from unknown weights; the returned epoch is then
+    one that no guard accepts.
     """
     try:
         pairs = list(filled.items() if isinstance(filled, Mapping) else filled)
@@ -98,12 +98,13 @@ def commit_arguments(
     Args:
         ticket: The ticket.
         names: Matrices whose weight cache was filled; given for a refresh and for F.
-        of: Weight epoch that they were filled from; for a refresh, an evaluation and F.
+        of: Weight epoch that the caches were filled from; for a refresh, an evaluation and F.
         evidence: Matrices that were queued or covered; for dI and dW.
         updates: Number of scaling updates; for F, dI and an evaluation.
         scales: Token of the F whose scales were used; for dI.
         draws: Position of the random generator; for F and dI.
-        weighed: Weight of the microbatch's gradient and the parts that it counts in; for dI.
+        weighed: For dI, the weight of the microbatch's gradient in parts, and the number of parts
+            of the whole epoch (`StageConfig.counted`).
     """
     redeems = ticket.slot, ticket.serial
     if ticket.action == "F":

@@ -15,7 +15,7 @@ from .text import shown
 
 __all__ = ["EXPLANATIONS", "explain"]
 
-#: By clause, the function that returns found and expected.
+#: By clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     **ownership.EXPLANATIONS,
     **version.EXPLANATIONS,

@@ -33,7 +33,7 @@ class FaultRow:
 
     Args:
         injection: The injected violation, in the paper's words.
-        family: The family it belongs to.
+        family: The family of faults that the injection belongs to.
         detected_at: The place of detection, in the paper's words.
         transition: The transition that refused the violation; empty if none did.
         clause: The clause of the refusal; empty without a refusal.

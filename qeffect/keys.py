@@ -75,7 +75,8 @@ class TapeKey:
     """
     The logical name of one stage execution (paper, III-A).
 
-    A key has no address: one slot serves many keys. A key is forwarded at most once per epoch.
+    A key has no address: one slot serves many keys. A key is forwarded at most once per walk (one
+    pass over all microbatches).
 
     Args:
         epoch: Optimizer epoch, that is, the weight version the execution must see.
@@ -110,7 +111,7 @@ class TapeKey:
 
 
 class Unfrozen:
-    """A reference that is being made; `TapeRef` adds no attribute to this layout."""
+    """A reference under construction, still mutable; `TapeRef` has the same attributes."""
 
     __slots__ = ("__weakref__", "generation", "incarnation", "slot")
 
@@ -118,12 +119,12 @@ class Unfrozen:
 @frozen
 class TapeRef(Unfrozen):
     """
-    The physical place of a tape: a slot, the generation it had, and its issuer (paper, III-A).
+    The physical place of a tape: its slot, the slot's generation, and the issuer (paper, III-A).
 
     Args:
-        slot: Index into the bounded pool.
-        generation: The slot's generation when the tape was bound; it rises at every release, so
-            a reference to an earlier tenant never matches again.
+        slot: Index of the slot in the pool.
+        generation: The slot's generation when the tape was bound. The generation rises at every
+            release, so a reference to an earlier tape of the slot never matches again.
         incarnation: Random 64-bit number drawn by the contract that issued the reference. This
             number is logged and never persisted: after a restart generations begin again at zero,
             and only the incarnation tells an old reference from a new one.

@@ -33,7 +33,7 @@ _SPOKEN = "qeffect.ended"
 
 def trains(argv: Sequence[str]) -> bool:
     """
-    Whether these words begin a training under torchrun.
+    Whether a command line begins a training run under torchrun.
 
     Args:
         argv: The words of a command line, in any position.
@@ -46,7 +46,7 @@ class Start:
     The start of a rank, from its first import to its first step.
 
     Attributes:
-        place: What the rank is doing, for the cause.
+        place: What the rank is doing now, in words that the reported cause repeats.
         tell: Called with the cause and its kind, on the rank that reports; returns a line that says
             whether to start the run again. None before the run is known.
     """
@@ -86,8 +86,8 @@ class Start:
 
         Returns:
             The first rank that ended without saying why, and the cause in words; None without such
-            a rank, or if this rank is not in its start. If SIGTERM came first, the thread that it
-            woke says the cause and ends this process, so this call does not return.
+            a rank, or if this rank is not in its start. If SIGTERM came first, the thread that the
+            signal woke reports the cause and ends this process, so this call does not return.
         """
         if self._wakes is None or signal.getsignal(signal.SIGTERM) != self._noted:
             return None
@@ -103,7 +103,7 @@ class Start:
         return None
 
     def leave(self) -> None:
-        """Note that this rank ends by itself and reports why, so that other ranks need not."""
+        """Note that this rank ends by itself and reports why; other ranks then report nothing."""
         self._speak_here()
         self._spoke = True
         self.disarm()
@@ -201,15 +201,19 @@ START = Start()
 """The start of this process."""
 
 PARENT = [os.getppid()]
-"""The parent of this process, read at the first import: its end is noticed from then on."""
+"""
+Process id of this process's parent, read at the first import; from then on the parent's end is
+noticed.
+"""
 
 
 def may_be_launcher(pid: int, proc: Path = Path("/proc")) -> bool:
     """
     Whether a process may have started this rank, rather than adopted the rank as an orphan.
 
-    torchrun's agent is Python. A script between agent and rank has the agent's variables. If
-    something cannot be read, the answer is yes: a launcher that runs must never be taken for gone.
+    torchrun's agent is Python. A script that the agent started, and that starts the rank, has the
+    agent's environment variables. If something about the process cannot be read, the answer is yes,
+    because a running launcher must never be taken for an ended one.
 
     Args:
         pid: The parent of this process.
@@ -239,7 +243,9 @@ def _maps_python(path: Path) -> bool:
 
 
 ORPHANED = ["TORCHELASTIC_RUN_ID" in os.environ and not may_be_launcher(PARENT[0])]
-"""Whether the launcher of this rank had ended before the first import, so `PARENT` is another."""
+"""
+Whether this rank's launcher had ended before the first import; `PARENT` is then another process.
+"""
 
 
 def _forked() -> None:

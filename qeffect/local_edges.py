@@ -1,5 +1,5 @@
 """
-Edges within a process: stages that feed other stages of the same process.
+Edges within a process: stages whose output is the input of another stage of the same process.
 """
 
 from __future__ import annotations
@@ -20,24 +20,30 @@ class LocalEdges(NamedTuple):
     For each stage, the stage of the process that feeds it, and the stage that it feeds.
 
     Args:
-        sources: By stage, the stage that feeds it, or the stage itself.
-        targets: By stage, the stage that it feeds, or the stage itself.
+        sources: By stage, the stage that feeds it; the stage itself if there is none.
+        targets: By stage, the stage that it feeds; the stage itself if it feeds none.
     """
 
     sources: Mapping[int, int]
     targets: Mapping[int, int]
 
     def needs(self, stage: int) -> int:
-        """Return the mask of what other stages of the process make for F and dI of a stage."""
+        """
+        Return which inputs of a stage's F and dI other stages of the process make, as a bit mask.
+        """
         fed, feeds = self.sources[stage] != stage, self.targets[stage] != stage
         return (SOURCE_BIT if fed else 0) | (TARGET_BIT if feeds else 0)
 
     def inputs(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
-        """Return, for each cell, the cell whose F makes its input, or the cell itself."""
+        """
+        Return, for each cell, the cell whose F makes its input; the cell itself if there is none.
+        """
         return _joined(cells, self.sources)
 
     def gradients(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
-        """Return, for each cell, the cell whose dI makes its gradient, or the cell itself."""
+        """
+        Return, for each cell, the cell whose dI makes its gradient; the cell itself without one.
+        """
         return _joined(cells, self.targets)
 
 
@@ -134,7 +140,7 @@ def require_edges_kept(
     domain: Hashable, order: Sequence[tuple[str, Cell]], edges: LocalEdges
 ) -> None:
     """
-    Require that a declared order follows the edges: F downstream, dI upstream.
+    Require that a declared order follows the edges: F runs downstream, dI upstream.
 
     Args:
         domain: Name of the domain, for the message.

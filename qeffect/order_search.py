@@ -26,7 +26,8 @@ class SlotPlaces(NamedTuple):
     Args:
         slots: Slot indices of each stage.
         pool_of: Capture pool of each slot.
-        ranks: By "F", "dI" and "dW", the capture rank of each slot's graph.
+        ranks: By "F", "dI" and "dW", the capture rank (position in the order of capture) of each
+            slot's graph.
     """
 
     slots: Mapping[int, Sequence[int]]
@@ -48,9 +49,10 @@ def require_feasible(
     """
     Require that some choice of slots, and of times for dW, lets a declared order run to its end.
 
-    The order does not place dW and readers: they may run at any time after the dI, so the search
-    frees each slot as early as possible. Nor does the order place refreshes, which a stage's first
-    F may contain. So the search leaves out the place of a refresh in a shared pool.
+    A declared order leaves open when dW and the readers of a tape run: any time after the dI is
+    allowed. So the search frees each slot as early as possible. The order also leaves open when
+    refreshes run, since a stage's first F may contain the refresh. So the search ignores the
+    capture order of refreshes in a shared pool.
 
     Args:
         domain: Name of the domain, for the message.

@@ -94,9 +94,9 @@ def lay_out(
         TypeError, ValueError: A stage is configured twice; a declared order is not a permutation
             or is infeasible with the slots and pools; or the configuration needs a relation that
             was left out; or stages feed each other in a way that cannot run.
-        Refused: A declared order runs against an edge within the process; destinations overlap;
-            two matrices share a destination without declaring it; or a matrix of a microbatch has
-            no destination or two.
+        Refused: A declared order runs against an edge within the process; destinations overlap; two
+            matrices share a destination without declaring it; or a matrix of a microbatch has no
+            destination, or two destinations.
     """
     for config in stages:
         if not isinstance(config, StageConfig):

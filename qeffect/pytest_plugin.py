@@ -112,10 +112,10 @@ def check_schedule(request: pytest.FixtureRequest) -> Callable[..., Verdict]:
     """
     Return a function that checks a schedule, and fails the test if `qeffect check` would refuse it.
 
-    Its arguments are the schedule (the path of a table, rows of entries, a Schedule of
-    qeffect.schedule, or a schedule object of torch) and, by name, ``refused`` (the clause that must
-    refuse it; by default it must be accepted) and the arguments of `qeffect.schedule.check.check`.
-    The function returns the verdict.
+    The function takes the path of a table, rows of entries, a Schedule of qeffect.schedule, or a
+    schedule object of torch. The keyword argument ``refused`` names the clause that must refuse the
+    schedule; by default the schedule must be accepted. All other keyword arguments are those of
+    `qeffect.schedule.check.check`. The function returns the verdict.
     """
 
     def run(schedule: Any, *, refused: str | None = None, **options: Any) -> Verdict:
@@ -197,8 +197,8 @@ def guarded_contract(request: pytest.FixtureRequest) -> Iterator[Callable[..., C
     """
     Return a function that makes contracts; its arguments are those of `qeffect.Contract`.
 
-    Each contract records its event log; a failing test shows the last events. A ticket that is
-    neither committed nor aborted at the end of the test fails the test.
+    Each contract records its event log; a failing test shows the last events. If a ticket is still
+    open at the end of the test (not committed, not aborted), the test fails.
     """
     made: list[tuple[Contract, Recorder]] = []
 

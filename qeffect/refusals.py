@@ -49,8 +49,8 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
     """
     A transition was refused and changed no state, except that refused evidence aborts the action.
 
-    Guards raise it with the clause only. The public API adds found and expected before the
-    exception reaches the caller.
+    A guard raises this exception with the clause only. The public API adds what was found and what
+    was expected before the exception reaches the caller.
 
     >>> raise Refused("order.token")
     Traceback (most recent call last):

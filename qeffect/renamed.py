@@ -21,7 +21,8 @@ import attrs
 
 __all__ = ["MODULES", "NAMES", "install", "old_names", "whole"]
 
-#: Modules of the kernel and the guards that the pages showed; both names are below `qeffect`.
+#: Renamed modules of the kernel and the guards that pages showed: new names by old names, below
+#: `qeffect`.
 MODULES: Mapping[str, str] = {
     "calls.reading": "calls.queries",
     "config": "stage_config",
@@ -59,7 +60,7 @@ def install(package: str, modules: Mapping[str, str], names: Mapping[str, str]) 
 
 def whole(package: str, new: str) -> str:
     """
-    Return the full form of a new name, which is relative to a package unless it is full already.
+    Return a new name in full; a name without the prefix ``qeffect.`` is relative to the package.
 
     >>> whole("qeffect.gpu_runtime", "step.graphs"), whole("qeffect.gpu_runtime", "qeffect.guards")
     ('qeffect.gpu_runtime.step.graphs', 'qeffect.guards')

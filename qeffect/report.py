@@ -124,7 +124,7 @@ def program(
     words: Sequence[str] = tuple(sys.orig_argv), environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """
-    Return the words before a command's arguments, without folders.
+    Return the words of a command line before the command's own arguments, without folders.
 
     Args:
         words: The interpreter's own command line, its program first.
@@ -172,7 +172,7 @@ def commit(given: str | None = None) -> str:
     Return the commit of the checkout that this code runs from, or was built from.
 
     Args:
-        given: The commit, for code that git does not know.
+        given: The commit, for code outside a git checkout.
 
     Returns:
         Forty hexadecimal digits, with ``+changes`` if tracked files differ from that commit;
@@ -326,14 +326,14 @@ def require_place(path: Path | None, option: str = "--out") -> None:
 
 def require_folder(path: Path, option: str = "--out") -> None:
     """
-    Require that files can be written to a folder, which may have to be made, before work begins.
+    Require, before work begins, that files can be written to a folder that need not exist yet.
 
     Args:
         path: The folder; the call makes no folder.
-        option: The option that named it, for the message.
+        option: The option that named the folder, for the message.
 
     Raises:
-        UnusableError: The path, or a part of it, is a file, or it cannot be written.
+        UnusableError: The path or a part of the path is a file, or the folder cannot be written.
     """
     try:
         place = path.absolute()

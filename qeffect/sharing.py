@@ -1,5 +1,5 @@
 """
-Tied weights: gradient destinations that two matrices write and both declare.
+Tied weights: gradient destinations that two matrices write, and that both declare as tied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Writer = tuple[StageConfig, str]
 
 def share_destinations(stages: Sequence[StageConfig]) -> dict[int, int]:
     """
-    Return, for each stage, the other stage that writes its tied destinations, or itself.
+    Return, by stage, the stage that shares its tied destinations; the stage itself if none does.
 
     Raises:
         Refused: ``arena.overlapping-destinations``: two matrices name one destination without
@@ -63,7 +63,7 @@ def share_destinations(stages: Sequence[StageConfig]) -> dict[int, int]:
 
 
 def written_once(stages: Sequence[StageConfig]) -> Iterable[Destination]:
-    """Yield every destination of a process once, also if several tied matrices write it."""
+    """Yield every destination of a process once, even if several tied matrices write it."""
     seen: set[tuple[str, int | None]] = set()
     for config in stages:
         named = dict(config.buffers)

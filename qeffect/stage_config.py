@@ -30,11 +30,12 @@ __all__ = ["ADDED", "UNWEIGHTED", "Bucket", "StageConfig"]
 _MOST: Final = 1 << 20
 
 
-#: Stands for a gradient's weight that was not reported: its own parts, and the epoch's parts.
+#: Stands for a gradient's weight that was not reported, in place of its parts and the epoch's
+#: parts.
 UNWEIGHTED: Final = (NEVER, NEVER)
 
-#: Declarations that plain data leave out if a stage does not make them, so that older logs and
-#: checkpoints stay valid; by name, the value of a stage without the declaration.
+#: Options that a stage's plain data omit while they have their default, so that older logs and
+#: checkpoints stay valid; by name, that default.
 ADDED: Final[Mapping[str, Any]] = {
     "copies_input": False,
     "feeds": None,
@@ -118,8 +119,9 @@ class Bucket:
 
     Args:
         name: Name of the bucket, unique in the process except for stages that share the bucket.
-        matrices: The stage's matrices whose gradients the bucket holds. Empty for a bucket of
-            other gradients (biases, norms), which are complete when the matrices' gradients are.
+        matrices: The stage's matrices whose gradients the bucket holds. Empty for a bucket of other
+            gradients (biases, norms), which are complete as soon as the matrices' gradients are
+            complete.
 
     Raises:
         TypeError: A name is not a string (or, for the bucket, an integer).
@@ -163,9 +165,10 @@ class StageConfig:
     Args:
         stage: Global stage index.
         microbatches: Microbatches of one optimizer step, M.
-        slots: Slots of the stage's pool; the schedule's peak of live tapes is enough.
-        domain: Name of the state domain. Stages share a domain if one update may roll the scaling
-            state of both, as an update of Transformer Engine does for all modules of a process.
+        slots: Number of slots of the stage; the schedule's peak number of live tapes is enough.
+        domain: Name of the state domain. Stages share a domain if one update may advance (roll) the
+            scaling state of both, as an update of Transformer Engine does for all modules of a
+            process.
         blocks: Number of sub-layer blocks in each execution that have tapes of their own.
         invocations: Invocations of each block in one execution.
         matrices: Names of the weight matrices whose gradients dW must write, each once.
@@ -173,7 +176,7 @@ class StageConfig:
             ``qeffect.destinations``. Empty: a symbolic accumulating buffer for every matrix.
         sends_output: The forward's output has a reader (a send, or the next local stage) that
             must finish before the slot is free.
-        sends_gradient: The input gradient has such a reader.
+        sends_gradient: The input gradient has a reader that must finish before the slot is free.
         receives_input: A message brings the forward's input into the slot; F runs only after the
             receive was posted and the message has arrived.
         receives_gradient: A message brings the output's gradient into the slot; dI runs only after
@@ -183,8 +186,8 @@ class StageConfig:
             caches were filled and from which weight epoch. Otherwise the contract trusts that a
             refresh filled the cache.
         reports_updates: The backend reports, at the commit of F and dI, how often the domain's
-            scaling state was updated. Otherwise the contract trusts that it was updated once; or,
-            with ``scales="epoch"``, not at all.
+            scaling state was updated. Otherwise the contract trusts that one update ran, or none
+            with ``scales="epoch"``.
         tape_scales: The scales that dI dequantizes its tape with. ``carried``: the tape keeps the
             scales of its F, and dI reports which scales it used. ``live``: dI reads the domain's
             current scales. None: the backend cannot tell which scales dI used, and the contract
@@ -205,10 +208,10 @@ class StageConfig:
         feeds: The stage of this process whose input is this stage's output, as in interleaved and
             V-shaped schedules. F of that target then runs after F of this stage with the same
             microbatch, and dI of this stage after dI of the target. Without messages
-            (`receives_input` of the target, `receives_gradient` of this stage) both stages need
-            one state domain. Without messages, the gradient that dI of the target leaves must be
+            (`receives_input` of the target, `receives_gradient` of this stage) both stages need the
+            same state domain. Without messages, the gradient that dI of the target leaves must be
             copied, or read through `sends_gradient`, before the target's slot is used again: no
-            guard sees that dI of this stage still needs it.
+            guard sees that dI of this stage still needs that gradient.
         reports_draws: The stage draws random numbers, as dropout does, and the backend reports at
             the commit of F the position of the random generator at which F began to draw.
             Otherwise the contract trusts that no replay draws the same numbers again.
@@ -216,10 +219,10 @@ class StageConfig:
             the position at which the recomputation began to draw; requires ``reports_draws``.
         weights_sum: The sum of the weights of one epoch's gradients, as (numerator, denominator);
             the backend then reports each weight at the commit of dI. (1, 1) if each microbatch's
-            loss is divided so that the gradient is a mean, as by 1/M; (1, R) if the gradients of R
-            replicas are then summed. None: nothing is reported, and the contract trusts the scale
-            of the loss. If a microbatch has several blocks or invocations, each of them has a
-            weight, and the sum is multiplied by their number.
+            loss is divided, for example by M, so that the epoch's gradient is a mean; (1, R) if the
+            gradients of R replicas are then summed. None: nothing is reported, and the contract
+            trusts the scale of the loss. If a microbatch has several blocks or invocations, each of
+            them has a weight, and the sum is multiplied by their number.
         scales: When the scaling state of the stage's domain moves. ``action``: each F and dI moves
             it, as delayed scaling does by default. ``epoch``: F and dI only gather amaxes, and the
             update moves it once (`Contract.move_scales`); F and dI then report 0 updates, and the
@@ -341,7 +344,7 @@ class StageConfig:
 
     def counted(self, weight: Any) -> tuple[int, int]:
         """
-        Return the weight of a microbatch's gradient as the contract counts it.
+        Return the weight of a microbatch's gradient in whole parts, as the contract counts it.
 
         Args:
             weight: (numerator, denominator) of the factor by which the gradient of one microbatch
@@ -380,7 +383,7 @@ class StageConfig:
         return tuple(claim for reported, claim in claims if not reported)
 
     def consumers(self) -> int:
-        """Return the mask of the consumers that a new tape of this stage waits for."""
+        """Return the bit mask of the consumers that must finish before a tape's slot is free."""
         return (
             DGRAD_BIT
             | WGRAD_BIT
@@ -389,7 +392,7 @@ class StageConfig:
         )
 
     def messages(self) -> int:
-        """Return the mask of the messages and the copy that F and dI of a tape wait for."""
+        """Return the bit mask of the messages and the copy that F and dI of a tape wait for."""
         return (
             (IN_BIT if self.receives_input else 0)
             | (BACK_BIT if self.receives_gradient else 0)

@@ -115,7 +115,7 @@ def within(text: str, most: int = _LONGEST) -> str:
 
 
 def spelled(value: Any) -> str:
-    """Return a name as text, also if it contains an integer too long for Python to print."""
+    """Return a name as text, even if it contains an integer too long for Python to print."""
     try:
         return str(value)
     except ValueError:
@@ -151,7 +151,7 @@ def json_mistake(error: ValueError | RecursionError) -> str:
     Say what a JSON parser found, without Python's own words.
 
     Args:
-        error: What ``bytes.decode`` or ``json.loads`` raised, or a hook of it.
+        error: The exception of ``bytes.decode``, of ``json.loads``, or of one of its hooks.
 
     >>> json_mistake(json.JSONDecodeError("Expecting value", "", 0))
     'an empty file'

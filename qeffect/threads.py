@@ -51,9 +51,10 @@ def exclusive_call(method: Callable[Concatenate[S, P], R]) -> Callable[Concatena
     """
     Decorate a method so that no other call of its contract can overlap it.
 
-    The interpreter switches threads only at calls and loop turns, and there is neither between
-    reading the flag and setting it. A flag therefore suffices, at a tenth of a lock's cost. The
-    hot calls of a step contain the same lines themselves, since a decorator would cost a call.
+    The interpreter switches threads only at calls and loop turns. No call and no loop turn comes
+    between reading the flag and setting it, so a flag suffices, at a tenth of a lock's cost. The
+    most frequent calls of a step contain the same lines themselves, since a decorator would cost a
+    call.
     """
     name = getattr(method, "__name__", "a call")
 

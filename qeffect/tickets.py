@@ -12,11 +12,12 @@ from .keys import TapeKey, TapeRef
 
 __all__ = ["ABORTS", "COMMITS", "Fills", "Ticket", "issue"]
 
-#: What a refresh filled: the weight epoch that each matrix's cache was filled from, by matrix; or
-#: the same as pairs, in which a matrix can occur twice.
+#: What a refresh filled: by matrix, the weight epoch that its cache was filled from. Pairs may
+#: replace the mapping; a matrix can then occur twice.
 Fills = Mapping[str, int] | Iterable[tuple[str, int]]
 
-#: The transition that redeems an action's ticket after it succeeded, and after it failed.
+#: By action, the transition that redeems its ticket: `COMMITS` after success, `ABORTS` after
+#: failure.
 COMMITS = {
     "F": "commit_forward",
     "dI": "commit_dgrad",
@@ -36,8 +37,8 @@ class Ticket:
     Args:
         action: ``F``, ``dI``, ``dW``, ``refresh``, ``evaluation`` or ``update``.
         key: Key of the tape; None for a refresh, an evaluation or an update.
-        slot: Slot of the tape, the stage of a refresh or an evaluation, or the epoch that an update
-            ends.
+        slot: Slot of the tape; for a refresh or an evaluation the stage, for an update the epoch
+            that it ends.
         serial: Serial number of the check that issued the ticket.
         incarnation: The incarnation that issued the ticket; no other incarnation redeems it.
         ref: Reference the action consumes; None before a forward's commit.

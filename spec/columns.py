@@ -2,9 +2,9 @@
 The columns of the contract's memory: their meanings, and the transitions that write them.
 
 The memory is a set of columns and nothing else. Each column belongs to one relation, and only that
-relation's half of a transition writes it. No transition writes a configured column. Every
-transition may read every column. The relations declare the same columns for the kernel; a test
-compares the two declarations.
+relation's functions write the column. No transition writes a configured column. Every transition
+may read every column. The relations declare the same columns for the kernel; a test compares the
+two declarations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["COLUMNS", "CONFIGURED", "SORTS", "StateColumn"]
 #: Meaning of each sort of index and of value.
 SORTS: Final = {
     "one": "nothing: the column has one entry",
-    "slot": "a physical place for one tape, with its graphs and buffers",
+    "slot": "a place for one tape, with captured graphs and buffers of its own",
     "cell": "a key without its epoch: stage, microbatch, block, invocation",
     "stage": "a pipeline stage, or virtual chunk, of this process",
     "domain": "a state domain: stages that share scaling state and one graph stream",
@@ -51,7 +51,7 @@ class StateColumn:
         initial: Initial value of every entry; None if the configuration gives the value, or if
             every read of an entry follows a write.
         meaning: Meaning of an entry.
-        writers: The transitions whose half in that relation writes the column.
+        writers: The transitions that write the column, in that relation's functions.
     """
 
     name: str
@@ -414,7 +414,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "vacated",
         "slot -> int",
         0,
-        "the replay with which the slot's last tenant is done, by its number in the domain",
+        "the replay after which no work of the slot's last tenant runs, by its number in the "
+        "domain",
         "abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad drop restore",
     ),
     _state(
@@ -431,7 +432,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "ended_at",
         "slot -> int",
         0,
-        "number of that end or copy in the link's `submitted` count",
+        "number of the slot's latest end or copy in the `submitted` count of its link (`ended_on`)",
         "reserve finish_receive finish_read restore",
     ),
     _state(
@@ -697,8 +698,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "keeper_of",
         "buffer -> cell",
-        "cell that writes the buffer in every walk, so that a walk which leaves cells out still "
-        "fills it",
+        "cell that writes the buffer in every walk; no walk leaves the cell out",
     ),
     _configured(
         "shared_of",

@@ -65,7 +65,7 @@ READ_BITS: Final = 44  # every use of a tape: ``OUT_BIT``, ``GRAD_BIT`` and ``GR
 SOURCE_BIT: Final = 4
 TARGET_BIT: Final = 8
 
-#: Two bits. A tape's mask has one of them until its dI has committed: ``RESERVED`` until its
+#: Two bits, of which a tape's mask has one until its dI has committed: ``RESERVED`` until its
 #: forward has committed, then ``DGRAD_BIT``.
 BEFORE_DGRAD: Final = 17
 

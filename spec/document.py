@@ -135,7 +135,7 @@ def _relations(parts: tuple[Part, ...]) -> str:
         (str(number), part.title, part.hidden, part.without, part.holder)
         for number, part in enumerate(parts, 1)
     ]
-    header = ("", "part", "what is hidden", "what goes wrong without it", "what holds it")
+    header = ("", "part", "what is hidden", "what goes wrong without it", "what the part keeps")
     return "\n".join(["**The parts.**", "", *_table(header, rows), ""])
 
 
@@ -308,7 +308,7 @@ def _state() -> str:
             "",
             *_table(("sort", "meaning"), list(SORTS.items())),
             "",
-            "Each column belongs to one part, and only that part's half of a transition writes it.",
+            "Each column belongs to one part, and only that part's functions write the column.",
             "The part *tickets* is the series of serial numbers that the checks share.",
             "",
             *_table(("column", "part", "meaning of an entry", "written by"), rows),

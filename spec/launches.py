@@ -1,11 +1,11 @@
 """
-Launches: promises about ranks whose steps are one launch each, decided on their devices.
+Launches: promises about ranks whose steps are one launch each, with updates decided on the devices.
 
-A host launches a step before it knows whether the device took the previous step's update. Its
-contract is one step ahead of the votes that the host has read. A rank's *round* begins when the
-rank starts from a checkpoint or rebuilds in place. Epochs are counted from the epoch in which the
-job first launched. How the ranks of an attempt meet is in `spec/ranks.py`. ``r`` and ``q`` are any
-ranks.
+A host launches a step before it knows whether the device took the previous step's update. The
+rank's contract is one step ahead of the votes that the host has read. A rank's *round* begins when
+the rank starts from a checkpoint or rebuilds in place. Epochs are counted from the epoch in which
+the job first launched. How the ranks of an attempt meet is in `spec/ranks.py`. ``r`` and ``q`` are
+any ranks.
 """
 
 from __future__ import annotations
@@ -54,12 +54,24 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "paused": (("rank",), "1 after the host has left the launches, until it resumes them"),
     "part": (("rank",), "the epoch of the weights that the rank copied into its newest part"),
-    "part_epoch": (("rank",), "the epoch of the rank's contract when the rank wrote that part"),
-    "part_round": (("rank",), "the round in which the rank wrote that part"),
+    "part_epoch": (
+        ("rank",),
+        "the epoch of the rank's contract when the rank wrote its newest part",
+    ),
+    "part_round": (("rank",), "the round in which the rank wrote its newest part"),
     "named": (("one",), "the epoch that the newest whole checkpoint of launches is named after"),
-    "named_round": (("one",), "the round in which that checkpoint was written"),
-    "held": (("rank",), "the epoch of the weights in the rank's part of that checkpoint"),
-    "held_round": (("rank",), "the round in which the rank wrote its part of that checkpoint"),
+    "named_round": (
+        ("one",),
+        "the round in which the newest whole checkpoint of launches was written",
+    ),
+    "held": (
+        ("rank",),
+        "the epoch of the weights in the rank's part of the newest whole checkpoint",
+    ),
+    "held_round": (
+        ("rank",),
+        "the round in which the rank wrote its part of the newest whole checkpoint",
+    ),
     "loaded": (("one",), "the epoch of the checkpoint from which the newest attempt began"),
     "read_no": (("rank",), "1 if the rank stops because it read a no or a missing vote"),
     "miscounted": (("attempt",), "1 once a device of the round has voted no"),
@@ -67,7 +79,10 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("attempt",),
         "1 once a rank of the round has published that its host failed or its contract refused",
     ),
-    "failed_rank": (("attempt",), "the first rank of the round that published this"),
+    "failed_rank": (
+        ("attempt",),
+        "the first rank of the round that published that its host failed or its contract refused",
+    ),
     "cause_no": (("attempt",), "1 if the rank that the round's cause names only read a no"),
     **{name: RANK_COLUMNS[name] for name in _OF_STOPS},
 }
@@ -147,8 +162,8 @@ def tells_the_cause(st: Any, r: Any) -> Any:
 @LAUNCH_PROMISES("launches.cause-before-loss", n="attempt")
 def cause_before_loss(st: Any, n: Any) -> Any:
     """
-    A rank that only lost a connection is not the cause, unless a rank died, ran into a deadline or
-    was ended by the launcher.
+    If the cause names a rank that only lost a connection, then some rank died, ran into a deadline
+    or was ended by the launcher.
     """
     return implies((st.halted[n] == 1) & (st.cause_lost[n] == 1), st.gone[n] == 1)
 
@@ -156,8 +171,8 @@ def cause_before_loss(st: Any, n: Any) -> Any:
 @LAUNCH_PROMISES("launches.cause-before-no", n="attempt")
 def cause_before_no(st: Any, n: Any) -> Any:
     """
-    A rank that only read a no is not the cause, unless a device voted no, or a rank died, ran into
-    a deadline or was ended by the launcher.
+    If the cause names a rank that only read a no, then a device voted no, or some rank died, ran
+    into a deadline or was ended by the launcher.
     """
     found = (st.miscounted[n] == 1) | (st.gone[n] == 1)
     return implies((st.halted[n] == 1) & (st.cause_no[n] == 1), found)

@@ -4,7 +4,7 @@ Predicates of the specification, and the two operators that Python lacks.
 A predicate is a function of the contract's memory ``st``, in some cases of the history ``h``, and
 of variables. The predicate holds for all values of its variables. It uses only comparisons, ``+``,
 ``&``, ``|``, ``implies`` and ``choose``, so it runs over plain memory and over symbolic terms. It
-never branches on a comparison. An entry outside a column is an unspecified value, as in
+never branches on a comparison. Reading an entry outside a column gives an unspecified value, as in
 ``implies(slot != NO_SLOT, st.consumers[slot] != 0)``.
 """
 

@@ -66,7 +66,7 @@ _VOTES: Final = (
     "differ)"
 )
 
-#: The kinds of fields: whether a parsed value is of the kind.
+#: The kinds of fields, each with a function that tells whether a parsed value is of the kind.
 FIELD_KINDS: Final[Mapping[str, Any]] = {
     "a number": _natural,
     "a rank, or -1": _peer,

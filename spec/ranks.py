@@ -102,7 +102,7 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "sent_done": (("rank", "rank"), "sends of the first rank that the second has received"),
     "out": (
         ("rank", "rank", "place"),
-        "the slot that the first rank's send to the second leaves from; place is the send's number",
+        "the slot from which the first rank sends to the second; place is the send's number",
     ),
     "out_generation": (
         ("rank", "rank", "place"),
@@ -134,7 +134,7 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "messages": (("rank", "rank"), "configured: messages per step from the first to the second"),
     "total": (
         ("rank", "rank", "place"),
-        "configured: messages from the first to the second in that many steps",
+        "configured: messages from the first to the second in as many steps as place says",
     ),
 }
 
@@ -332,8 +332,8 @@ def stop_is_explained(st: Any, r: Any) -> Any:
 @RANK_PROMISES("ranks.cause-before-loss", n="attempt")
 def cause_before_loss(st: Any, n: Any) -> Any:
     """
-    A rank that only lost a connection is not the cause, unless a rank crashed, ran into a deadline
-    or was ended by the launcher.
+    If the cause names a rank that only lost a connection, then some rank crashed, ran into a
+    deadline or was ended by the launcher.
     """
     return implies((st.halted[n] == 1) & (st.cause_lost[n] == 1), st.gone[n] == 1)
 

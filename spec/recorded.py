@@ -25,7 +25,8 @@ class StepPromise:
         text: The promise in a sentence.
         proof: The file of its proof, whose obligations have the promise's name; empty if tests
             alone show it.
-        tests: Tests that show it, or that it fails without a comparison, as ``file: test``.
+        tests: Tests that show the promise, or that show how it fails without a comparison, as
+            ``file: test``.
     """
 
     name: str
@@ -61,8 +62,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.same-start",
-        "A state counts as equal to the recorded one only if every transition of the step would be "
-        "accepted from it, and would leave what was recorded.",
+        "A state counts as equal to the recorded one only if, from that state, every transition of "
+        "the step would be accepted and would leave the recorded values.",
         tests=(
             f"{_RANKS}: test_no_other_state_is_taken_for_the_recorded_one",
             f"{_RANKS}: test_each_compared_column_is_needed",
@@ -72,8 +73,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.one-incarnation",
-        "A step is checked and committed only in the incarnation that recorded it. No other "
-        "comparison refuses steps whose transitions would be accepted.",
+        "A step is checked and committed only in the incarnation that recorded it. Within that "
+        "incarnation, a step is not refused if all its transitions would be accepted.",
         tests=(
             f"{_KERNEL}: test_a_step_is_of_one_contract_and_incarnation",
             f"{_RANKS}: test_histories_that_are_not_taken_as_one_are_refused_by_their_actions",
@@ -81,8 +82,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.first-refusal",
-        "If the state differs, the reported clause is the one that refuses the step's first "
-        "refused transition. If no clause is reported, no transition of the step is refused.",
+        "If the state differs from the recorded one, the reported clause is that of the step's "
+        "first refused transition. If no clause is reported, no transition of the step is refused.",
         tests=(
             f"{_RANKS}: test_no_other_state_is_taken_for_the_recorded_one",
             f"{_RANKS}: test_histories_that_are_not_taken_as_one_are_refused_by_their_actions",
@@ -95,7 +96,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.no-checkpoint-within",
-        "No checkpoint is taken between an accepted `check_step` and its end.",
+        "No checkpoint is taken between an accepted `check_step` and the `commit_step` or "
+        "`withdraw_step` that ends it.",
         tests=(f"{_KERNEL}: test_between_the_check_and_the_commit",),
     ),
     StepPromise(

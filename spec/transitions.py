@@ -15,8 +15,8 @@ class Transition:
     One transition.
 
     Args:
-        name: Name; ``check_*`` reserves, ``commit_*`` redeems the ticket after success,
-            ``abort_*`` after failure.
+        name: Name; ``check_*`` reserves and issues a ticket, ``commit_*`` redeems the ticket after
+            success, ``abort_*`` after failure.
         arguments: Names of the arguments, in order.
         when: When to call the transition, and what it changes.
         relation: The relation that the transition needs; empty if it needs none.
@@ -89,9 +89,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition(
         "commit_dgrad(slot, ticket, queued, updates, scales, draws, weight, parts)",
         "After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, "
-        "`scales` the token of the F whose scales dI used, and `draws` says where dI began to "
-        "draw when it recomputed F. `weight` of `parts` is the microbatch's share of the epoch's "
-        "gradient.",
+        "`scales` the token of the F whose scales dI used, and `draws` says where dI began to draw "
+        "when it recomputed F. The fraction `weight`/`parts` is the microbatch's share of the "
+        "epoch's gradient.",
     ),
     _transition(
         "abort_dgrad(slot, ticket)",
@@ -145,9 +145,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "a dI is still to come, spoils the epoch.",
         "version",
     ),
-    _transition(
-        "submit(link)", "After the caller enqueued work that a later replay must come after."
-    ),
+    _transition("submit(link)", "After the caller enqueued work that later replays must wait for."),
     _transition("join(link)", "The graph stream waits for all work that the caller submitted."),
     _transition("wait(link)", "The caller waits for all replays of the graph stream."),
     _transition(
@@ -191,8 +189,8 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "next_walk(epoch)",
-        "After every stage was finalized and before any reduction: the next walk adds to the same "
-        "gradients, with the same keys.",
+        "After every stage was finalized and before any reduction: begins the next walk, which "
+        "adds to the same gradients, with the same keys.",
     ),
     _transition(
         "check_update(epoch, caller)",

@@ -75,14 +75,14 @@ WORDS: Final[Mapping[str, Word]] = {
         queued="the deferred work that the tenant's dI left",
         fill_read="the fill of the weight cache that the tenant's F read",
         scaled_by="the domain's `updates` just before the scales of the tenant's F were rolled: "
-        "just before that F or, if scales move once an epoch, at their last movement (0 for none)",
+        "just before that F, or at the last movement (0 for none) if scales move once an epoch",
         rolls_seen="the domain's `rolls` just after the tenant's F",
         drew_at="where the tenant's F began to draw random numbers, if it reported that",
         in_pool="1 while the slot keeps memory in its capture pool",
         moving="the transfers under way through the slot, as a mask",
         last_end_on="the link on which the slot's latest transfer ended, or its copy was enqueued",
-        last_end="the number of that end or copy among those reported on the link `last_end_on`; 0 "
-        "for none",
+        last_end="the number of the slot's latest end or copy among those reported on its link "
+        "(`last_end_on`); 0 for none",
         arrived="the messages and the copy that the slot's work has received, as a mask",
     ),
     **_words(
@@ -93,7 +93,7 @@ WORDS: Final[Mapping[str, Word]] = {
         covered="the matrices that the cell's latest dW wrote",
         skipped="how often the current walk left the cell out",
         binds="how often the cell's destination was bound in this walk",
-        bound_to="the destination that was bound last",
+        bound_to="the destination to which the cell was bound last",
         output_read="1 once a read of the cell's output began in this walk",
         gradient_read="1 once a read of the cell's input gradient began in this walk",
     ),
@@ -119,19 +119,21 @@ WORDS: Final[Mapping[str, Word]] = {
         finals="how often the stage was finalized in this walk",
         weights_reader="the read of the stage's weights on a separate stream since the weights "
         "last changed: 0 none, 1 running, 2 done",
-        reader_awaited_by="the link of the stream that waited for that read of weights to end",
+        reader_awaited_by="the link of the stream that waited for the end of the stage's weights "
+        "read (`weights_reader`)",
         gradients_reader="the read of the stage's gradients on a separate stream since the weights "
         "last changed: 0 none, 1 running, 2 done",
-        gradients_awaited_by="the link of the stream that waited for that read of gradients to end",
+        gradients_awaited_by="the link of the stream that waited for the end of the stage's "
+        "gradients read (`gradients_reader`)",
         finalized_by="the link of the stream that finalized the stage last",
     ),
     **_words(
         "domain",
-        updates="F and dI of the domain that succeeded since the last restore: each counts as "
-        "often as it updated scales or, if scales move once an epoch, once",
+        updates="F and dI of the domain that succeeded since the last restore; each counts as "
+        "often as it updated scales, or once if scales move once an epoch",
         updates_of_walk="scaling updates in this walk",
-        rolls="how often the domain's scales were rolled, ever: by each F or, if scales move once "
-        "an epoch, by each movement",
+        rolls="how often the domain's scales were ever rolled: by each F, or by each movement if "
+        "scales move once an epoch",
         gathers="if the domain's scales move once an epoch: the F and dI that gathered since the "
         "scales moved",
         moves="how often the domain's scales moved since the last restore",
@@ -191,7 +193,8 @@ WORDS: Final[Mapping[str, Word]] = {
         slot="an arbitrary slot",
         link="an arbitrary link",
         stage="an arbitrary stage",
-        clobbered="1 when an earlier graph overwrote what the arbitrary slot keeps in its pool",
+        clobbered="1 when an earlier graph overwrote memory that the arbitrary slot keeps in its "
+        "pool",
         seen="1 when the arbitrary link waited for the replay that wrote the arbitrary slot's "
         "output",
         clear="1 when the arbitrary link waited for every replay of the arbitrary slot's previous "

@@ -1,5 +1,6 @@
 """
-A head as TorchAO's `Float8Linear` with dynamic scaling, with dI and dW split, for every backend.
+A language model head that computes as TorchAO's `Float8Linear` with dynamic scaling, with dI and dW
+split, for every backend.
 
 Each action casts the operands that it reads, each with a scale from its own amax. Casts and
 products are the library's own functions in the library's own order, and its full backward

@@ -2,9 +2,9 @@
 The parts of a language model before its first layer and after its last, for every backend.
 
 Tokens enter the first stage as integers. The last stage ends in a final norm, a head over the
-vocabulary and a cross entropy. The head is a product of its backend like every other, with deferred
-weight gradient, cache and scales. The embedding's gradient is a sum of rows, not a product that
-could be deferred, so it comes out of dI with the gradients of norms and biases.
+vocabulary and a cross entropy. The head is computed like every other product of its backend: with a
+deferred weight gradient, a cache and scales. The embedding's gradient is a sum of rows, not a
+product that could be deferred, so it comes out of dI with the gradients of norms and biases.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _SPREAD = 0.02
 @attrs.frozen(kw_only=True)
 class Ends:
     """
-    Which ends of a language model a stage has.
+    The ends of a language model (the embedding, the head) that a stage has.
 
     Args:
-        vocabulary: Number of tokens.
+        vocabulary: Number of different tokens.
         embedding: Whether the stage takes tokens.
         head: Whether the final norm and the head follow its last layer.
         first_layer: Number of the model's layers before the stage's own. Each layer has its own
@@ -155,7 +155,7 @@ def tie_head(units: Sequence[WgradUnit], ends: Ends | None, config: LayerConfig,
 
 class TokenEmbedding(torch.nn.Module):
     """
-    Token and position embeddings, added; with rotary positions tokens alone.
+    The sum of token and position embeddings; with rotary positions the token embedding alone.
 
     Args:
         config: Width, positions and type.
@@ -219,12 +219,12 @@ class _Rows(torch.autograd.Function):
 @attrs.frozen
 class LossShare:
     """
-    A microbatch's share of a step's loss; it also tells by which number the mean is divided.
+    A microbatch's share of a step's loss; `weight` tells by which number the mean is divided.
 
     Args:
         mean: Mean over one microbatch, of outputs and targets.
         parts: The divisor of the mean: the number of microbatches over all walks and replicas, if
-            the shares are to add up to the mean over all.
+            the shares are to add up to the mean over all microbatches.
 
     >>> share = LossShare(lambda hidden, target: (hidden - target).mean(), 4)
     >>> float(share(torch.ones(2), torch.zeros(2))), share.weight
@@ -265,8 +265,8 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """
     Mean negative log likelihood of a microbatch, in fp32, of logits and the next tokens.
 
-    On a GPU Transformer Engine's kernels compute it, if the library is installed: torch's own read
-    and write fp32 copies of the logits several times.
+    On a GPU Transformer Engine's kernels compute it, if the library is installed: torch's own
+    kernels read and write fp32 copies of the logits several times.
     """
     if logits.is_cuda and _library_computes_losses():
         from .te.loss import mean_cross_entropy as by_the_library

@@ -1,11 +1,12 @@
 """
-Scales that move once an epoch, and the methods that their domain has besides `StateDomain`'s.
+Scales that move (are updated) once an epoch, and the methods that their domain adds to
+`StateDomain`.
 
 By default the library moves scales at the end of every F and dI, so the bits of a step depend on
 the order of its microbatches. In a domain of epoch scales, F and dI only gather amaxes: the open
 entry of a history keeps the largest amax that a cast has seen. `move_scales` moves all scales of
-the domain once, as the ends of F and dI do by default. The contract counts this as one effect, of
-the update.
+the domain once, as the ends of F and dI do by default. The contract counts this movement as one
+effect, which belongs to the update.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def moves_once(domain: StateDomain) -> bool:
 
 
 def move_scales(domain: StateDomain) -> None:
-    """Move the scales of a domain of epoch scales; scales of other domains have moved already."""
+    """
+    Move the scales of a domain of epoch scales; other domains have already moved their scales.
+    """
     if moves_once(domain):
         held: Any = domain
         held.move_scales()

@@ -25,7 +25,7 @@ def split_head_of(
     ends: Ends | None, config: LayerConfig, device: torch.device, seed: int
 ) -> SplitHead | None:
     """
-    Return a stage's head without state; None if it has no head, or one of its layers' library.
+    Return a stage's head; None if the stage has no head, or if the layers' library computes it.
 
     Args:
         ends: Which ends of a language model a stage has.

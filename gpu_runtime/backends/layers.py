@@ -15,7 +15,7 @@ __all__ = ["ACTIVATIONS", "NORMS", "POSITIONS", "LayerConfig", "rotary_angles"]
 NORMS = ("layernorm", "rmsnorm")
 """Norms, by name in a configuration."""
 ACTIVATIONS = ("gelu", "swiglu")
-"""What an MLP does between its two products."""
+"""The activation of an MLP, between its two products."""
 POSITIONS = ("learned", "rotary")
 """How tokens get their positions: a table that is added to the embedding, or rotations of queries
 and keys in each layer."""
@@ -51,7 +51,7 @@ class LayerConfig:
     Args:
         hidden: Width of the residual stream.
         ffn: Width of the MLP.
-        heads: Attention heads; hidden must be a multiple.
+        heads: Number of attention heads; `hidden` must be a multiple of it.
         sequence: Tokens in a microbatch.
         batch: Sequences in a microbatch.
         fused_qkv: One parameter for query, key and value (12 parameters, 4 of them matrices);

@@ -5,8 +5,8 @@ A `StateDomain` is the numerical state that every F and every dI moves, with all
 it. In Transformer Engine it is the whole process, because each update goes over every registered
 module and rolls each history with a new entry. A `StageBackend` is one pipeline stage (one chunk):
 it maps a tuple of tensors to a tuple of tensors, keeps the work between dI and dW on a `Tape`, and
-lists the kernel's relations that it needs. The paper asks for the same in "What a backend contract
-would need" (Section VI).
+lists the kernel's relations that it needs. The paper asks for these parts in "What a backend
+contract would need" (Section VI).
 
 A backend guards nothing and does not know epochs, keys or generations: it acts and reports, and the
 runtime asks the kernel.
@@ -53,7 +53,7 @@ class TensorSpec:
         dtype: The element type.
         device: Device of the tensor.
         differentiable: Whether a gradient flows back through it. Token ids, targets and the input
-            of a first stage are not.
+            of a first stage are not differentiable.
     """
 
     shape: tuple[int, ...] = attrs.field()
@@ -85,7 +85,7 @@ class Matrix:
     Args:
         name: Its name within the stage.
         parameter: The parameter itself.
-        start: First row of its gradient within its unit's gradient.
+        start: First row of the matrix's gradient within its unit's gradient.
         stop: One past the last row.
     """
 
@@ -101,7 +101,8 @@ class WgradUnit:
     One piece of deferred work: one matrix product whose result is the gradient of its matrices.
 
     Split QKV has one unit for three matrices, because the library multiplies all three in one
-    product. So a destination belongs to a unit, and each matrix is a range of its rows.
+    product. So a destination belongs to a unit, and each matrix is a range of the destination's
+    rows.
     """
 
     name: str
@@ -135,10 +136,10 @@ class DeferredWork:
         unit: The unit.
         operands: The operands, as `compute` takes them.
         compute: The function.
-        join: Makes the operands of one product over several microbatches from the operands of
-            each, in that order: the rows (tokens) of all, one behind the other. It may assume that
-            all were quantized with the same scales. None if each microbatch has its own scales, so
-            that each needs a product of its own.
+        join: Makes the operands of one product over several microbatches: it appends the rows
+            (tokens) of the given operands in the given order, and may assume that all were
+            quantized with the same scales. None if each microbatch has its own scales, and
+            therefore needs its own product.
     """
 
     unit: WgradUnit
@@ -158,7 +159,7 @@ class Tape:
             is a bare FIFO queue without key or owner.
         drawn: Where its F drew random numbers: positions of the generator, in order.
         weight: The factor by which its F weighted the microbatch's loss, as (numerator,
-            denominator); None if the loss did not tell.
+            denominator); None if the loss did not report it.
     """
 
     slot: int
@@ -188,7 +189,8 @@ class Tape:
 @attrs.frozen(eq=False, kw_only=True)
 class Reports:
     """
-    What a stage's backend reports about its own effects. The host knows it without a device read.
+    What a stage's backend reports about its own effects. The host has these reports without reading
+    from the device.
 
     Effects that are not reported are taken on trust (`qeffect.StageConfig.on_trust`).
 
@@ -201,17 +203,20 @@ class Reports:
         recorded: Whether the reports of `filled` and `updates` during a capture hold for each
             replay of the graph. False if the device decides whether a captured kernel acts, for
             example by a flag in its memory.
-        draws: Whether F draws random numbers and leaves on its tape where (`Tape.drawn`). False if
-            F draws none; None if F draws and does not report where.
-        places_draws: Whether the domain places the random generator before each F, eager or
-            replayed (its method `drawing`), so that a replay reports where it drew.
-        recomputes: Whether dI recomputes F and reports in `Dgrads.draws` where it drew; requires
-            `draws`. False if dI draws nothing again; None if dI draws and does not report where.
+        draws: Whether F draws random numbers and notes the generator's positions on its tape
+            (`Tape.drawn`). False if F draws no random numbers; None if F draws them without
+            reporting the positions.
+        places_draws: Whether the domain sets the random generator's position before each F, eager
+            or replayed (its method `drawing`), so that the position is also known for a replay.
+        recomputes: Whether dI recomputes F and reports in `Dgrads.draws` the position at which it
+            draws again; requires `draws`. False if dI draws nothing again; None if dI draws without
+            reporting the position.
         weights: Whether dI reports in `Dgrads.weight` by which factor the microbatch's gradient is
             weighted. A captured graph has the factor of its capture.
 
     Raises:
-        ValueError: ``carried`` without `updates`, the unit of positions.
+        ValueError: `tape_scales` is ``carried`` without `updates`, in which the position of an F is
+            counted.
     """
 
     filled: Callable[[], Sequence[str]] | None = None
@@ -236,8 +241,8 @@ class Reports:
         The reports that remain if graphs are replayed.
 
         The host sees a capture, but no replay. A recorded effect is reported only if it holds for
-        every replay; the position of random numbers only if the domain places it for each replay.
-        The position of a tape's scales is never reported.
+        every replay. The position of random numbers is reported only if the domain sets it before
+        each replay. The position of a tape's scales is never reported.
         """
         live = "live" if self.tape_scales == "live" else None
         unseen = attrs.evolve(self, tape_scales=live, **self._unseen())
@@ -246,7 +251,7 @@ class Reports:
         return unseen if self.recorded else attrs.evolve(unseen, filled=None, updates=None)
 
     def without_order(self) -> Reports:
-        """The reports that remain if the relation of order is left out."""
+        """The reports that remain if the order relation is left out."""
         return attrs.evolve(self, updates=None, tape_scales=None, **self._unseen())
 
     def _unseen(self) -> dict[str, Any]:
@@ -339,7 +344,7 @@ def products(tape: Tape, others: Sequence[Tape]) -> Iterable[DeferredWork]:
 
 class Accumulation:
     """
-    Whether each product of a dW adds to its destination; a second one into the same always adds.
+    Whether each product of a dW adds to its destination; a second product into it always adds.
 
     Args:
         accumulate: Whether the dW adds to its destinations.
@@ -393,7 +398,7 @@ class StateDomain(Protocol):
         Check that no module has joined the shared state since `freeze`.
 
         Raises:
-            BackendError: A module has joined; captured graphs would not move its state.
+            BackendError: A module has joined; captured graphs would not update its state.
         """
 
     def extra_state(self) -> Mapping[str, Tensor]:
@@ -453,7 +458,10 @@ class StageBackend(Protocol):
         """An empty tape for one slot, with its own stores."""
 
     def warm(self) -> None:
-        """Create what the library creates on first use. Moves numerical state: restore it."""
+        """
+        Create what the library creates on first use. This changes numerical state: restore the
+        state.
+        """
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """F: return the outputs; everything that dI needs stays on the tape."""
@@ -483,9 +491,10 @@ class StageBackend(Protocol):
             accumulate: Add to the destination instead of overwriting it.
             keep: Leave the work on the tape, to capture it a second time.
             joining: Units that add in any case; passed only if weights of two stages are tied.
-            others: Further tapes of the stage, whose dI have run under the same scales: the work of
-                all tapes is one product where it can be (`products`), into the destinations of the
-                first tape. Only stages whose `groups_wgrads` is True get them.
+            others: Further tapes of the stage, whose dI have run under the same scales. Where
+                possible, one product does the work of all tapes (`products`); it writes to the
+                first tape's destinations. Only stages whose `groups_wgrads` is True get further
+                tapes.
         """
 
     def refresh_cache(self) -> None:

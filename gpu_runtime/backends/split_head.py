@@ -1,9 +1,9 @@
 """
-A head without state in a state domain, with dI and dW split, for every backend.
+A language model head that has no state in a domain, with dI and dW split, for every backend.
 
 F and dI read the weight itself, not a cache, and no scale outlives an action. So the order of
-actions does not change the head's bits. `SplitHead`
-computes in the type of the activations (bf16), as most models do; `DynamicHead` casts to FP8.
+actions does not change the head's bits. `SplitHead` computes in the type of the activations (bf16),
+as most models do; `DynamicHead` casts to FP8.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SplitHead(torch.nn.Module):
             tensor: The operand.
             dtype: Which of the library's casts: `input`, `weight`, `weight_for_grad_input` or
                 `grad_output`.
-            role: The library's name for its part in a product.
+            role: The library's name for the operand's part in a product.
         """
         return tensor
 
@@ -125,7 +125,7 @@ class SplitHead(torch.nn.Module):
 
     @property
     def join(self) -> Join | None:
-        """Joins the operands of several microbatches; None if each has a scale of its own."""
+        """Joins the operands of several microbatches; None if each microbatch has its own scale."""
         return _one_behind_the_other
 
     @staticmethod

@@ -3,6 +3,6 @@ Guards for other people's frameworks, one module each: ``from qeffect.guards imp
 
 A guard is put on with one line and taken off with one line, changes no file and no option of the
 framework, and refuses or reports (`reports`) what breaks the contract. The guards share three
-modules: `evidence` that computations ran, `reports` of violations, `meeting` of ranks. In QEffect
-only the report that times the guard of torch's pipeline imports this folder.
+modules: `evidence` that computations ran, `reports` of violations, `meeting` of ranks. Inside
+QEffect only one module imports this folder: the report that times the guard of torch's pipeline.
 """

@@ -1,21 +1,23 @@
 """
-A contract under DeepSpeed's pipeline engine, for a training script of your own.
+A contract that checks DeepSpeed's pipeline engine, for your own training script.
 
 `guard(engine)` changes no result and no file: `train_batch` runs as before, and a contract checks
-each instruction before it runs and commits it afterwards. The guard finds faults that DeepSpeed
-does not notice, and names the clause and the rank of each. Examples are a microbatch that is
-forwarded twice or left out, a backward over another microbatch's output, an update in mid-batch,
-and a reduction that is left out. The guard reports by default; with ``manner="refuse"`` it raises.
+each instruction before the instruction runs, and commits the instruction afterwards. The guard
+finds faults that DeepSpeed does not notice, and names the clause and the rank of each. Examples are
+a microbatch that is forwarded twice or left out, a backward over another microbatch's output, an
+update in mid-batch, and a reduction that is left out. The guard reports by default; with
+``manner="refuse"`` it raises.
 
 Where the guard checks: `PipelineEngine._exec_schedule` looks each instruction up in the engine's
-`_INSTRUCTION_MAP`. The guard replaces this map by its own, which runs the method that the engine's
-map has at that moment. The update, the reduction of gradients and a checkpoint are checked where
-the engine calls them, so that they are seen outside their instruction too.
+`_INSTRUCTION_MAP`. The guard replaces this map by its own map, which runs the method that the
+engine's map has at that moment. The update, the reduction of gradients and a checkpoint are checked
+where the engine calls them, so the guard also sees a call outside the usual instruction.
 
-What the guard knows: which microbatch a buffer holds, from the instructions and from the tensors in
-it (ownership, with buffers as slots); the order of F and dI on the rank, which the engine's own
-schedule declares; messages; reductions; the update; checkpoints; that each computation ran, and on
-which weights. Weight caches, gradient buffers, graphs and streams are left out.
+What the guard knows: the instructions, and the tensors in a buffer, show which microbatch the
+buffer holds (ownership, with buffers as slots). The engine's own schedule declares the order of F
+and dI on the rank. The guard also sees every message, reduction, update and checkpoint, and that
+each computation ran, and on which weights. Weight caches, gradient buffers, graphs and streams are
+left out.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from .trust import DEEPSPEED
 
 __all__ = ["TESTED", "UNUSED", "GuardedEngine", "Violation", "guard"]
 
-#: Relations that a guard of plain modules leaves out.
+#: Relations of the contract that the guard leaves out: weight caches, gradient buffers, graphs and
+#: streams.
 UNUSED = ("version", "arena", "capture", "completion")
 
 #: The releases of DeepSpeed that the guard was tested with.
@@ -62,7 +65,7 @@ def guard(
     untested: bool = False,
 ) -> GuardedEngine:
     """
-    Put a contract under a pipeline engine: each later `engine.train_batch(...)` is one epoch.
+    Check a pipeline engine against a contract: each later `engine.train_batch(...)` is one epoch.
 
     `engine.eval_batch(...)` runs only forwards and is not guarded.
 
@@ -75,8 +78,8 @@ def guard(
         manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
-            replay` takes; with data parallelism, each replica has a folder in it. A fresh contract
-            has a file of its own: ``rank0.contract1.jsonl``.
+            replay` reads; with data parallelism, each replica has its own subfolder. A fresh
+            contract has a file of its own: ``rank0.contract1.jsonl``.
         untested: Whether manner ``refuse`` accepts a DeepSpeed release that the guard was not
             tested with. Manner ``report`` only warns of such a release.
 
@@ -84,7 +87,7 @@ def guard(
         UntestedReleaseError: The guard was not tested with the installed DeepSpeed, in manner
             ``refuse`` without `untested`.
         TypeError: Not a pipeline engine.
-        ValueError: The engine is guarded already, it has no optimizer, or the manner is unknown.
+        ValueError: The engine is guarded already or has no optimizer, or the manner is unknown.
         ScheduleError: The engine's schedule cannot be read, or, in manner ``refuse``, is wrong; the
             message is the one that `qeffect check` gives.
     """
@@ -118,11 +121,11 @@ def _release(engine: Any) -> str:
 
 class GuardedEngine:
     """
-    A pipeline engine under a contract; `guard` makes it.
+    A pipeline engine, checked against a contract; `guard` makes this object.
 
     Args:
         engine: The engine.
-        reports: Where violations are reported; None refuses them.
+        reports: Where violations are reported; with None, a violation raises.
         log: As for `guard`.
 
     Attributes:
@@ -183,7 +186,7 @@ class GuardedEngine:
         """
         Remove the guard, and restore the engine.
 
-        A method that other code has wrapped since then stays wrapped, but no longer guards.
+        If other code has wrapped a guarded method, the method stays wrapped, but no longer guards.
         """
         self._off = True
         self._logs.close()

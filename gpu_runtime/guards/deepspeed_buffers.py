@@ -47,7 +47,7 @@ class Buffers:
         inputs: By buffer, the work whose input came last.
         tapes: By buffer, the work that was forwarded last.
         gradients: By buffer, the work whose backward ran last.
-        labels: The buffers whose labels no forward has used.
+        labels: The buffers whose labels no forward has used yet.
         received: The work whose gradient was received last.
     """
 

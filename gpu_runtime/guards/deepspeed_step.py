@@ -94,7 +94,7 @@ class EngineStep:
             self._contract.finish_reduction(GRADIENTS)
 
     def check_update(self) -> Any:
-        """Check the optimizer's update; return its open block."""
+        """Check the optimizer's update; return the contract's context manager, already entered."""
         if self._weights is not None:
             self._weights.check("check_update", self._stream.stages[0])
         return self._contract.update().__enter__()

@@ -15,12 +15,12 @@ from qeffect.schedule.deepspeed import INSTRUCTIONS, deepspeed_schedule
 
 __all__ = ["GRADIENTS", "TIED", "GuardedMap", "Stream", "name_of", "stream_of"]
 
-#: Names of what is reduced: the gradients over replicas, and those of tied weights over stages.
+#: Names of the two reductions: of gradients over replicas, of tied weights' gradients over stages.
 GRADIENTS, TIED = "gradients", "tied"
 
 
 def name_of(cls: type) -> str:
-    """Return the name of DeepSpeed's instruction that a class is, or is derived from."""
+    """Return the name of the DeepSpeed instruction that a class is or is derived from."""
     return next((base.__name__ for base in cls.__mro__ if base.__name__ in INSTRUCTIONS), "")
 
 
@@ -37,7 +37,7 @@ class Stream:
         slots: Number of buffers of a stage.
         order: The rank's F and dI, as a contract declares them; None if the table is wrong.
         names: The instructions of the rank.
-        buckets: What the rank reduces.
+        buckets: Names of the reductions that the rank runs.
         wrong: What is wrong with the table: clause, text and remedy; None if it is right.
     """
 

@@ -1,9 +1,9 @@
 """
 Evidence that a stage's computation ran, and on which weights.
 
-A stage's methods can be replaced, so a call of one proves nothing. The evidence comes from autograd
-and from tensors: a backward passes through the graph that its forward left, a module calls its
-hooks, and every write to a tensor raises the tensor's version counter.
+A stage's methods can be replaced, so a call of a method proves nothing. The evidence comes from
+autograd and from tensors: a backward passes through the graph that its forward left, a module calls
+its hooks, and every write to a tensor raises the tensor's version counter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def not_run(call: str, action: str) -> Refused:
     Return the refusal of an action whose computation did not run.
 
     Args:
-        call: The call of the contract that the action would have been committed with.
+        call: The contract's method that would have committed the action.
         action: The action.
     """
     return refused(
@@ -74,9 +74,9 @@ def another_work(call: str, what: str, other: Any, work: Work) -> Refused:
     Return the refusal of an action that uses a value of another microbatch.
 
     Args:
-        call: The call of the contract that refuses.
+        call: The contract's method that refuses.
         what: What is used, such as ``input``.
-        other: The work that it belongs to.
+        other: The work (stage and microbatch) that the used value belongs to.
         work: The work of the action.
     """
     found, expected = (f"the {what} of {work_name(each)}" for each in (other, work))
@@ -97,7 +97,7 @@ def _nodes(value: Any) -> list[Any]:
 
 
 def leaves(outputs: Any) -> set[Any]:
-    """Return the graph nodes in which gradients of leaves accumulate, behind nested outputs."""
+    """Return the autograd nodes behind nested outputs that accumulate gradients of leaf tensors."""
     found: set[Any] = set()
     seen = set(todo := _nodes(outputs))
     while todo:
@@ -117,7 +117,7 @@ class BackwardPasses:
 
     Attributes:
         total: Number of passes through the outputs of all forwards.
-        last: Name of the forward whose output was passed last.
+        last: Name of the forward through whose outputs the last pass went.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class BackwardPasses:
             node.register_prehook(count)
 
     def of(self, work: Hashable) -> int | None:
-        """Return the passes through a forward's outputs; None if none of them has a graph."""
+        """Return how many passes went through a forward's outputs; None if none has a graph."""
         passes = self._passes.get(work)
         return None if passes is None else passes[0]
 
@@ -165,7 +165,7 @@ class BackwardPasses:
 
 class ForwardCalls:
     """
-    Watches whether a module is called, until `seen`.
+    Watches whether a module is called, until `seen` is called.
 
     Args:
         module: The module; None counts as never called.
@@ -271,7 +271,7 @@ class Written:
 
     Args:
         name: Name of the parameter in its module.
-        found: Its version.
+        found: The parameter's version now.
         expected: The parameter's version when the weights were read first.
     """
 
@@ -291,7 +291,7 @@ class Weights:
     Args:
         module: The module; None has no weights.
         watched: Whether a parameter is watched; by default every trained one.
-        shards: The parameters of a module that is sharded, by name, as its optimizer has them.
+        shards: For a sharded module, the parameters in its optimizer, by name.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class Weights:
         return [counter._version for counter in self._counters]
 
     def written(self) -> Written | None:
-        """Return the first weight that was written since the record; None if no weight was."""
+        """Return the first weight written since the versions were recorded; None if none was."""
         found = self._versions()
         if found == self._expected:
             return None
@@ -341,10 +341,10 @@ class Weights:
 
     def check(self, call: str, stage: int) -> None:
         """
-        Check that no weight was written since the record.
+        Check that no weight was written since the versions were recorded.
 
         Args:
-            call: The call of the contract that the check is made with.
+            call: The contract's method that a refusal names.
             stage: Index of the stage that is about to act.
 
         Raises:
@@ -369,7 +369,7 @@ def counters(parameter: Any) -> list[Any]:
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether FSDP shards a module or a part of it; True without a module."""
+    """Whether FSDP shards a module or a part of it; also True if the module is None."""
     if module is None:
         return True
     return any(map(_shards, set(map(type, module.modules()))))

@@ -25,7 +25,7 @@ class ContractLogs:
     The last file is complete after `close`, or at the end of the process.
 
     Args:
-        folder: Where the files are; None writes none.
+        folder: Folder of the files; None writes no files.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -49,11 +49,11 @@ class Judge:
     """
     Asks the contract about actions, and refuses or reports a violation.
 
-    A refusal is raised with rank and action in a note, or reported; then nothing is judged until
-    the guard sets `judges` again.
+    The judge raises a refusal, with rank and action in a note, or reports the refusal. After a
+    report, nothing is judged until the guard sets `judges` again.
 
     Args:
-        reports: Where violations are reported; None refuses them.
+        reports: Where violations are reported; with None, a violation raises.
         rank: Returns the rank of the process in its pipeline.
         stop: Called after a reported violation.
 
@@ -76,13 +76,13 @@ class Judge:
         self, action: str, call: Callable[..., _T], *args: Any, step: int | None = None
     ) -> _T | None:
         """
-        Ask the contract about an action, unless nothing is judged at present.
+        Ask the contract about an action, if `judges` is set.
 
         Args:
             action: The action, in the framework's notation; if empty, the previous action.
             call: Asks the contract.
             args: Arguments of `call`.
-            step: Where the action is in the rank's row, from 0.
+            step: The action's index in the rank's row of the schedule, from 0.
 
         Raises:
             Refused: The action breaks the contract, and violations are not reported.

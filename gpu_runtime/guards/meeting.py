@@ -1,4 +1,4 @@
-"""A meeting of all ranks with a timeout: either all of them go on or none does."""
+"""An exchange of messages among all ranks, with a timeout: either all continue or none does."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """
-A contract under Megatron-core's forward-backward loops, for a training script of your own.
+A contract that checks Megatron-core's forward-backward loops, for your own training script.
 
 `guard()` changes no result, no file and no option: the loops run as before, and a contract checks
-each forward, backward, exchange, reduction, update and checkpoint before it runs and commits it
-afterwards. The guard finds faults that Megatron-core does not notice, and names the clause and the
-rank of each. Examples are a microbatch that is forwarded twice or left out, a backward over another
-microbatch's output, quantized weights of an earlier step, swapped messages, a bucket of gradients
-that is reduced early, twice or never, an update or a checkpoint in mid-step. It reports by default;
-with ``manner="refuse"`` it raises.
+each action (forward, backward, exchange, reduction, update, checkpoint) before the action runs, and
+commits the action afterwards. The guard finds faults that Megatron-core does not notice, and names
+the clause and the rank of each. Examples are a microbatch that is forwarded twice or left out, a
+backward over another microbatch's output, quantized weights of an earlier step, swapped messages, a
+bucket of gradients that is reduced early, twice or never, an update or a checkpoint in mid-step.
+The guard reports by default; with ``manner="refuse"`` it raises.
 
 Where the guard checks: the three loops of `megatron.core.pipeline_parallel.schedules` look
 `forward_step` and `backward_step` up in their module, and `get_forward_backward_func` looks the
@@ -15,10 +15,11 @@ loops up there. The guard replaces these names, and methods of `P2PCommunicator`
 gradients, of the optimizers and of checkpoints, until `remove()`. Updates of torch's own optimizers
 are seen by torch's hooks.
 
-What the guard knows: the order of F and B, which Megatron-core's own algorithm declares; which
-microbatch a tensor belongs to, by the identity of the tensors that F returned and B was given;
-messages, by the stages that made and took the tensor; which F quantized the weights; reductions;
-the update; checkpoints. Gradient buffers, graphs and streams are left out of the contract.
+What the guard knows: Megatron-core's own algorithm declares the order of F (forward) and B
+(backward). The identity of the tensors that F returned and B was given shows which microbatch they
+belong to. The stages that made and took a tensor identify a message. The guard also sees which F
+quantized the weights, and every reduction, update and checkpoint. Gradient buffers, graphs and
+streams are left out of the contract.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ from .trust import MEGATRON
 
 __all__ = ["TESTED", "UNUSED", "GuardedMegatron", "UnguardedScheduleError", "Violation", "guard"]
 
-#: Relations that the guard always leaves out; `version` only where no weights are quantized.
+#: Relations of the contract that the guard always leaves out. Where no weights are quantized, the
+#: guard also leaves out `version`.
 UNUSED = ("arena", "capture", "completion")
 
 #: The releases of Megatron-core that the guard was tested with.
@@ -71,7 +73,7 @@ def guard(
     untested: bool = False,
 ) -> GuardedMegatron:
     """
-    Put a contract under Megatron-core's loops: one loop and its update are one epoch.
+    Check Megatron-core's loops against a contract: one loop and its update are one epoch.
 
     Call `guard` before `get_forward_backward_func()`. Loops with ``forward_only=True`` are not
     guarded.
@@ -84,7 +86,7 @@ def guard(
         manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
-            replay` takes; with data or tensor parallelism, each pipeline has a folder in it. A
+            replay` reads; with data or tensor parallelism, each pipeline has its own subfolder. A
             fresh contract has a file of its own: ``rank0.contract1.jsonl``.
         untested: Whether manner ``refuse`` accepts a release of Megatron-core that the guard was
             not tested with. Manner ``report`` only warns of such a release.
@@ -109,11 +111,11 @@ def guard(
 
 class GuardedMegatron:
     """
-    Megatron-core's loops under a contract; `guard` makes it.
+    Megatron-core's loops, checked against a contract; `guard` makes this object.
 
     Args:
         lib: Megatron-core.
-        reports: Where violations are reported; None refuses them.
+        reports: Where violations are reported; with None, a violation raises.
         log: As for `guard`.
 
     Attributes:
@@ -171,7 +173,7 @@ class GuardedMegatron:
         """
         Remove the guard, and restore every replaced name of Megatron-core.
 
-        A name that other code has replaced since then stays as it is, but no longer guards.
+        If other code has replaced a guarded name, the name stays as it is, but no longer guards.
         """
         self._off, self._live = True, None
         if self._logs is not None:

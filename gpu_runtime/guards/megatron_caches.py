@@ -23,7 +23,7 @@ def innermost(module: Any) -> Any:
 
 
 def is_plain(parameter: Any) -> bool:
-    """Whether writes to a parameter are a program's own; the library writes quantized ones."""
+    """Whether only a program writes a parameter; the library writes quantized parameters."""
     return type(parameter).__name__ == "Parameter"
 
 

@@ -101,7 +101,7 @@ class Patches:
         setattr(owner, name, value)
 
     def restore(self) -> None:
-        """Put every attribute back, except those that other code has replaced since then."""
+        """Put every attribute back, except attributes that other code has replaced after `put`."""
         while self._put:
             owner, name, before, value = self._put.pop()
             if vars(owner).get(name) is not value:

@@ -39,7 +39,7 @@ class UnguardedScheduleError(RuntimeError):
 @attrs.frozen
 class LoopPlan:
     """
-    What a loop declares.
+    What a loop declares: its sizes, and the order of the rank's actions.
 
     Args:
         source: The loop's sizes, as text.
@@ -101,7 +101,7 @@ def chunks_of(given: Mapping[str, Any]) -> list[Any]:
 
 
 def unguarded(lib: Library, given: Mapping[str, Any], config: Any) -> str | None:
-    """Return what the guard cannot see in a loop, by Megatron's name; None if it sees all."""
+    """Return Megatron's name of what the guard cannot see in a loop; None if the guard sees all."""
     for option, runs in (
         ("overlap_moe_expert_parallel_comm", "combined_1f1b"),
         ("hybrid_context_parallel", "hybrid_context_parallel_forward_backward"),
@@ -122,7 +122,7 @@ def unguarded(lib: Library, given: Mapping[str, Any], config: Any) -> str | None
 
 def plan_of(lib: Library, loop: str, given: Mapping[str, Any], config: Any) -> LoopPlan:
     """
-    Return what a loop declares.
+    Return the plan of a loop, from the loop's arguments.
 
     Args:
         lib: Megatron-core.

@@ -24,10 +24,10 @@ _MESSAGES = {"SEND_F": "output", "SEND_B": "gradient", "RECV_F": "input", "RECV_
 _WRAPPERS = (list, tuple)
 
 Owners = tuple[Work | None, Work | None, Work | None]
-"""Whose a backward's input, output and gradient of the output are; None if unknown."""
+"""The works that a backward's output, input and output gradient belong to; None if unknown."""
 
 Norm = tuple[str, int, tuple[int, int]]
-"""Actions that update the scaling state equally often: their kind, stage and mode of graphs."""
+"""Actions that update the scaling state equally often: their kind, stage and `Caches.mode`."""
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
@@ -65,9 +65,8 @@ class LoopStep:
         caches: The caches of quantized weights.
         weights: The weights of each chunk.
         quantizes: By stage, whether its weights are quantized once in a step.
-        scales: Whether each F of a stage, and each B, has to update the scaling state equally
-            often.
-        norms: Number of these updates in earlier steps, by kind, stage and mode of graphs.
+        scales: Whether all F of a stage must update the scaling state equally often, and all B too.
+        norms: Number of scaling updates per action in earlier steps, for each `Norm`.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class LoopStep:
         Check a forward; return its ticket.
 
         Args:
-            work: The forward.
+            work: The forward's stage and microbatch.
             given: The input that was received for it; None on the first stage.
         """
         stage, microbatch = work
@@ -138,7 +137,7 @@ class LoopStep:
         return ticket
 
     def commit_forward(self, work: Work, ticket: Ticket, output: Any, updates: int) -> None:
-        """Commit a forward: its ticket, what it returned and the number of its scaling updates."""
+        """Commit a forward, given its ticket, its output and its number of scaling updates."""
         stage, microbatch = work
         first = self._forwards[stage] == 0
         before = self._maker("output", output)
@@ -180,8 +179,8 @@ class LoopStep:
         Return the work that each tensor of a backward belongs to.
 
         Args:
-            given: The input of its forward.
-            output: What its forward returned.
+            given: The input of the backward's forward.
+            output: What that forward returned.
             gradient: The gradient of the output; None on the last stage.
         """
         maker = self._maker
@@ -191,8 +190,8 @@ class LoopStep:
         """
         Return which backward runs.
 
-        The next backward of the declared order runs, unless output, input and gradient all belong
-        to another backward.
+        Usually this is the next backward of the declared order. If output, input and gradient all
+        belong to another backward, that other backward runs.
         """
         known = [*filter(None, owners)]
         due = self._due.popleft() if self._due else None
@@ -205,7 +204,7 @@ class LoopStep:
         Check a backward; return its ticket.
 
         Args:
-            work: The backward that runs.
+            work: Stage and microbatch of the backward that runs.
             owners: What `owners` returned for its tensors.
         """
         stage, microbatch = work
@@ -221,7 +220,7 @@ class LoopStep:
         return ticket
 
     def commit_backward(self, work: Work, ticket: Ticket, gradient: Any, updates: int) -> None:
-        """Commit a backward: its ticket, its input's gradient, the number of scaling updates."""
+        """Commit a backward, given its ticket, its input's gradient and its scaling updates."""
         stage, microbatch = work
         self._inside = None
         before, total = self._before
@@ -422,7 +421,7 @@ class LoopStep:
         self.whole = True
 
     def check_update(self) -> Any:
-        """Check the update; return its open block."""
+        """Check the update; return the contract's context manager for it, already entered."""
         for stage in self.plan.stages:
             self._check_weights("check_update", stage)
         return self.contract.update().__enter__()

@@ -1,4 +1,4 @@
-"""Updates, gradients left behind, and checkpoints of Megatron-core."""
+"""Watch Megatron-core's updates, the gradients that updates leave behind, and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Gradients", "Saves", "Updates"]
 
 class Updates:
     """
-    Watches the optimizers: Megatron-core's, and torch's own where they update a guarded model.
+    Watches Megatron-core's optimizers, and torch's own optimizers if they update a guarded model.
 
     Args:
         lib: Megatron-core.
-        patches: What is replaced.
-        check: Called before an update; returns the update's open block.
-        commit: Called after the update, with its block and whether the update raised.
+        patches: Replaces attributes until the guard is removed.
+        check: Called before an update; returns the contract's context manager, already entered.
+        commit: Called after the update, with this context manager and whether the update raised.
 
     Attributes:
         ever: Whether an update was ever seen.
@@ -199,7 +199,7 @@ class Saves:
 
     Args:
         lib: Megatron-core.
-        patches: What is replaced.
+        patches: Replaces attributes until the guard is removed.
         check: Called before a save.
 
     The request for a save is a tuple, of which Megatron may make copies. The guard recognizes it by

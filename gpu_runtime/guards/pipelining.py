@@ -1,26 +1,27 @@
 """
-A contract under a schedule of `torch.distributed.pipelining`, for your own training code.
+A contract that checks a schedule of `torch.distributed.pipelining`, for your own training code.
 
 `guard(schedule)` needs neither Transformer Engine nor graphs, and changes no result: the schedule
-runs as before, and a contract checks every action before it runs and commits it afterwards. The
-guard refuses faults that torch does not notice, and names the clause and the rank of each. Examples
-are a microbatch that is forwarded twice, a weight gradient or a message that is left out, and
-actions in an order that differs from the table's. A table that `qeffect check` refuses is refused
-before the first step.
+runs as before, and a contract checks every action before the action runs, and commits the action
+afterwards. The guard refuses faults that torch does not notice, and names the clause and the rank
+of each. Examples are a microbatch that is forwarded twice, a weight gradient or a message that is
+left out, and actions in an order that differs from the table's. A table that `qeffect check`
+refuses is refused before the first step.
 
 This module puts the guard on and takes it off. `pipelining_walk` checks and commits the actions,
 `pipelining_boundary` begins and ends steps and updates, `pipelining_rebuild` lets the ranks restart
 an epoch together.
 
 A function registered with `register_custom_function` replaces an action and cannot call what torch
-would have run. Such a function therefore cannot guard torch's own actions; a registered function is
-guarded as the action that it replaces.
+would have run. Such a function therefore cannot guard torch's own actions. The guard checks a
+registered function like the action that the function replaces.
 
-What the guard knows of a plain module: which microbatch's work is retained, from F to dI to dW
-(ownership); the order of F and dI on the rank (order); the stages' messages and reductions; that
-each action's computation ran, and on which weights (`pipelining_evidence`). The guard does not see
-weight caches, gradient buffers, graphs and streams; their relations are left out. Sends and
-reductions end where the table awaits them (torch 2.15), otherwise at the end of the step.
+What the guard knows of a plain module: it sees which microbatch's work is kept from F to dI to dW
+(ownership), and the order of F and dI on the rank (order). It sees the stages' messages and
+reductions, that each action's computation ran, and on which weights (`pipelining_evidence`). The
+guard does not see weight caches, gradient buffers, graphs and streams, so the contract's relations
+for them are left out. Sends and reductions end where the table awaits them (torch 2.15), otherwise
+at the end of the step.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def guard(
     untested: bool = False,
 ) -> GuardedSchedule:
     """
-    Put a contract under a schedule: each later `schedule.step(...)` is one guarded epoch.
+    Check a schedule against a contract: each later `schedule.step(...)` is one guarded epoch.
 
     `schedule.eval(...)` runs only forwards and is not guarded. Where gradients accumulate over
     several steps, `GuardedSchedule.follow_optimizer` lets the optimizer's update end the epoch.
@@ -79,12 +80,12 @@ def guard(
 
     Args:
         schedule: A schedule of `torch.distributed.pipelining`, with a loss function.
-        transport: How messages are carried, which the check of the table needs. By default it is
-            what the stages say (torch 2.14 and later), or else torch's default transport.
+        transport: How messages are carried, which the check of the table needs. By default, the
+            transport that the stages name (torch 2.14 and later), or else torch's default.
         manner: ``refuse`` raises at a violation; ``report`` reports it, and the run goes on.
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
-            replay` takes; with several pipelines, each has its own folder in it, such as
+            replay` reads; with several pipelines, each pipeline has its own subfolder, such as
             ``pipeline1``. A fresh contract has a file of its own: ``rank0.contract1.jsonl``. The
             files are complete after `GuardedSchedule.remove`, or at the end of the process.
         untested: Whether manner ``refuse`` accepts a torch release that the guard was not tested
@@ -94,8 +95,8 @@ def guard(
         UntestedReleaseError: The guard was not tested with the installed torch release, in manner
             ``refuse`` without `untested`.
         TypeError: Not a supported schedule, or an invalid transport.
-        ValueError: The schedule or one of its stages is guarded already, it has no loss function
-            and therefore no backward, or the manner is unknown.
+        ValueError: The schedule or one of its stages is guarded already, the schedule has no loss
+            function and therefore no backward, or the manner is unknown.
         ScheduleError: The table is wrong, in manner ``refuse``; the message is the one that
             `qeffect check` gives.
     """
@@ -140,13 +141,13 @@ def _release() -> str:
 
 class GuardedSchedule:
     """
-    A schedule under a contract; `guard` makes it.
+    A schedule, checked against a contract; `guard` makes this object.
 
     Args:
         schedule: The schedule.
         stages: Its stages on this rank.
         transport: As for `guard`.
-        reports: Where violations are reported; None refuses them.
+        reports: Where violations are reported; with None, a violation raises.
         log: As for `guard`.
     """
 
@@ -242,20 +243,20 @@ class GuardedSchedule:
         """
         Let the optimizer's update end each epoch from now on, not the schedule's step.
 
-        Each step is then a *walk* of the epoch, whose gradients accumulate. Call it on every rank
-        between two steps, with the optimizer of the rank's stages. The guard sees updates by the
-        optimizer's hooks; a replaced `step` that does not call torch's own counts as an update that
-        did not run.
+        Each step is then a *walk* of the epoch, whose gradients accumulate. Call this method on
+        every rank between two steps, with the optimizer of the rank's stages. The guard sees
+        updates through the optimizer's hooks. A replacement of the optimizer's `step` that does not
+        call torch's `step` counts as an update that did not run.
 
         Args:
             optimizer: A `torch.optim.Optimizer`, or a container of optimizers that is itself an
                 `Optimizer`.
             walks: How many steps of the schedule one update takes. Without this number the guard
-                notices a missing update only by its gradients.
+                notices a missing update only when the gradients are dropped.
 
         Raises:
-            TypeError, ValueError: `optimizer` is not an optimizer, `walks` is not a number of
-                walks, or the guard follows an optimizer already.
+            TypeError, ValueError: `optimizer` is not an optimizer, `walks` is not a whole number
+                from 1 on, or the guard follows an optimizer already.
         """
         if self._boundaries.updates is not None:
             raise ValueError(
@@ -286,11 +287,10 @@ class GuardedSchedule:
 
         Every rank of the pipeline calls this method, once, outside its step. A rank that still
         waits for a message in `step` calls it after its process group's timeout has ended the step.
-        All ranks
-        then restart the lowest epoch that any of them is in: no rank may have updated its weights
-        since then. Leftovers of the step in the schedule and its stages are dropped: torch keeps
-        the losses of an unfinished step, and would start the next step's backwards from them. The
-        caller has to drop the gradients, with `zero_grad`.
+        All ranks then restart the lowest epoch that any of them is in: no rank may have updated its
+        weights since that epoch began. Leftovers of the step in the schedule and its stages are
+        dropped: torch keeps the losses of an unfinished step, and would start the next step's
+        backwards from them. The caller has to drop the gradients, with `zero_grad`.
 
         Args:
             timeout_s: How long to wait for the other ranks, in seconds.

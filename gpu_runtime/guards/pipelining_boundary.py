@@ -22,7 +22,8 @@ from .pipelining_walk import ActionGuard
 
 __all__ = ["UNUSED", "EpochBoundaries"]
 
-#: Relations that a guard of plain modules leaves out.
+#: Relations of the contract that the guard leaves out: weight caches, gradient buffers, graphs and
+#: streams.
 UNUSED = ("version", "arena", "capture", "completion")
 
 
@@ -43,7 +44,7 @@ class EpochBoundaries:
 
     Attributes:
         contract: The contract of the current epoch.
-        updates: The optimizer that ends epochs; None if each step ends its own.
+        updates: The optimizer whose updates end epochs; None if each step is one epoch.
     """
 
     def __init__(

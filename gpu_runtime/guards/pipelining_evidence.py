@@ -87,7 +87,7 @@ class StageEvidence:
         self._shards = {stage: shards.get(stage, {}) for stage in self.sharded()}
 
     def begin_step(self, *, begins_epoch: bool = True) -> None:
-        """Forget the last step; forget the weights' versions where an epoch begins."""
+        """Forget the last step; if an epoch begins, also forget the weights' versions."""
         self._passes.clear()
         if begins_epoch:
             self._weights.clear()
@@ -121,8 +121,8 @@ class StageEvidence:
         Check that a dI left work for the weight gradient of each leaf of its graph.
 
         torch looks for the module's parameters in the graph. A parameter that was replaced since
-        the forward, as by FSDP, is not found, and its gradient is never computed. An action passes
-        if `begin_split` has not read its graph.
+        the forward, as by FSDP, is not found, and its gradient is never computed. An action whose
+        graph `begin_split` has not read passes this check.
 
         Raises:
             Refused: ``ownership.work-not-queued``.
@@ -237,7 +237,7 @@ class StageEvidence:
             weights.check("check_update", stage)
 
     def keeps_graphs(self, stage: int) -> bool:
-        """Whether a stage computes with graphs of its own, which leave no such evidence."""
+        """Whether a stage computes with its own graphs, which leave no evidence for the guard."""
         return any(hasattr(self._stages[stage], name) for name in OWN_GRAPHS)
 
     def still_reduces(self, stage: int) -> bool:
@@ -290,7 +290,7 @@ class StageEvidence:
         return seen
 
     def replaced(self, event: Event) -> bool:
-        """Whether another method had replaced the guard's, and left no evidence."""
+        """Whether another method ran in place of the guard's, and left no evidence that it ran."""
         seen = self._watched.pop(event, None)
         return seen is None or not seen()
 

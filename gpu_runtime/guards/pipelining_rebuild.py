@@ -113,7 +113,9 @@ class PipelineRanks:
 
     def drop_unfinished(self) -> None:
         """
-        Drop what an unfinished step left in the schedule and its stages; all receives have ended.
+        Drop what an unfinished step left in the schedule and its stages.
+
+        All receives must have ended before.
         """
         for owner in (self._schedule, *self._stages):
             for name in UNFINISHED:

@@ -67,7 +67,7 @@ class GuardedStep(Works):
             self._reducing.append(stage)
 
     def finish_reduction(self, stage: int) -> None:
-        """End a reduction, which the framework has waited for."""
+        """End a reduction that the framework has waited for."""
         if not self._accumulates:
             self.contract.finish_reduction(stage)
         elif stage not in self._reducing or stage in self._reduced:
@@ -94,7 +94,7 @@ class GuardedStep(Works):
 
     def finish_walk(self, stages: Iterable[int]) -> None:
         """
-        End the step, whose gradients wait for an update.
+        End a step whose gradients wait for a later update.
 
         Args:
             stages: Indices of this rank's stages.
@@ -114,7 +114,7 @@ class GuardedStep(Works):
                 )
 
     def check_update(self) -> Any:
-        """Check the update that ends the epoch; return its open block."""
+        """Check the update that ends the epoch; return the contract's entered context manager."""
         for stage in self._reducing:
             self.contract.start_reduction(stage)
             self.contract.finish_reduction(stage)

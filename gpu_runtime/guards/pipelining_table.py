@@ -29,7 +29,7 @@ _READ = 1 << 16
 
 
 class RowGuard(Protocol):
-    """Follows a walk over a row."""
+    """Follows torch's pass over a row (the actions of one rank)."""
 
     def begin(self, step: int, action: Any) -> None:
         """Check an action of the row before torch runs it."""
@@ -46,8 +46,8 @@ def event_of(action: Any) -> Event:
 
 class ReadActions:
     """
-    torch's actions as events and as texts. Each action is read once, because steps repeat the
-    actions.
+    Keeps torch's actions as events and as texts. Each action is read only once, because steps
+    repeat the same actions.
     """
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ class ReadActions:
 
 class GuardedRow(list[Any]):
     """
-    A rank's row of actions; it tells a guard of each action before and after the action runs.
+    A rank's row of actions; the row tells a guard of each action, before and after the action runs.
 
-    The row tells the guard in the first walk over the row, which is the step. torch walks the row
-    again only to print it after an action has failed.
+    Only the first pass over the row is the step, so only then does the row tell the guard. torch
+    passes over the row again only to print it after an action has failed.
 
     Args:
         row: torch's actions.
-        guard: Follows the first walk.
+        guard: Follows the first pass.
     """
 
     def __init__(self, row: list[Any], guard: RowGuard) -> None:

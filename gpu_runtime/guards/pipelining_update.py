@@ -21,8 +21,8 @@ class Updates:
     Each step of the schedule is a walk; the walks between two updates are one epoch. A write of a
     parameter, or of its state in the optimizer, shows that the update ran. The state is needed
     because fused optimizers write parameters without raising their version counters. A gradient
-    that disappears before the update shows that a walk was lost. A gradient that is left untouched
-    after the update would be added to in the next epoch.
+    that disappears before the update shows that a walk was lost. If a gradient is left untouched
+    after the update, the next epoch would add to it.
 
     Args:
         optimizer: A `torch.optim.Optimizer`, or a container of optimizers that is itself an
@@ -76,7 +76,7 @@ class Updates:
         after: Callable[..., None],
         part: Callable[..., None],
     ) -> None:
-        """Call functions before and after each update, and before each part of a container."""
+        """Call functions before and after each update, and before each optimizer of a container."""
         self._hooks = [
             self._optimizer.register_step_pre_hook(before),
             self._optimizer.register_step_post_hook(after),
@@ -147,7 +147,7 @@ class Updates:
 
     def check_part(self) -> None:
         """
-        Check that no part of a container updates its weights before the epoch is over.
+        Check that no optimizer of a container updates its weights before the epoch is over.
 
         Raises:
             Refused: ``version.wrong-epoch``.
@@ -162,7 +162,7 @@ class Updates:
             )
 
     def finish_walk(self) -> None:
-        """Record which gradients there are at the end of a walk."""
+        """Record which gradients exist at the end of a walk."""
         self._made = [
             (stage, name, parameter)
             for stage, named in self.parameters.items()

@@ -1,10 +1,10 @@
 """
 The actions of a guarded pipeline's steps: each is checked before it runs, and committed afterwards.
 
-`_PipelineScheduleRuntime` walks a table and runs assertions before it computes, so an action is
-checked when the walk reaches it. The stages' methods do the computation; the single-stage classes
-(1F1B, GPipe) call them in their own loops. These methods check an action that no walk has checked,
-and commit every action.
+`_PipelineScheduleRuntime` walks through a table, and runs assertions before an action computes, so
+the guard checks an action when the walk reaches the action. The stages' methods do the computation;
+the single-stage classes (1F1B, GPipe) call these methods in their own loops. The guarded methods
+check every action that no walk has checked, and commit every action.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def check_release(name: str, found: str, *tested: str, manner: Manner, untested:
         found: Its installed release.
         tested: The releases that were tested, from the oldest on, as major and minor number.
         manner: ``report`` warns; ``refuse`` raises, unless `untested` is set.
-        untested: Whether the caller asks for a guard of an untested release.
+        untested: Whether the caller accepts a guard of an untested release.
 
     Raises:
         UntestedReleaseError: In manner ``refuse``.

@@ -13,7 +13,7 @@ from qeffect.refusals import Refused
 __all__ = ["LOGGER", "Manner", "OnViolation", "Reports", "Violation"]
 
 Manner = Literal["refuse", "report"]
-"""``refuse`` raises; ``report`` never raises and never blocks."""
+"""How a guard acts on a violation: ``refuse`` raises; ``report`` never raises and never blocks."""
 
 #: Where violations are logged, as errors.
 LOGGER = logging.getLogger("qeffect.guards")
@@ -62,7 +62,7 @@ class Reports:
     The violations that a guard in manner ``report`` has found.
 
     Args:
-        call: Called with the first violation of each clause; what it raises is logged.
+        call: Called with the first violation of each clause; an error that it raises is logged.
 
     Attributes:
         violations: The first violation of each clause, in the order in which they were found.

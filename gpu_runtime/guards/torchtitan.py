@@ -1,11 +1,12 @@
 """
-A contract under TorchTitan's pipeline, for a configuration module of your own.
+A contract that checks TorchTitan's pipeline, for your own configuration module.
 
-`guarded(spec)` returns a `ModelSpec` whose two hooks also put a guard on. `pipelining_fn` builds
-the schedule: `pipelining.guard` guards it. `post_optimizer_build_fn` is called with the optimizers:
-their update ends each epoch from then on. TorchTitan accumulates gradients over several steps of
-the schedule, and each of these steps is a walk of one epoch. The guard changes no file and no
-option, and no bit of a legal run. It reports by default; with ``manner="refuse"`` it raises.
+`guarded(spec)` returns a `ModelSpec` whose two hooks also put a guard on. The hook `pipelining_fn`
+builds the schedule, which `pipelining.guard` then guards. TorchTitan calls the hook
+`post_optimizer_build_fn` with the optimizers, whose update ends each epoch from then on. TorchTitan
+accumulates gradients over several steps of the schedule, and each of these steps is a walk of one
+epoch. The guard changes no file and no option, and no bit of a legal run. The guard reports by
+default; with ``manner="refuse"`` it raises.
 
 Evaluation by TorchTitan's validator calls `schedule.eval`, which is not guarded. What the guard
 checks is described in `pipelining` and `pipelining_update`; this module connects it to TorchTitan.
@@ -51,8 +52,8 @@ def guarded(
     Return a model's specification whose pipeline is guarded.
 
     Write ``config.model_spec = guarded(config.model_spec)`` at the end of a function of your
-    configuration module. A run without pipeline parallelism is not guarded; the
-    logger ``qeffect.guards`` then gets a warning.
+    configuration module. A run without pipeline parallelism is not guarded; the logger
+    ``qeffect.guards`` then gets a warning.
 
     Args:
         spec: A `ModelSpec` of TorchTitan.

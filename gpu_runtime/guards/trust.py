@@ -1,7 +1,7 @@
 """
-What each guard takes on trust: the sentences of `on_trust`, with when they apply.
+What each guard takes on trust (does not check): the sentences of `on_trust`, and when each applies.
 
-The pages' tables are made of the same sentences.
+The tables of the documentation pages are made of the same sentences.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Trust:
 
     Args:
         text: The sentence; ``{stage}`` and ``{kind}`` stand for a stage and a kind of action.
-        when: When it applies, for the page.
+        when: When the sentence applies, for the table of the page.
     """
 
     text: str
     when: str = "always"
 
     def said(self, **values: object) -> str:
-        """Return the sentence with its values."""
+        """Return the sentence, with values in place of ``{stage}`` and ``{kind}``."""
         return self.text.format(**values)
 
 

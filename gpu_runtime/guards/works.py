@@ -1,4 +1,4 @@
-"""The live work and messages of one step under a contract."""
+"""Tell a contract about the computations and messages of one step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qeffect.schedule.pairing import Work
 __all__ = ["Event", "Works"]
 
 Event = tuple[str, int, int]
-"""An action: torch's name of its kind, its stage, and its microbatch (-1 without one)."""
+"""An action: torch's name of its kind, its stage, and its microbatch (-1 if it has none)."""
 
 _RECEIVES = frozenset({"RECV_F", "RECV_B"})
 
@@ -40,7 +40,9 @@ class _References(dict[Work, TapeRef]):
 
 class Works:
     """
-    The live work and messages of one step under a contract.
+    Tells a contract about the computations and messages of one step.
+
+    A *work* is what a stage computes for one microbatch.
 
     Every method that calls the contract raises `Refused` if an action breaks it.
 
@@ -60,7 +62,7 @@ class Works:
 
         Args:
             event: The action.
-            used: The work whose output a backward uses; by default its own.
+            used: The work whose output a backward uses; by default the backward's own work.
             refresh: Whether F quantizes the stage's weights anew.
         """
         kind, stage, microbatch = event
@@ -94,7 +96,7 @@ class Works:
         Args:
             event: The message.
             slot: The slot that takes a received input; by default a free slot.
-            used: The work whose output or gradient is sent; by default the message's own.
+            used: The work whose output or gradient is sent; by default the message's own work.
         """
         kind, stage, microbatch = event
         work = (stage, microbatch)
@@ -119,7 +121,7 @@ class Works:
             )
 
     def finish_send(self, event: Event) -> None:
-        """End a send, which the framework has waited for."""
+        """End a send that the framework has waited for."""
         kind, stage, microbatch = event
         work = (stage, microbatch)
         self.contract.finish_read(self._keys[work], self._refs[work], gradient=kind == "SEND_B")

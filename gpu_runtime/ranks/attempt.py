@@ -3,15 +3,16 @@ The name of an attempt. An attempt runs from the meeting of all ranks to the fir
 
 torchrun restarts the workers of its agents in rounds. Workers do not learn the number of their
 round, and the agents' store outlives all rounds. Each agent passes its own count of restarts to its
-workers: it does not count a restart because another agent lost a worker, and counts from 0 if it
-was killed and started again (pytorch/pytorch#135712). Ranks therefore draw the name of their
-attempt and agree on it here.
+workers: an agent does not count a restart whose cause is a lost worker of another agent, and counts
+from 0 if the agent was killed and started again (pytorch/pytorch#135712). Ranks therefore draw the
+name of their attempt and agree on it here.
 
 Rank 0 draws a name and offers it under the one key that every round overwrites. Each other rank
 takes its place under a key that begins with the offered name; the first process that writes the key
-gets the place. Once all places are taken, rank 0 confirms the name, also under such a key. Every
-place was taken after the name was drawn. So a confirmed name has one process for each rank, and all
-of them ran while rank 0 waited. Whatever an earlier round wrote has another name.
+gets the place. Once all places are taken, rank 0 confirms the name, also under a key that begins
+with the name. Every place was taken after the name was drawn. So a confirmed name has one process
+for each rank, and all of them ran while rank 0 waited. The keys that an earlier round wrote begin
+with another name.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ class BakedOptimizer:
         """
         Compare every address of the state and every number of every group.
 
-        A number that is still the same object is not compared, unless it is in a list.
+        A number that is still the same object counts as unchanged; numbers in a list are always
+        compared.
         """
         if self.optimizer.addresses() != self._addresses:
             return False

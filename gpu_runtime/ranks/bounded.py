@@ -1,4 +1,4 @@
-"""A deadline for calls that have none of their own."""
+"""A timeout for calls that have no timeout of their own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
     Return what a call returns, or stop waiting for it at a timeout.
 
     A query of a store on a host that is partitioned away returns neither a value nor an error. The
-    call runs in a thread that is left behind if it does not return; the thread does not keep the
-    process alive.
+    call runs in a thread that is left behind if the call does not return; the thread does not keep
+    the process alive.
 
     Args:
         call: The call.

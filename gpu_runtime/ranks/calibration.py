@@ -1,9 +1,9 @@
 """
 The calibration of a pipeline's scales: walks over the row without the contract, before epoch 0.
 
-The walks move messages and device memory as a step does. The contract is not asked: it sees a
-runtime whose epoch 0 has not begun, with other scales. Neither the event log nor the rank log
-records the walks, as with a second run of a step.
+The walks move messages and device memory as a step does. The contract is not asked. Afterwards the
+contract sees a runtime with other scales, whose epoch 0 has not begun. Neither the event log nor
+the rank log records the walks, as with a second run of a step.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ class Verdicts:
         Choose the one cause, by precedence: a refusal or an error, then two runs of a step that
         differ, then a skipped message, then a disagreement, then a rank that is gone or late.
 
-        The cause names only a rank of `_nameable`. If messages or two runs differ, but the cause
-        may not name the rank where they differ, it names a rank that published the difference.
+        The cause names only a rank that `_nameable` allows. If messages or two runs differ on a
+        rank that the cause may not name, the cause names a rank that published the difference.
 
         Args:
             epoch: The epoch of the rank that chooses.
@@ -338,7 +338,7 @@ def verdict_of(
         atom: The action of the error; None outside the row.
         passed: Steps of its row that the rank has completed.
         posted: Numbers of the messages that the rank posted in this step, by channel.
-        at: Name of the place of the error if `atom` is None.
+        at: What the rank was doing, if `atom` is None.
     """
     kind = "refused" if isinstance(error, Refused) else "raised"
     if isinstance(error, LostError):

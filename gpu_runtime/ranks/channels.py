@@ -3,9 +3,9 @@ Messages of one rank, directly from and into slot memory, over one communicator 
 
 A channel goes one way between two ranks. A channel has its own process group, and therefore its own
 communicator and stream: a receive that waits never delays a send. Under gloo, a tag names kind,
-stage and microbatch. NCCL ignores tags and pairs sends with receives by order alone. So both ends
-record the messages that they posted, and fold them into a digest. The ranks compare the digests
-when they consent to the step, before any weight changes.
+stage and microbatch. NCCL ignores tags and pairs sends with receives by order alone. So both ranks
+record the messages that they posted, and fold these messages into a digest. The ranks compare the
+digests when they consent to the step, before any weight changes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ChannelEnds(NamedTuple):
 
 class Message(NamedTuple):
     """
-    The identity of a message, the same at both ends.
+    The identity of a message, the same on both ranks.
 
     Args:
         stage: The stage that sends the message.
@@ -160,7 +160,7 @@ def first_different_message(
     sent: Iterable[int], received: Iterable[int]
 ) -> tuple[int, Message | None, Message | None] | None:
     """
-    Return the first place at which the two ends of a channel differ.
+    Return the first place where a channel's sender and receiver recorded different messages.
 
     >>> place, sent, received = first_different_message([3, 5], [3, 7])
     >>> place, sent.sent, received.received
@@ -169,8 +169,8 @@ def first_different_message(
     True
 
     Returns:
-        The place, the message sent there and the message received there, either of which may be
-        None; or None if the ends are equal.
+        The place, the message sent there and the message received there; a missing message is None.
+        None instead of all three if sender and receiver recorded the same messages.
     """
     for place, (a, b) in enumerate(zip_longest(sent, received)):
         if a != b:
@@ -185,7 +185,7 @@ class Channels:
 
     Args:
         rank: The global rank.
-        groups: The process group of each channel that ends here.
+        groups: The process group of each channel on which this rank sends or receives.
         host: Whether the host waits for a transfer, and tags take effect (gloo); otherwise the
             current stream waits (NCCL).
         deadline: Timeout of a host's wait, in seconds.
@@ -229,7 +229,7 @@ class Channels:
         Make a group for each channel, and send one number through each.
 
         Every rank of the world calls this method, with the same channels. On a GPU, a
-        communicator's first transfer creates it and blocks the host until both ends are there. So
+        communicator's first transfer creates it and blocks the host until both ranks are there. So
         this method creates all communicators, in one order. NCCL gives this wait no limit, so it
         runs in a thread.
 
@@ -371,7 +371,7 @@ class Channels:
     # What was posted
 
     def digests(self) -> dict[ChannelEnds, int]:
-        """The digest of each channel's end on this rank, over all posted messages."""
+        """The digest of all messages that this rank posted, for each of its channels."""
         return {ends: channel.roll() for ends, channel in self._channels.items()}
 
     def posted(self) -> dict[ChannelEnds, tuple[int, ...]]:
@@ -379,7 +379,7 @@ class Channels:
         return {ends: tuple(channel.posted) for ends, channel in self._channels.items()}
 
     def commit(self) -> None:
-        """Fold the step's messages into the digests, once both ends agree."""
+        """Fold the step's messages into the digests, once both ranks of each channel agree."""
         for channel in self._channels.values():
             channel.digest = channel.roll()
             channel.posted.clear()
@@ -389,9 +389,9 @@ class Channels:
         End every transfer and connection of this rank; peers that wait on a connection wake up at
         once.
 
-        Gloo has no call that closes a connection: it closes one with the last reference to its
-        group and its transfers. An NCCL communicator is aborted, which frees a stream that waits in
-        it.
+        Gloo has no call that closes a connection: a connection closes with the last reference to
+        its group and its transfers. An NCCL communicator is aborted, which frees a stream that
+        waits in it.
 
         Args:
             abort: Whether transfers may be under way; False if all have completed.

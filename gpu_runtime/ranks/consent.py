@@ -2,10 +2,11 @@
 Consent of all ranks to a step: no rank updates its weights before all ranks agree to the update.
 
 Consent is one small all-reduce on the CPU over a group of all ranks; it waits for no device. Each
-rank contributes its epoch and the digest of its end of each channel. A rank that cannot continue
-first publishes the reason in the store, then closes its connections. The rank's peers wake up at
-once and publish what they saw. The first rank that has the reports of all others, or has waited for
-`grace` seconds, decides the cause of the stop; all ranks read this cause.
+rank contributes its epoch and, for each of its channels, the digest of the messages that it posted.
+A rank that cannot continue first publishes the reason in the store, then closes its connections.
+The rank's peers wake up at once and publish what they saw. The first rank that has the reports of
+all others, or has waited for `grace` seconds, decides the cause of the stop; all ranks read this
+cause.
 
 The all-reduce may end on some ranks and fail on others when a rank stops during it. Then some ranks
 have updated and others have not. The epochs in their verdicts differ, so the cause is not
@@ -135,7 +136,7 @@ class Consent:
         release: Drops a graph that holds kernels of the connections; otherwise, ending the
             connections would wait for the graph.
         ending: Whether this rank has begun to stop.
-        asks: This rank's request to all ranks for the time after the step, as a number from 0 on.
+        asks: This rank's request for the time after the step, as a number of at least 0.
         heard: The largest request of any rank in the last agreement.
         waits: Counts the host's waits.
         until: When a stop has to be over, in seconds of `time.monotonic`; None for no such time.
@@ -171,7 +172,7 @@ class Consent:
         """
         Consent to the update, and wait until all ranks have consented to the same step.
 
-        Another rank may raise where this one returns, if a rank stops at that moment.
+        If a rank stops at that moment, this rank may return while another rank raises an error.
 
         Args:
             epoch: The epoch that ends.
@@ -286,7 +287,7 @@ class Consent:
             epoch: The epoch of the error.
             atom: The action of the error; None outside the row.
             passed: Steps of its row that this rank has completed.
-            at: Name of the place of the error if `atom` is None.
+            at: What the rank was doing, if `atom` is None.
         """
         if isinstance(error, StoppedError):
             return error
@@ -320,10 +321,11 @@ class Consent:
 
     def claim(self, speaker: str) -> bool:
         """
-        Whether this speaker reports why this process stops; only the first speaker that asks does.
+        Whether this thread reports why this process stops; only the first thread that asks reports
+        it.
 
         Args:
-            speaker: ``main``, the thread that trains, or ``aside``, another one.
+            speaker: ``main``, the thread that trains, or ``aside``, another thread.
         """
         with self._choice:
             self._speaker = self._speaker or speaker
@@ -331,7 +333,7 @@ class Consent:
 
     @property
     def claimed(self) -> bool:
-        """Whether a thread tells why this rank stops."""
+        """Whether a thread has claimed to report why this rank stops."""
         return bool(self._speaker)
 
     def publish(self, error: BaseException, epoch: int, at: str, *, seconds: float) -> None:

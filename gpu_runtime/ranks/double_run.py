@@ -6,7 +6,7 @@ scales and random numbers. So both give the same bits of gradients and numerical
 memory or a computation was wrong in one of them. An error that is the same in both runs is not
 found: a bit of a weight that flipped before the first run, or a device that always computes the
 same wrong number. A weight that changes during the runs is named. The step cannot be restarted from
-such a weight, so the stop is not recoverable in place.
+a changed weight, so the stop is not recoverable in place.
 
 The contract checks and counts one step. The second run (`second_run.py`) repeats only device work.
 The second run comes before this rank's consent, or before its device's vote.
@@ -32,7 +32,7 @@ from .second_run import SecondRun
 __all__ = ["STATE", "DoubleRun", "compared", "first_of", "is_due"]
 
 WORD = 3
-"""The smallest word that a gate publishes for a rank whose two runs differ."""
+"""The smallest number that a gate publishes for a rank whose two runs of a step differ."""
 
 
 def is_due(every: int, epoch: int) -> bool:
@@ -61,7 +61,7 @@ def first_of(word: int, count: int) -> tuple[int, int]:
 
 
 STATE = "scaling state"
-"""Name that is given in place of a gradient's if the numerical state of a stage differs."""
+"""Stands in place of a gradient's name if the numerical state of a stage differs."""
 
 
 def _by_stage(runtime: Runtime) -> dict[int, list[Tensor]]:
@@ -77,7 +77,7 @@ def _by_stage(runtime: Runtime) -> dict[int, list[Tensor]]:
 
 def compared(runtime: Runtime, gradients: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
     """
-    Return the weights, gradients and states that two runs must share, as stage and name.
+    Return stage and name of each weight, gradient and state that must be equal in both runs.
 
     Args:
         runtime: The rank's runtime.
@@ -101,7 +101,7 @@ class Walk(Protocol):
     program: list[Any]
 
     def run_actions(self) -> None:
-        """Every action and message of the row."""
+        """Run every action and message of the row."""
 
 
 class DoubleRun:
@@ -257,7 +257,7 @@ class DoubleRun:
 
     def require_equal(self) -> None:
         """
-        Require that the two runs of a guarded step are equal; waits for the device.
+        Require that both runs of a guarded step have equal results; waits for the device.
 
         Raises:
             MismatchError: A gradient of this rank differs.

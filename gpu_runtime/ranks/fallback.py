@@ -1,5 +1,5 @@
 """
-From one launch to guarded replays, when a rank cannot capture the step.
+Changes from one launch per step to guarded replays, if a rank cannot capture the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["capture_failed", "fall_back"]
 
 
 def capture_failed(whole: OneLaunch, stopped: StoppedError) -> bool:
-    """Whether all ranks survive, and stopped because one of them could not capture the step."""
+    """Whether the ranks stopped because one could not capture the step, and all ranks survived."""
     cause = stopped.cause
     return whole.steps == 1 and cause.kind == "raised" and cause.recoverable
 
@@ -25,7 +25,7 @@ def fall_back(whole: OneLaunch | None, stopped: StoppedError) -> str | None:
         stopped: How the step ended, on every rank.
 
     Returns:
-        Why the step could not be captured; None if the step ended for another reason; then nothing
+        Why the step could not be captured. None if the step ended for another reason: then nothing
         has changed.
     """
     if whole is None or not capture_failed(whole, stopped):

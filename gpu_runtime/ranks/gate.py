@@ -80,7 +80,7 @@ class UpdateGate:
 
         Args:
             gradients: Gradients of this rank's stages, for the norm; None in a warm-up.
-            differs: `DoubleRun.differs` of a step that ran twice: unless it is 0, a yes becomes a
+            differs: `DoubleRun.differs` of a step that ran twice: if it is not 0, a yes becomes a
                 no that says which gradients differ.
 
         Returns:
@@ -142,7 +142,7 @@ class UpdateGate:
         self.updated.zero_()
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
-        """Take the change per step from one step: a sum for each counter, a map for the digest."""
+        """Learn from one step what each step adds to a counter, and how it maps the digest."""
         first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
         factors, terms = advance(first, then)
         for tensor, numbers in ((self.wanted, first), (self.factors, factors), (self.terms, terms)):

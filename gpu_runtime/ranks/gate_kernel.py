@@ -2,8 +2,8 @@
 Three kernels of one thread block for a step that is one launch: compare, publish, and stamp.
 
 A rank votes yes with the number of the step, counted from 1, and no with 0, or with a number below
-0 that says why. An aborted communicator may leave a vote of an earlier step, and a yes from that
-step does not count for this one.
+0 that says why. An aborted communicator may leave behind a vote of an earlier step. A yes from an
+earlier step does not count for the current step.
 """
 
 import torch
@@ -111,7 +111,7 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
     Args:
         values: Counters, int64, on the device.
         heard: Each rank's vote, float64, on the device; -1 if the reduced gradients of its replica
-            differ from the first replica's, less if the rank's two runs of the step differ.
+            differ from the first replica's; below -1 if the rank's two runs of the step differ.
         skip: Scalar of float32 on the device; 1 if any vote is not this step's yes, else 0.
         ring: Rows of the step's number, its counters, and a number for each rank: 0 for this step's
             yes, 1 minus the vote if the vote is below 0, else 1; int64, pinned.

@@ -1,5 +1,5 @@
 """
-Stages of either backend and their data: a small model.
+A small model: its stages, for either backend, and its data.
 
 The pipeline's command and its tests train it.
 """
@@ -241,7 +241,7 @@ class Job:
         return Optimizer(stages, capturable=capturable)
 
     def prepare(self, step: int, optimizer: Optimizer) -> None:
-        """Change the optimizer before a step runs; here it stays as it is."""
+        """Change the optimizer before a step runs; this model changes nothing."""
 
     @property
     def loss(self) -> LossShare:

@@ -2,10 +2,10 @@
 The device's random generator across launches.
 
 When torch replays a graph, it moves the generator's position by the numbers that the graph may
-draw. A graph that is a node of a step's graph moves nothing. So the host moves the position after
-each launch as the guarded step before the capture did, and a checkpoint of launches holds the
-position that a checkpoint of replays would hold. Transformer Engine's attention reserves numbers
-even without dropout.
+draw. A graph that is a node of a step's graph moves nothing. So after each launch the host moves
+the position by as much as the guarded step before the capture did. A checkpoint after launches then
+holds the same position as a checkpoint after replays. Transformer Engine's attention reserves
+numbers even without dropout.
 """
 
 from __future__ import annotations

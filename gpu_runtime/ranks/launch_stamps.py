@@ -2,9 +2,9 @@
 Times of a rank's own work in a launch, stamped by the device itself.
 
 A launch is one graph, in which the device also waits for other ranks. So the time of a launch is
-the same on all ranks, and tells nothing about any single rank. A dW reads no message and no sum:
-from its beginning to its end the device waits for nobody. Two nodes of the graph stamp the device's
-clock around one dW of each stage. A slow device shows in this time.
+the same on all ranks, and tells nothing about any single rank. A dW reads no message and no sum, so
+during a dW the device waits for no other rank. Two nodes of the graph stamp the device's clock
+around one dW of each stage. A slow device shows in this time.
 """
 
 from __future__ import annotations

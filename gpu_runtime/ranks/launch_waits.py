@@ -1,5 +1,5 @@
 """
-The host's waits for launches, and the verdict of each: its device's counts and all ranks' votes.
+The host's waits for launches, and each launch's verdict: device counts and all ranks' votes.
 
 No wait is longer than the deadline: a device may wait for a rank that has died.
 """

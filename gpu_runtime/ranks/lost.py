@@ -53,8 +53,8 @@ def within(
     """
     Return what a call returns, or stop waiting at a timeout and raise the cause.
 
-    The call runs in a thread (`bounded`), whose current device and stream are the defaults. SIGTERM
-    is handled during this wait, but not during a direct call of a library.
+    The call runs in a thread (`bounded`), whose current device and stream are the defaults. Python
+    handles SIGTERM during this wait, but not during a direct call of a library.
 
     Args:
         call: Waits for a device, or for a library that has no timeout.

@@ -242,9 +242,8 @@ def leave() -> None:
     If the thread releases these tensors while the interpreter ends, it waits for a lock that it
     never gets, and the process ends in `std::terminate`, after all its work
     (pytorch/pytorch#190489). A group ends with its last reference, and then waits for its threads,
-    at most for its own timeout. No rank waits
-    for another rank: all messages are sent by then. If groups on GPUs remain, the driver ends them,
-    and the group of all ranks stays too.
+    at most for its own timeout. No rank waits for another rank here: all messages are sent by then.
+    If groups on GPUs remain, the driver ends them, and the group of all ranks stays too.
     """
     gc.collect()  # pipelines refer to themselves, and to groups
     held = dist.distributed_c10d._world.pg_map
@@ -258,12 +257,12 @@ def leave() -> None:
 
 def agree_on(member: Member, problem: str, failed: Exception | None = None) -> None:
     """
-    Raise the first rank's problem on every rank: all ranks continue, or none.
+    If any rank has a problem, raise the first such rank's problem on every rank.
 
     Args:
         member: This process.
         problem: The problem of this rank; empty without one.
-        failed: The exception behind it.
+        failed: The exception that caused this rank's problem.
 
     Raises:
         BackendError: A rank has a problem; the message is the problem of the first such rank.

@@ -1,8 +1,8 @@
 """
 Why a worker's step cannot be one launch, and the first reason that any rank has.
 
-`one_launch_obstacles` in `runtime/step_mode.py` is the list. This module takes the facts for that
-list from a worker.
+`one_launch_obstacles` in `runtime/step_mode.py` lists the reasons for a configuration. This module
+reads that configuration from a worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["first_obstacle", "obstacles"]
 
 
 def obstacles(worker: Worker) -> list[str]:
-    """Why the step of a worker cannot be one launch, one sentence each; empty if it can."""
+    """Why the step of a worker cannot be one launch: one sentence per reason, empty if it can."""
     config = worker.runtime.config
     return one_launch_obstacles(
         worker.runtime.domain.device,

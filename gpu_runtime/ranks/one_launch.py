@@ -9,10 +9,10 @@ no host acts between two actions. What is checked, and when:
 * *Before each of the two launches that follow the captured step*: every transition of the step, one
   after another. The guarded actions call the same contract, but without device work
   (`rehearsal.py`). The two recorded steps must be the same step.
-* *Before each later launch*: that everything those transitions read is unchanged, except counters
-  that moved alike (`qeffect.steps` says why all guards then decide as before), and that the row's
-  program and the gradient destinations are unchanged. If anything differs, the step is rehearsed
-  again. After the launch the whole step is committed in one call.
+* *Before each later launch*: that everything those transitions read is unchanged, except related
+  counters that moved by the same amount (`qeffect.steps` says why all guards then decide as
+  before), and that the row's program and the gradient destinations are unchanged. If anything
+  differs, the step is rehearsed again. After the launch the whole step is committed in one call.
 * *Before each launch*: that no address that a graph bakes in has moved.
 * *In each launch, by the device*: whether it ran every action as often as the contract requires
   (`qeffect.counts`), and in the required order, no matter who launched it (`gate.py`). Each rank
@@ -78,8 +78,9 @@ class OneLaunch:
 
     Attributes:
         host_ms: Milliseconds of the host's parts of the latest launch, by the names of `PARTS`.
-        rehearsal: The guards. The rehearsal counts rehearsed steps and steps checked in one call,
-            and gives the reason why the latest rehearsed step could not be checked in one call.
+        rehearsal: Asks the contract's guards without device work. Counts rehearsed steps and steps
+            checked in one call, and says why the latest rehearsed step could not be checked in one
+            call.
 
     Raises:
         BackendError: The step cannot be one launch; every obstacle is named.
@@ -171,7 +172,7 @@ class OneLaunch:
             raise self._ended(error, epoch) from None
 
     def stop(self, error: Exception) -> StoppedError:
-        """End the training on every rank, between two steps, for one cause."""
+        """End the training on every rank, between two steps; all ranks report the same cause."""
         return self._ended(error, self.runtime.epoch)
 
     def _ended(self, error: Exception, epoch: int) -> StoppedError:
@@ -267,7 +268,7 @@ class OneLaunch:
     @property
     def norm(self) -> Norm | None:
         """
-        The norm of the last step's gradients; None if it is neither clipped nor checked.
+        The norm of the last step's gradients; None if gradients are neither clipped nor checked.
 
         Waits for the device.
         """
@@ -277,7 +278,7 @@ class OneLaunch:
 
     @property
     def device_norm(self) -> DeviceNorm | None:
-        """The norm on the device after each launch; None if it is neither clipped nor checked."""
+        """The norm on the device after each launch; None if the worker needs no norm."""
         return self._gate.norm
 
     @property
@@ -355,7 +356,7 @@ class OneLaunch:
 
     def give_up(self, stopped: StoppedError) -> None:
         """
-        Restart the epoch as `rebuild` does, and end the launches: later steps are the worker's own.
+        Restart the epoch as `rebuild` does, and end the launches; later steps use `Worker.step`.
 
         The call makes no connections for launches. If a rank made connections only to close them,
         it could close them while another rank still connects.
@@ -397,7 +398,7 @@ class OneLaunch:
         log_event(self.pipeline, "resume")
 
     def close(self) -> None:
-        """Drop the graph, which holds connections that cannot end before it."""
+        """Drop the graph: it holds connections, which cannot be closed earlier."""
         if self._gate.open:  # after a stop a device may wait for a rank that is gone
             worker = self.worker
             worker.member.synchronize(worker.limits.commit, action="close", step=self.runtime.epoch)

@@ -61,13 +61,13 @@ class Passage:
         stage: The stage.
         microbatch: The microbatch.
         upstream: The passage through the local stage that feeds this stage; None if no local stage
-            does.
+            feeds this stage.
         reader: The passage through the local stage that this stage feeds; None if it feeds no local
             stage.
         source: The rank that sends the input by message; None without a message.
         target: The rank that receives the output by message; None without a message.
-        others: The passages whose dW runs with this passage's, as one product; empty if this one's
-            runs alone, or with an earlier one's.
+        others: The passages whose dW run together with this passage's dW, as one product. Empty if
+            this passage's dW runs alone, or as part of an earlier passage's product.
     """
 
     stage: StageBackend
@@ -209,7 +209,8 @@ class Pipeline:
     @contextmanager
     def unlogged_walks(self, run: Runtime) -> Iterator[None]:
         """
-        A context for walks beside the steps: nothing is logged, and a subclass records nothing.
+        A context for walks (passes over the row) that are not training steps: nothing is logged,
+        and a subclass records nothing.
 
         Args:
             run: The object that replaces the runtime.
@@ -330,7 +331,7 @@ class Pipeline:
                 self.position += 1
 
     def drawn(self, p: Passage) -> int:
-        """The microbatch's number in the step's data; each walk takes the table's microbatches."""
+        """The microbatch's number in the step's data; each walk takes as many as the table has."""
         return p.microbatch + self.walk * self.row.table.num_microbatches
 
     def _place(self, p: Passage) -> None:
@@ -339,7 +340,7 @@ class Pipeline:
             self.log.place = p.ref.slot, p.ref.generation
 
     def finalize(self) -> Gradients:
-        """Complete and reduced gradients of every stage; also takes the digests that are kept."""
+        """Return every stage's complete, reduced gradients; also queue the configured digests."""
         gradients = self.runtime.finalize()
         if self.zeros is not None:
             self.zeros.take(gradients)
@@ -377,7 +378,7 @@ class Pipeline:
     # Forward
 
     def receive_input(self, p: Passage) -> None:
-        """RECV_F: from here on the message owns the slot."""
+        """RECV_F: post the receive; from here on the message owns the slot."""
         actions, stage = self.runtime.actions, p.stage.index
         p.ref = actions.reserve(p.key)
         into = actions.post_receive(p.key, p.ref)[0]
@@ -434,7 +435,7 @@ class Pipeline:
         return self.feed.inputs(p.stage, p.key.epoch, self.drawn(p))
 
     def send_output(self, p: Passage) -> None:
-        """SEND_F: reads the output, until `await_output`."""
+        """SEND_F: post the send, which reads the output until `await_output`."""
         (output,) = self.runtime.actions.outputs(p.key, p.ref)
         assert p.target is not None
         self._place(p)
@@ -452,7 +453,7 @@ class Pipeline:
     # Backward
 
     def receive_gradient(self, p: Passage) -> None:
-        """RECV_B, into the buffer that dI reads."""
+        """RECV_B: post the receive, into the buffer that dI reads."""
         into = self.runtime.actions.post_receive(p.key, p.ref, gradient=True)[0]
         assert p.target is not None
         self._place(p)
@@ -461,7 +462,7 @@ class Pipeline:
         )
 
     def dgrad(self, p: Passage) -> None:
-        """dI."""
+        """Run dI."""
         actions, key, ref, reader = self.runtime.actions, p.key, p.ref, p.reader
         if p.arriving_gradient is not None:
             self.channels.wait(p.arriving_gradient)
@@ -477,7 +478,7 @@ class Pipeline:
             actions.dgrad(key, ref)
 
     def send_gradient(self, p: Passage) -> None:
-        """SEND_B: reads the input gradient, until `await_gradient`."""
+        """SEND_B: post the send, which reads the input gradient until `await_gradient`."""
         (gradient,) = self.runtime.actions.dgrads(p.key, p.ref)
         assert p.source is not None
         self._place(p)
@@ -493,7 +494,7 @@ class Pipeline:
         self.runtime.actions.finish_dgrads(p.key, p.ref)
 
     def wgrad(self, p: Passage) -> None:
-        """dW, of several microbatches as one product if the configuration groups them."""
+        """Run dW, for several microbatches as one product if the configuration groups them."""
         group = [(other.key, other.ref) for other in p.others]
         self.runtime.actions.wgrad(p.key, p.ref, group=group)
 

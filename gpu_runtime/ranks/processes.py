@@ -77,10 +77,10 @@ def process_count() -> int | None:
 
 def report_once(run: Callable[[], Outcome]) -> Outcome:
     """
-    Run a command in this rank; one rank prints the result of all.
+    Run a command in this rank; one rank prints the result for all ranks.
 
-    Rank 0 prints; rank 1 does if rank 0 is the rank that was lost. A rank that lost its connections
-    prints its own cause.
+    Rank 0 prints, or rank 1 if rank 0 was lost. A rank that lost its connections prints its own
+    cause.
 
     Raises:
         UnusableError: The command cannot run; every rank raises it.
@@ -98,7 +98,7 @@ def report_once(run: Callable[[], Outcome]) -> Outcome:
 
 
 def speaker_of(outcome: Outcome) -> int:
-    """The rank that prints an outcome: 0, unless that rank is lost or another one is cut off."""
+    """The rank that prints an outcome: a rank that is cut off, else 0, or 1 if rank 0 is lost."""
     cause = outcome.data.get("cause") or {}
     lost = cause.get("rank") == 0 and cause["kind"] in _LOST
     # A rank that cannot reach the store names itself, and no other rank knows.

@@ -34,7 +34,7 @@ __all__ = ["CaptureRecord", "Rehearsal"]
 
 
 class CaptureRecord(Protocol):
-    """The record of an executor's captures."""
+    """What an executor recorded at its captures."""
 
     @property
     def slots(self) -> Mapping[int, Any]:
@@ -112,7 +112,7 @@ class RehearsalPerformer:
         return {}
 
     def forget_gradients(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no gradient is kept."""
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
         """Send nothing; the reduction ends where the last real reduction ended."""
@@ -146,7 +146,7 @@ class Rehearsal:
     Attributes:
         as_one: Whether the latest step was checked in one call, and must be committed in one call.
         steps: Number of steps rehearsed, and of steps checked in one call.
-        recurs: The recurring step, if two consecutive steps were the same; else None.
+        recurs: The recorded step, if two consecutive rehearsed steps were the same; else None.
         difference: Why the latest rehearsed step could not be checked in one call; empty before the
             first rehearsal.
     """
@@ -209,7 +209,7 @@ class Rehearsal:
 
     def stopped(self) -> None:
         """
-        After a stop, report the step's actions to the contract, if only its guards had run.
+        After a stop, report the step's actions to the contract, if only their guards had run.
 
         Device work may have been launched. The contract then is in the middle of an epoch, as after
         a rehearsed step, and accepts neither a step nor a checkpoint before a restore.

@@ -135,7 +135,8 @@ class Replicas:
         """
         Begin to abort the group, without waiting; `close` waits.
 
-        A graph may hold kernels of several groups. It ends only once all these groups are aborted.
+        A graph may hold kernels of several groups. The graph ends only once all these groups are
+        aborted.
         """
         self._forget()
         group, self.group = self.group, None

@@ -1,5 +1,5 @@
 """
-A step's device work once more, without the contract: the contract has checked the first run.
+Run a step's device work again, without the contract, which has checked the first run.
 
 `SecondRun` takes the place of the runtime while the walk over the row runs again. The second run
 performs every action on the slot that the first run used, sums and reduces the gradients again, and
@@ -182,7 +182,7 @@ class SecondRun:
             self._started[bucket] = runtime.reductions.send(runtime.reducer, bucket)
 
     def finalize(self) -> Gradients:
-        """Complete and reduced gradients of every stage, as from `Runtime.declare_final`."""
+        """Return complete and reduced gradients of every stage, as `Runtime.declare_final` does."""
         runtime = self.runtime
         found: dict[int, Mapping[str, Tensor]] = {
             index: runtime.performer.gradients(memory) for index, memory in runtime.memories.items()

@@ -85,7 +85,7 @@ class SideStreamFeed:
             tensor.record_stream(stream)
 
     def every(self, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
-        """As `feed_data`, with one change of streams for all pieces."""
+        """Ask for all pieces as `feed_data` does, but change streams only once."""
         with self.made_here() as caller:
             given = _asked(self.inner, step, places)
         for tensor in {id(tensor): tensor for own in given for tensor in own}.values():

@@ -1,8 +1,8 @@
 """
 The capture of a rank's whole step: one graph, or two launches of a step that runs twice.
 
-All ranks capture at once, or none. A capture is a guarded step: the contract is asked action by
-action while the work is recorded.
+Either all ranks capture at once, or no rank does. A capture is a guarded step: the contract is
+asked action by action while the work is recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["CapturedStep", "StepCapture", "post_by_graph"]
 @attrs.frozen
 class CapturedStep:
     """
-    What a capture made.
+    The result of a capture.
 
     Args:
         graph: The graph of the step.
@@ -75,7 +75,8 @@ class StepCapture:
 
     def run(self, release: Callable[[], None]) -> CapturedStep:
         """
-        Capture this step while its guards are asked; it is launched like every later step.
+        Capture this step while the contract checks it; the graph is then launched, as in later
+        steps.
 
         Every rank calls it.
 
@@ -150,7 +151,7 @@ class StepCapture:
 
 
 def post_by_graph(pipeline: Pipeline, by_graph: bool) -> None:
-    """Say whether the graph posts the messages; the rank log has only the capture's messages."""
+    """Set whether the graph posts the messages; the rank log has only the capture's messages."""
     pipeline.launched = by_graph
     pipeline.channels.log = None if by_graph else pipeline.log
 

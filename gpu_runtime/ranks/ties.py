@@ -61,8 +61,8 @@ def require_declared(
 
     Args:
         said: The ties that each rank of the world declares.
-        homes: Place in the pipeline by stage.
-        ranks: Global rank of each place.
+        homes: By stage, the pipeline's rank that holds the stage.
+        ranks: Global rank of each rank of the pipeline.
 
     Raises:
         Refused: ``arena.overlapping-destinations``: a rank has a copy that another rank declares

@@ -1,10 +1,11 @@
 """
 A Chrome trace of one step on every rank, followed by the simulation of the same step.
 
-Times come from the host's clock on a CPU, and from events on the graph stream on a GPU. A message's
-slice begins when an end posts it and ends when that end has waited for it; arrows go from the send
-to the receive. Time zero of every rank is a barrier of all ranks. Ranks of one host share its
-clock. Between hosts, times are off by the difference between the ranks' exits from the barrier.
+Times come from the host's clock on a CPU, and from events on the graph stream on a GPU. A message
+has a slice on each of its two ranks: the slice begins when the rank posts the transfer and ends
+when the rank has waited for the transfer. Arrows go from the send to the receive. Time zero of
+every rank is a barrier of all ranks. Ranks of one host share the host's clock. Between hosts, times
+are off by the difference between the ranks' exits from the barrier.
 """
 
 from __future__ import annotations
@@ -289,9 +290,9 @@ def measured_durations(ranks: Sequence[Sequence[Span]]) -> Durations:
     """
     Return the durations for a simulation of one pipeline's step, in microseconds.
 
-    Each stage's F, I, W and refresh take their median. A message takes the median time from when
-    both ends had posted it to the end of the receiver's wait, which is an upper bound of its own
-    time. Each rank has its own update.
+    Each stage's F, I, W and refresh take their median. A message takes the median time from the
+    moment when both ranks have posted it to the end of the receiver's wait. This is an upper bound
+    of its transfer time. Each rank's update has its own duration.
 
     Args:
         ranks: The spans of each rank of the pipeline.

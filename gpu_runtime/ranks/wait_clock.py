@@ -27,7 +27,7 @@ class WaitClock:
 
     @contextmanager
     def waiting(self, action: str, peer: int = -1) -> Iterator[None]:
-        """A context in which the host waits, also if the wait ends in an error."""
+        """A context in which the host waits; a wait that ends in an error counts too."""
         began, self.place = time.perf_counter(), (action, peer)
         try:
             yield

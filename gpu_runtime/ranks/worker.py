@@ -99,7 +99,8 @@ class Worker:
         gradient_digests: Take the digest of each gradient in every step, before the update
             (`Worker.gradient_digests.values`).
         zero_stages: Record in every step which stages have only zero gradients
-            (`Worker.zero_stages.values`), unless the step has a norm, which records them anyway.
+            (`Worker.zero_stages.values`). Ignored if steps have a norm, which also shows zero
+            stages.
         replay_every: Run every N-th step twice before its update, and stop all ranks if its
             gradients differ (`double_run`); 0 never does. All ranks must give the same number.
 
@@ -111,7 +112,7 @@ class Worker:
     Raises:
         ScheduleError: The table is refused, before any rank begins.
         Refused: One rank declares a weight as tied, another rank holds a copy and does not declare
-            it; every rank raises it.
+            the tie; every rank raises this error.
         BackendError: The number of ranks does not fit the table, a rank cannot build a stage, two
             stages do not fit each other, ranks have different clipping limits or ties, or the
             copies of a tied weight differ at the start.

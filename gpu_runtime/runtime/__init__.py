@@ -4,8 +4,8 @@ The runtime of one process: its configuration, its parts, and the boundaries of 
 * `step_mode.py`: how a step can run (`Mode`), and why it cannot be one launch.
 * `runtime_config.py`: `RuntimeConfig`, the choices for a process, such as how a step runs (`mode`).
 * `assembly.py`: builds slots, gradient destinations, the contract and the executor.
-* `parts.py`: holds these objects; inside `performed_by`, another object does what touches memory,
-  streams or other ranks.
+* `parts.py`: holds these objects; inside `performed_by`, another object does all work on memory,
+  streams and other ranks.
 * `epoch.py`: the end of an epoch: `finalize`, `update`, and the counts of the device.
 * `runtime.py`: `Runtime`, with failure and restart: `abort`, `rebuild`, `checkpoint`, `restore`.
 """

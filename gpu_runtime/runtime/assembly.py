@@ -1,5 +1,5 @@
 """
-Assembly of a runtime: from stages, an order and a configuration to memory, contract and executor.
+Build a runtime's memory, contract and executor from stages, an order and a configuration.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Assembly:
         row: The row with its messages, for a process of a pipeline.
 
     Raises:
-        BackendError: The order names other stages or is incomplete, or a stage does not fit the
-            configuration.
+        BackendError: The order's stages differ from the given stages, the order is incomplete, or a
+            stage does not fit the configuration.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Assembly:
         self.plan: SlotPlan = attrs.evolve(plan, sharers=self.tied.sharers, walks=config.walks)
 
     def warm(self, handoff: Handoff) -> None:
-        """Warm up every stage on the graph stream; the numerical state is restored."""
+        """Warm up every stage on the graph stream, then restore the numerical state."""
         handoff.wait_for_caller()
         with handoff.scope(), preserving(self.domain):
             for stage in self.stages.values():
@@ -133,7 +133,7 @@ class Assembly:
         self, memories: Mapping[int, StageMemory], registry: DestinationRegistry | None = None
     ) -> Contract:
         """
-        Make the contract; the stages' memory then uses its tuples of matrix names.
+        Make the contract. The stages' memory then uses the contract's tuples of matrix names.
 
         Raises:
             Refused: The destinations overlap those of another contract of the registry.

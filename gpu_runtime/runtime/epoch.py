@@ -1,8 +1,8 @@
 """
 The end of an epoch: gradients become final, are reduced, and the optimizer updates the weights.
 
-The guards of a commit come before the update, so that a refusal leaves the weights alone. The
-update runs on the graph stream, after the last dW and before the next replay.
+The guards of a commit run before the update, so a refusal leaves the weights unchanged. The update
+runs on the graph stream, after the last dW and before the next replay.
 """
 
 from __future__ import annotations
@@ -100,10 +100,11 @@ class EpochRuntime(RuntimeParts):
 
     def next_walk(self, *, caller: Hashable = "main") -> int:
         """
-        End a walk over the order, and begin the next one of the same epoch: gradients accumulate.
+        End one walk (a pass over the order) and begin the next: gradients accumulate.
 
-        Every microbatch of the order must have run. No stage is refreshed again, and no reduction
-        may have started. No weight is updated; the last walk of the epoch ends with `finish`.
+        Every microbatch of the order must have run, and no reduction may have started. The epoch
+        continues: no weight cache is refreshed, and no weight is updated. The last walk of the
+        epoch ends with `finish`.
 
         Args:
             caller: Name of the calling stream, the same for every walk and for `finalize`.
@@ -135,7 +136,7 @@ class EpochRuntime(RuntimeParts):
 
     def shorten_walk(self, microbatches: int) -> None:
         """
-        Take only the first microbatches in the walk that begins, as in a last, short batch.
+        Take only the first microbatches in the walk that begins, as for a short last batch.
 
         Call it before the walk's first F, then run the order without the actions of the other
         microbatches. The next walk takes all microbatches again, and so does a rebuilt epoch.
@@ -193,7 +194,7 @@ class EpochRuntime(RuntimeParts):
 
     def declare_final(self, *, caller: Hashable = "main") -> Gradients:
         """
-        As `finalize`, but without first checking the device's late counts of the previous step.
+        Do what `finalize` does, without first checking the device's counts of the previous step.
 
         Raises:
             Refused: An action is missing, or the epoch is spoiled.
@@ -225,17 +226,18 @@ class EpochRuntime(RuntimeParts):
         """
         Run the optimizer and commit the epoch.
 
-        The contract is asked before the update, so that a refusal leaves the weights alone. If the
+        The contract is asked before the update, so a refusal leaves the weights unchanged. If the
         optimizer raises, the weights are half updated, and no action or checkpoint is accepted
         before a `restore`. The update runs on the graph stream, behind the caller's work and before
-        the next replay. Epoch scales move with it, once, also if the norm skips the update.
+        the next replay. Scales that move once an epoch move here, even if the norm skips the
+        update.
 
         Args:
             optimizer: The optimizer over the same stages.
             gradients: What `finalize` returned.
             caller: Name of the calling stream, the same as for `finalize`.
-            norm: The gradients' norm, with their factor and whether the update is skipped; the
-                same on every rank. The epoch commits even if the update is skipped.
+            norm: The gradients' norm, the factor that multiplied them, and whether the update is
+                skipped; the same on every rank. The epoch commits even if the update is skipped.
 
         Returns:
             The new epoch.
@@ -289,7 +291,7 @@ class EpochRuntime(RuntimeParts):
             moved: How often the scales moved, as the backend reports.
 
         Raises:
-            Refused: A clause of order.
+            Refused: A clause of order is violated.
         """
         own = self.contract.stages[0]
         if own.scales != "epoch":
@@ -362,7 +364,8 @@ class EpochRuntime(RuntimeParts):
         """
         Record that a separate stream begins to read a stage's weights, as a broadcast does.
 
-        The stream must start behind the caller's. No update begins before `finish_weights_read`.
+        The read must come after the caller's work so far. No update begins before
+        `finish_weights_read`.
 
         Args:
             stage: The stage whose weights are read.
@@ -392,8 +395,8 @@ class EpochRuntime(RuntimeParts):
         """
         Record that a separate stream begins to read a stage's gradients, as a norm does.
 
-        The stream must start behind the caller's. No update and no further walk begins before
-        `finish_gradients_read`.
+        The read must come after the caller's work so far. No update and no further walk begins
+        before `finish_gradients_read`.
 
         Args:
             stage: The stage, which is final and reduced.
@@ -420,7 +423,7 @@ class EpochRuntime(RuntimeParts):
 
     def counts_now(self) -> dict[Hashable, DeviceCounts] | None:
         """
-        The counts of the device so far, by state domain; None if it does not count.
+        The counts of the device so far, by state domain; None if the device does not count.
 
         Waits for the device.
         """
@@ -433,8 +436,8 @@ class EpochRuntime(RuntimeParts):
         """
         The counts of the device at the last `finalize`, by state domain.
 
-        With late counts: at the last `update`. A loop that commits by itself passes these counts as
-            `counted`.
+        With ``counts='next step'``: the counts at the last `update`. A loop that commits without
+        `update` passes these counts to the contract as `counted`.
 
         None if `RuntimeConfig.counts` is None. Waits for the device.
         """

@@ -99,7 +99,7 @@ class RuntimeParts:
 
     @contextmanager
     def performed_by(self, performer: Performer) -> Iterator[None]:
-        """A context in which another performer does what touches memory, streams or other ranks."""
+        """A context in which another performer does all work on memory, streams and other ranks."""
         before = self.performer
         self._perform_with(performer)
         try:
@@ -139,7 +139,7 @@ class RuntimeParts:
     # Actions, by the name of their key
 
     def key(self, stage: int, microbatch: int) -> TapeKey:
-        """The key of an execution in the current epoch."""
+        """The key that names a stage and a microbatch in the current epoch."""
         epoch = self.contract.epoch
         if self._keys_of != epoch:
             self._keys_of = epoch

@@ -32,13 +32,13 @@ class Runtime(EpochRuntime):
         order: The rank's row of the schedule, which determines the slots.
         config: How to run.
         event_log: Where to write every accepted transition: a path, a binary file, or True for
-            memory (`recorder.lines`). None costs nothing. `close` ends the log.
+            memory (`recorder.lines`). None writes no log and costs nothing. `close` ends the log.
         reducer: Reduces a bucket's gradients in place over data-parallel ranks. The reducer takes
             the bucket's name and the gradients by name, and may return an object whose `wait` ends
             the reduction.
-        row: The row with its messages, for a process of a pipeline. The row gives the slots,
-            counted with messages, and says which stages receive and send; provisioning, feeds and
-            readers of `RuntimeConfig` are then ignored.
+        row: The row with its messages, for a process of a pipeline. The row determines the slots,
+            whose lifetimes include messages, and the stages that receive and send. Provisioning,
+            feeds and readers of `RuntimeConfig` are then ignored.
         rank: Rank of the process, for the event log.
         registry: Gradient destinations of the other runtimes of one training process. This
             runtime's destinations must not overlap those destinations; `close` releases this
@@ -62,8 +62,8 @@ class Runtime(EpochRuntime):
         """
         Abort every outstanding tape after a failure outside of the actions.
 
-        A failed action calls this itself. Your loop calls it if a transfer or another rank fails.
-        If a stage had a tape, its epoch can no longer commit; `rebuild` restarts the epoch.
+        A failed action calls this method itself. Your loop calls it if a transfer or another rank
+        fails. If a stage had a tape, its epoch can no longer commit; `rebuild` restarts the epoch.
 
         Returns:
             Number of tapes aborted.
@@ -143,7 +143,7 @@ class Runtime(EpochRuntime):
 
     def drain(self) -> None:
         """
-        Wait for all device work, and tell the kernel.
+        Wait for all device work, and report the end of that work to the contract.
 
         Raises:
             AcceleratorError: The device failed (torch's error). The contract then refuses actions
@@ -227,10 +227,10 @@ class Runtime(EpochRuntime):
         """
         A context between two epochs in which the backend's stages may be called directly.
 
-        For evaluation: the numerical state that F moves is restored at the end, and scaling updates
-        that the backend counts inside are not attributed to an action. The context runs on the
-        graph stream. The caller refreshes weight caches; in any case, the next epoch refreshes them
-        before its first F.
+        For evaluation. At the end, the numerical state that F moves is restored. Scaling updates
+        that the backend counts inside the context are not attributed to an action. The context runs
+        on the graph stream. The caller refreshes weight caches; in any case, the next epoch
+        refreshes them before its first F.
 
         Raises:
             Refused: Something is live, in flight or unfinished; a clause of persistence.

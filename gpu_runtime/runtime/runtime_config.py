@@ -141,16 +141,17 @@ class RuntimeConfig:
             data.
         pool: Capture-memory pool that all slots share. Only the test that shows why sharing is
             wrong sets it; None gives every slot its own pool.
-        buckets: By stage, the gradients that are reduced together: every matrix in one bucket, and
-            one bucket without matrices for the parameters that are not matrices. A stage that is
-            not named has one bucket of all its gradients; the bucket's name is the stage's index.
+        buckets: By stage, the gradients that are reduced together: each matrix belongs to exactly
+            one bucket, and one bucket without matrices holds the parameters that are not matrices.
+            A stage that is not named has one bucket of all its gradients; the bucket's name is the
+            stage's index.
         reductions: The order of all buckets in which every replica starts their reductions; empty
             if the order of the calls is not checked.
         tied: Groups of matrices, each by stage and name, that are one parameter. The matrices of a
-            group share one destination, and the first matrix has the gradient. A parameter in two
-            places is refused unless it is declared here.
-        copies: For each weight that exists several times, by its name: its copies, which are
-            separate parameters, each with its own gradient. The reducer gets the gradients of all
+            group share one destination, and the first matrix has the gradient. A parameter that two
+            matrices share must be declared here; otherwise it is refused.
+        copies: By weight name, the copies of each weight that exists several times. Copies are
+            separate parameters with separate gradients. The reducer gets the gradients of all
             copies of this process under the weight's name, after all other gradients. The reducer
             must leave the same sum in the gradients of all copies, also of copies on other ranks.
         amax: ``replica`` makes scales from a replica's own amaxes; with ``replicas`` all
@@ -159,13 +160,14 @@ class RuntimeConfig:
             before the epoch commits, and the reducer needs `largest`, as in
             `qeffect.gpu_runtime.ranks.replicas`.
 
-        weights_sum: Expected sum of the weights of one epoch's gradients, as (numerator,
-            denominator), for the stages whose backend reports them: (1, R) if the gradients of R
-            replicas are summed, (1, 1) otherwise. None does not check them. A `Worker` sets it.
+        weights_sum: Expected sum of the factors that weight the gradients of an epoch's
+            microbatches, as (numerator, denominator), for stages whose backend reports these
+            factors: (1, R) if the gradients of R replicas are summed, (1, 1) otherwise. None checks
+            nothing. A `Worker` sets this sum.
 
     Raises:
-        BackendError: `mode`, `counts` or `walks` has an unknown value, or they do not fit each
-            other or the rule.
+        BackendError: `mode`, `counts` or `walks` has an unknown value, or these values do not fit
+            each other or the rule.
     """
 
     mode: Mode = "eager"

@@ -3,8 +3,8 @@ How a step runs (`Mode`), and the only list of what prevents the mode ``one laun
 whole step is one CUDA graph.
 
 `mode_on` says what a device can run. `one_launch_obstacles` lists every obstacle that follows from
-a configuration, each with the remedy. `ranks/obstacles.py` takes these facts from a worker. If the
-capture itself fails, the stop of the step reports it (`ranks/fallback.py`).
+a configuration, each with the remedy. `ranks/obstacles.py` reads this configuration from a worker.
+If the capture itself fails, the step stops and reports the failure (`ranks/fallback.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..step.nested_graphs import nesting_obstacle
 __all__ = ["MODES", "Mode", "mode_on", "one_launch_obstacles", "walks_obstacle", "without_launches"]
 
 Mode = Literal["eager", "replays", "one launch"]
-"""How a step runs: calls of the backend, replays of one graph per action, or one graph in all."""
+"""How a step runs: backend calls, replays of one graph per action, or one graph for the step."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
@@ -68,7 +68,7 @@ def one_launch_obstacles(
     Args:
         device: Where the step runs.
         rule: Where dW writes.
-        walks: Walks over the table in a step.
+        walks: Number of walks (passes) over the table in a step.
         mode: The mode of the runtime; leave it out if there is no runtime yet.
         capturable: Whether the optimizer's update can be captured; leave it out if there is no
             optimizer yet.

@@ -1,13 +1,12 @@
 """
 F, dI, dW and the cache refresh as guarded actions: check, act, commit.
 
-Every action crosses to the graph stream and back. An action asks the kernel before it touches
-memory, and reports to the kernel afterwards. A refusal changes nothing. An exception while acting,
-or incomplete
-evidence, fails the step: the action's tape and every other outstanding tape of the state domain are
-aborted at once (paper, IV-E), and the epoch is spoiled. A failed F, dI or refresh also poisons the
-state domain, because the library rolls its scales even when F raises. The same code runs eager and
-captured: only the executor differs.
+Every action crosses to the graph stream and back. An action asks the contract before it touches
+memory, and reports to the contract afterwards. A refusal changes nothing. An exception while
+acting, or incomplete evidence, fails the step: the action's tape and every other outstanding tape
+of the state domain are aborted at once (paper, IV-E), and the epoch is spoiled. A failed F, dI or
+refresh also poisons the state domain, because the library rolls its scales even when F raises. The
+same code runs eager and captured: only the executor differs.
 
 The constructor looks up once what the actions of each configured key need (`_Place`): a graph
 launch takes two microseconds, so a lookup per action would be noticeable.
@@ -123,10 +122,10 @@ class GuardedActions:
     The actions of one process.
 
     Args:
-        contract: The kernel's contract of the process.
+        contract: The contract of the process.
         memories: Physical memory by stage.
         performer: Performs the physical part of each action.
-        links: The kernel's link of each caller.
+        links: The contract's link (caller's stream and graph stream) of each caller.
     """
 
     contract: Contract
@@ -161,7 +160,7 @@ class GuardedActions:
         Refresh a stage's weight cache: once per epoch, directly before the stage's first F.
 
         A backend without a cache leaves out the version relation. A refresh then only opens the
-        stage's epoch and does not ask the kernel.
+        stage's epoch and does not ask the contract.
 
         Raises:
             Refused: A clause of version, order or completion; `version.fill-missing` if the
@@ -194,7 +193,7 @@ class GuardedActions:
         Claim a key's slot before its F, so that `caller` can fill `input_buffers`.
 
         Raises:
-            Refused: A clause of ownership, version or completion.
+            Refused: A clause of ownership, version or completion is violated.
         """
         return self.contract.reserve(key, self._place(key).index, link=self.links[caller])
 
@@ -242,7 +241,8 @@ class GuardedActions:
         Begin to receive a tape's input or its output gradient, for a stage configured to receive.
 
         Args:
-            key: The execution's name. To receive an input, reserve the key's slot first.
+            key: Names the epoch, stage and microbatch. To receive an input, reserve the key's slot
+                first.
             ref: What `reserve` or `forward` returned.
             gradient: Receive the output gradient instead of the input.
             caller: Name of the calling stream.
@@ -251,7 +251,7 @@ class GuardedActions:
             The static buffers to receive into.
 
         Raises:
-            Refused: A clause of ownership or completion.
+            Refused: A clause of ownership or completion is violated.
         """
         self.contract.post_receive(key, ref, gradient=gradient, link=self.links[caller])
         slot = self._slot_of(ref)
@@ -264,7 +264,7 @@ class GuardedActions:
         Declare that a message has arrived completely, or that the caller's stream waits for it.
 
         Raises:
-            Refused: A clause of ownership or completion.
+            Refused: A clause of ownership or completion is violated.
         """
         self.contract.finish_receive(key, ref, gradient=gradient, link=self.links[caller])
 
@@ -280,7 +280,7 @@ class GuardedActions:
         F: run a stage on one microbatch.
 
         Args:
-            key: The execution's name.
+            key: Names the epoch, stage and microbatch.
             inputs: The stage's inputs; None if `input_buffers` were filled in place.
             token: The effect token that the caller passes along; None takes the domain's own.
             caller: Name of the calling stream.
@@ -340,8 +340,8 @@ class GuardedActions:
         dI: input and non-matrix gradients; the matrix work stays on the tape.
 
         Args:
-            key: The execution's name.
-            ref: What its F returned.
+            key: Names the epoch, stage and microbatch.
+            ref: The reference that the key's F returned.
             output_gradients: Gradients of its outputs; None if `gradient_buffers` were filled.
             token: The effect token that the caller passes along; None takes the domain's own.
             caller: Name of the calling stream.
@@ -349,9 +349,9 @@ class GuardedActions:
         Raises:
             Refused: A clause of ownership, version, order, arena, capture or completion;
                 `ownership.work-not-queued` if the library did not defer every matrix;
-                `order.scaling-updates` if the backend reports that dI did not update the
-                scales exactly once, `order.wrong-scales` if it reports another F's scales,
-                `epoch.other-parts` if its loss changed its divisor.
+                `order.scaling-updates` if the backend reports that dI did not update the scales
+                exactly once, `order.wrong-scales` if it reports another F's scales,
+                `epoch.other-parts` if the loss changed its divisor.
             BackendError: The gradients do not match what the stage takes, and nothing was changed;
                 or the library deferred a wrong number of products: Transformer Engine's backend
                 finds this before the contract is asked, and the tape is aborted.
@@ -453,8 +453,8 @@ class GuardedActions:
         dW: run the tape's deferred work into the key's destination, and release the tape.
 
         Args:
-            key: The execution's name.
-            ref: What its F returned.
+            key: Names the epoch, stage and microbatch.
+            ref: The reference that the key's F returned.
             group: With `RuntimeConfig.group` above 1, the other tapes of the microbatch's group, in
                 ascending order: one product over all of them replaces the dW of each.
             caller: Name of the calling stream.
@@ -528,7 +528,7 @@ class GuardedActions:
         The reader's work has been submitted to the caller's stream, or that stream waits for it.
 
         Raises:
-            Refused: A clause of ownership or completion.
+            Refused: A clause of ownership or completion is violated.
         """
         self.contract.finish_read(key, ref, link=self.links[caller])
 

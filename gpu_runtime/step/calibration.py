@@ -4,8 +4,8 @@ Calibration of scales that move once an epoch, before the first step of a run.
 A new run has scales of 1, at which gradients underflow in E5M2. Scales that move at every F and dI
 recover within a step. Scales that move once an epoch recover only after a step, so the whole step
 would be spoiled. A gradient that has become zero also hides the gradients behind it, so several
-steps may be spoiled. Therefore a run begins with walks over the microbatches of its first step.
-The gradients and losses of these walks are dropped, and no weight is updated:
+steps may be spoiled. Therefore a run begins with walks (passes) over the microbatches of its first
+step. The gradients and losses of these walks are dropped, and no weight is updated:
 
 1. Empty every history.
 2. Run F, dI and dW of every microbatch of the first step, on every replica.
@@ -14,8 +14,8 @@ The gradients and losses of these walks are dropped, and no weight is updated:
    2; otherwise begin again, up to `MOST_WALKS` times.
 
 The histories then hold one entry, from the last walk. The result depends only on the model, the
-data and the number of replicas, so every mapping calibrates alike. A run that resumes has its
-scales already and never calibrates.
+data and the number of replicas, so every mapping of stages to ranks gives the same scales. A run
+that resumes has its scales already and never calibrates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .memory.numerical_state import live_state
 __all__ = ["MOST_WALKS", "SETTLED", "Calibration", "calibrate"]
 
 MOST_WALKS: Final = 16
-"""Largest number of walks: if a tensor is always zero, a calibration never settles."""
+"""Largest number of walks, since scales never converge if a tensor is always zero."""
 SETTLED: Final = 2.0
 """Largest factor by which a scale may move in the last walk."""
 
@@ -46,7 +46,8 @@ class Calibration:
 
     Args:
         walks: Number of walks.
-        converged: Whether the last walk met the rule; if not, training begins anyway.
+        converged: Whether the scales had converged after the last walk; if not, training begins
+            anyway.
     """
 
     walks: int
@@ -64,8 +65,8 @@ def calibrate(
     Args:
         domain: A domain of epoch scales.
         walk: Runs F, dI and dW of every microbatch of the first step, and drops the gradients.
-        agree: Given whether the scales of this process have converged, returns whether the scales
-            of all processes have.
+        agree: Takes whether this process's scales have converged; returns whether the scales of all
+            processes have converged.
     """
     live = live_state(domain)
     histories = [tensor for name, tensor in live.items() if name.endswith("amax_history")]

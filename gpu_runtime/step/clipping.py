@@ -29,8 +29,9 @@ __all__ = ["Clipping", "DeviceNorm", "Norm", "Part", "parts_of", "square_sums"]
 
 Part = tuple[int, int]
 """
-A part of a model: its stage, and its place there: -1 for the embedding, then each layer by its
-number in the stage, `_REST` for everything else. Parts in ascending order are in the model's order.
+A part of a model: its stage, and its place in the stage. The place is -1 for the embedding, the
+layer's number in the stage for a layer, and `_REST` for everything else. Parts in ascending order
+are in the model's order.
 """
 
 _REST = 2**31
@@ -46,8 +47,8 @@ class Clipping:
     How an update uses the norm of all gradients.
 
     Args:
-        max_norm: Gradients are multiplied by `max_norm / (norm + 1e-6)` if that is below 1;
-            None leaves them unchanged.
+        max_norm: Gradients are multiplied by `max_norm / (norm + 1e-6)` if this factor is below 1;
+            None leaves gradients unchanged.
         skip_nonfinite: Skip the update, on every rank, if the norm is not finite. The epoch
             still commits: its data are consumed and the scaling state has moved, so the caches
             are stale; weights, moments and step counts stay unchanged. If False, a norm that is

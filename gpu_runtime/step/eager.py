@@ -42,11 +42,12 @@ class StageMemory:
         later_variants: What the dW of each microbatch does in later walks of an epoch; empty if an
             epoch has one walk.
         places: Where each set of destinations lies, as the contract numbers places
-            (`qeffect.counts.located`); empty if all count as one.
+            (`qeffect.counts.located`); empty if all sets count as one place.
         reports: What its backend reports about its actions.
         sums: Sums of its non-matrix gradients over the microbatches, in dI order.
         all_units: Names of the stage's units, in the order in which dI queues them.
-        all_matrices: Names of its matrices, sorted; the kernel's own tuple once that exists.
+        all_matrices: Names of its matrices, sorted. Once the contract exists, this is the
+            contract's own tuple.
         shared: Units whose destination another stage also writes.
         groups: For each microbatch, the microbatches whose dW run together with its dW, itself
             included; empty if an earlier microbatch's dW includes it.
@@ -77,7 +78,7 @@ class StageMemory:
         self.all_matrices = tuple(sorted(m.name for m in matrices(self.stage)))
 
     def addresses(self) -> dict[str, int]:
-        """Every address that graphs bake in but no bind compares: state, buffers, sums."""
+        """Addresses that graphs contain and that `bind` does not compare: state, buffers, sums."""
         found = dict(self.stage.addresses())
         for slot in self.table:
             for kind, held in (("input", slot.inputs), ("gradient", slot.output_gradients)):
@@ -165,12 +166,12 @@ class StageMemory:
         )
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Matrix names for the kernel to compare: its own tuple if each matrix occurs once."""
+        """Matrix names for the contract to compare: its own tuple if each matrix occurs once."""
         found = tuple(sorted(names))
         return self.all_matrices if found == self.all_matrices else found
 
     def evidence_of(self, units: Sequence[str]) -> tuple[str, ...]:
-        """Names of the units' matrices, for the kernel to compare."""
+        """Names of the units' matrices, for the contract to compare."""
         if tuple(units) == self.all_units:
             return self.all_matrices
         by_name: dict[str, WgradUnit] = {unit.name: unit for unit in self.stage.units}
@@ -187,12 +188,12 @@ class Executor(Protocol):
         """Quantize the stage's weights into their caches and open its epoch."""
 
     def forward(self, memory: StageMemory, slot: Slot) -> Effects:
-        """F from the slot's input buffers; leaves its outputs."""
+        """Run F on the slot's input buffers, and leave the outputs in the slot."""
 
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        """dI from the slot's gradient buffers; also returns the matrices whose work is queued."""
+        """Run dI on the slot's gradient buffers; also return the matrices whose work it queued."""
 
     def wgrad(
         self,
@@ -202,9 +203,9 @@ class Executor(Protocol):
         others: Sequence[Slot] = (),
     ) -> tuple[str, ...]:
         """
-        dW of one slot, or of several as one product, into the variant's destination.
+        Run dW of one slot, or of several as one product, into the variant's destination.
 
-        Returns the matrices it covered.
+        Returns the matrices that the dW covered.
         """
 
 
@@ -228,14 +229,14 @@ class EagerExecutor:
             self.counters.ran(action, place, writes, destination)
 
     def refresh(self, memory: StageMemory) -> Effects:
-        """Refresh the cache, empty the sums."""
+        """Refresh the weight cache, and empty the gradient sums."""
         memory.stage.refresh_cache()
         memory.open_epoch()
         self._count("refresh", memory.stage.index)
         return Effects(memory.reports.take_filled())
 
     def forward(self, memory: StageMemory, slot: Slot) -> Effects:
-        """F."""
+        """Run F."""
         reports = memory.reports
         before = reports.updates()
         outputs = memory.stage.forward(slot.tape, slot.inputs)
@@ -247,7 +248,7 @@ class EagerExecutor:
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        """dI, with the destinations bound before it."""
+        """Bind the gradient destinations, then run dI."""
         reports = memory.reports
         before = reports.updates()
         bound = memory.arena.buffers(variant.destination)
@@ -271,7 +272,7 @@ class EagerExecutor:
         variant: WgradVariant,
         others: Sequence[Slot] = (),
     ) -> tuple[str, ...]:
-        """dW."""
+        """Run dW."""
         return self.wgrad_keeping(memory, slot, variant, others, keep=False)
 
     def wgrad_keeping(
@@ -297,7 +298,7 @@ class EagerExecutor:
         *,
         keep: bool,
     ) -> Wgrads:
-        """Run the tapes' deferred work for one variant; with `keep` it stays for another."""
+        """Run the tapes' deferred work for one variant; `keep` leaves that work in place."""
         slot.tape.bound = memory.arena.buffers(variant.destination)
         given: dict[str, Any] = {"joining": memory.shared} if variant.joins else {}
         if others:  # a backend without grouped dW lacks this argument

@@ -1,9 +1,9 @@
 """
-What a stage's backend reports about its actions, in the terms of the kernel's commit.
+What a stage's backend reports about its actions, in the terms of the contract's commit.
 
-The backend counts for its whole life; the kernel's token starts at zero in every incarnation (after
-each rebuild or restore). `StageReports` translates: it remembers the backend's count at the start
-of an incarnation.
+The backend counts scaling updates for its whole life. The contract's effect token starts at zero in
+every incarnation (after each rebuild or restore). `StageReports` translates: it remembers the
+backend's count at the start of an incarnation.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..backends.protocol import Reports, StageBackend
 
 class Effects(NamedTuple):
     """
-    Effects of an action besides its gradients; None for those that the backend does not report.
+    Effects of an action besides its gradients; an effect that the backend does not report is None.
 
     Args:
         filled: Matrices whose cache was filled, one entry per fill.
         updates: How often the domain's scaling state was updated.
-        scales: For dI: the kernel's token at the F whose scales dI used; if scales move once an
-            epoch, the token at which the used scales had moved.
+        scales: For dI: the contract's token at the F whose scales dI used. If scales move once an
+            epoch: the token at which the used scales had moved.
         draws: Where F, or its recomputation in dI, began to draw random numbers.
         weight: For dI: the factor by which the microbatch's gradient is weighted, as (numerator,
             denominator).
@@ -45,14 +45,14 @@ UNREPORTED = Effects()
 @attrs.define(eq=False)
 class StageReports:
     """
-    What one stage reports.
+    Translates the reports of one stage's backend.
 
-    Every F and dI of the domain must go through the kernel, so that both counts agree. An F or dI
-    that bypasses the kernel moves the backend's count but not the token; the kernel then refuses
-    the next dI that reports its position.
+    Every F and dI of the domain must go through the contract, so that both counts agree. An F or dI
+    that bypasses the contract moves the backend's count but not the token; the contract then
+    refuses the next dI that reports its scales.
 
-    With scales that move once an epoch, the backend counts movements. The kernel names scales by
-    the token at which they moved, and `moved` says which token that was.
+    With scales that move once an epoch, the backend counts movements. The contract names scales by
+    the token at which they moved, and `moved` records that token.
 
     Args:
         source: The backend's reports.
@@ -68,7 +68,7 @@ class StageReports:
     @classmethod
     def of(cls, stage: StageBackend, relations: Collection[str], *, captured: bool) -> StageReports:
         """
-        The stage's reports, without those that no relation in force uses.
+        The stage's reports that a relation in force uses.
 
         Args:
             stage: The stage.
@@ -83,18 +83,18 @@ class StageReports:
         return cls(told, moves_once(stage.domain))
 
     def restart(self) -> None:
-        """Count from here, as the kernel does after a restore, and forget earlier fills."""
+        """Count from here, as the contract does after a restore, and forget earlier fills."""
         self.take_filled()
         self._start = self.updates()
         self._tokens = {self._start: 0}
         self._skipped.clear()
 
     def moved(self, token: int) -> None:
-        """Record the kernel's token at which scales that move once an epoch have moved."""
+        """Record the contract's token at which scales that move once an epoch have moved."""
         self._tokens = {self.updates(): token}
 
     def pass_over(self, before: int) -> None:
-        """Ignore work since the count was `before`: it was outside the kernel's actions."""
+        """Ignore work since the count was `before`: work outside the contract's actions."""
         self.take_filled()
         self._start += self.updates() - before
         if before in self._tokens:
@@ -118,7 +118,7 @@ class StageReports:
         return None if self.source.updates is None else self.source.updates() - before
 
     def token(self, scales: int | None) -> int | None:
-        """The kernel's token that names the scales that were used; None if not reported."""
+        """The contract's token that names the scales that were used; None if not reported."""
         if self.source.tape_scales != "carried" or scales is None:
             return None
         if self.once:

@@ -1,8 +1,8 @@
 """
 Evaluations: forwards of the backend that leave training as it was.
 
-An eager evaluation moves scaling state, as every F of such a library does. So the state is put back
-afterwards and compared with the state before; the kernel is told what this comparison found.
+An eager evaluation moves scaling state, as every F does. So `evaluated` restores the state
+afterwards and compares the restored state with the state before. The contract is told the result.
 """
 
 from __future__ import annotations

@@ -46,11 +46,11 @@ class SlotGraphs:
 
 class Product(NamedTuple):
     """
-    Names a dW among the captured ones.
+    Name of one captured dW.
 
     Args:
-        slots: The slots that the dW reads, as the kernel counts them.
-        variant: Where and how it writes.
+        slots: The slots that the dW reads, as the contract counts them.
+        variant: Where and how the dW writes.
     """
 
     slots: tuple[int, ...]
@@ -76,7 +76,7 @@ class WgradGraph:
 @attrs.define
 class CaptureReport:
     """
-    Cost and result of the capture.
+    Host time of the capture, and the number of graphs.
 
     Args:
         warmup_seconds: Host time of the warmup, until the device is idle.
@@ -145,7 +145,7 @@ class GraphExecutor:
     """
     Replays the captured graphs, and returns the evidence that each capture recorded.
 
-    This evidence does not show that a graph was replayed, or only once: the device counters do.
+    This evidence does not show how often a graph was replayed, if at all: the device counters do.
     """
 
     marks_tail = True
@@ -204,7 +204,7 @@ class GraphExecutor:
         variant: WgradVariant,
         others: Sequence[Slot] = (),
     ) -> tuple[str, ...]:
-        """Replay the dW of one or several slots, of one variant."""
+        """Replay one variant of the dW of one slot, or of several."""
         captured = self.wgrads[product_of(slot, variant, others)]
         self.num_replays += 1
         captured.graph.replay()

@@ -30,8 +30,8 @@ class Optimizer:
     One fused AdamW over every stage.
 
     Args:
-        stages: The stages whose parameters it owns; a parameter of several stages belongs to the
-            stage of the lowest index.
+        stages: The stages whose parameters the optimizer owns; a parameter of several stages
+            belongs to the stage with the lowest index.
         lr: Learning rate; a scalar tensor on the parameters' device if a graph holds the update
             and the rate must be changeable (`set_rate`).
         weight_decay: AdamW's decoupled decay.
@@ -91,7 +91,7 @@ class Optimizer:
 
     @property
     def places(self) -> list[tuple[int, str]]:
-        """Stage and name of each parameter that it owns."""
+        """Stage and name of each parameter that the optimizer owns."""
         return [(index, name) for index, own in self._targets.items() for name, _ in own]
 
     def make_capturable(self) -> None:

@@ -24,7 +24,7 @@ __all__ = ["DevicePerformer", "Performer"]
 
 
 class Performer(Protocol):
-    """The physical part of a step, once the contract has allowed it."""
+    """Performs the physical part of a step, once the contract has allowed that part."""
 
     executor: Executor
     """Performs F, dI and dW on a slot, and refreshes a stage's weight caches."""
@@ -45,8 +45,8 @@ class Performer(Protocol):
         Start a reduction.
 
         Args:
-            send: Sends the reduction and returns an object to wait for; None if the reduction
-                has already ended.
+            send: Sends the reduction. Returns an object to wait for, or None if the reduction has
+                already ended.
             waited: Whether the bucket's last reduction had to be waited for.
         """
 
@@ -54,7 +54,7 @@ class Performer(Protocol):
 @attrs.define(eq=False)
 class DevicePerformer:
     """
-    Performs on the memory of a process.
+    Performs a step's work in the memory of a process.
 
     Args:
         executor: Performs actions, eager or by graphs.
@@ -70,11 +70,11 @@ class DevicePerformer:
     _sums: dict[int, Mapping[str, Tensor]] = attrs.field(init=False, factory=dict)
 
     def fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Copy, several tensors at once if the device can."""
+        """Copy an action's inputs into its slot, several tensors at once if the device can."""
         fill(buffers, values)
 
     def gradients(self, memory: StageMemory) -> Mapping[str, Tensor]:
-        """Sum in place, once per epoch."""
+        """Sum a stage's gradients in place, once per epoch."""
         stage = memory.stage
         found = self._sums.get(stage.index)
         if found is None:
@@ -86,7 +86,7 @@ class DevicePerformer:
         return found
 
     def forget_gradients(self) -> None:
-        """Sum again in the next epoch."""
+        """Drop the sums; the next epoch sums again."""
         self._sums.clear()
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:

@@ -32,14 +32,14 @@ class Reduction(Protocol):
     """A started reduction, such as torch's asynchronous collectives return."""
 
     def wait(self) -> object:
-        """Make the current stream, or the host, wait until it is done."""
+        """Make the current stream, or the host, wait until the reduction is done."""
 
 
 class Sender(Protocol):
     """The part of a performer that sends reductions (`performer.py`)."""
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
-        """Start a reduction, as `Performer.reduce`."""
+        """Start a reduction, as `Performer.reduce` does."""
 
 
 #: Reduces a bucket, given its name and its gradients.
@@ -119,7 +119,7 @@ class Reductions:
         buckets: What `require_buckets` returned.
         gradients: Returns the summed gradients of a stage, by name.
         performer: Sends the reductions.
-        told: Whether reductions are reported to the contract; a backend may leave them out.
+        told: Whether reductions are reported to the contract; a backend may omit these reports.
         copies: Copies of weights. After all other gradients, the reducer gets this process's copies
             of each weight under the weight's name, and leaves the same sum in each copy.
         scaling: The scaling state, if the replicas share it; reduced after all gradients.

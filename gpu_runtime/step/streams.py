@@ -1,14 +1,14 @@
 """
-One graph stream, and both halves of the handoff with the streams that call into it.
+The graph stream, and the waits in both directions between it and the streams that call into it.
 
 Warmup, copies, capture and replay all run on one stream that the runtime owns. A replay must see
 the caller's work (the graph stream waits for the caller), and the caller must see a replay's
-results (the caller waits for an event at the graph's tail). With the first half only, a consumer
+results (the caller waits for an event at the graph's tail). With the first wait only, a consumer
 silently reads half-updated state.
 
-A CPU has no streams: both halves are only counted, so that the completion guards run unchanged. A
+A CPU has no streams: both waits are only counted, so that the completion guards run unchanged. A
 caller that already runs on the graph stream needs no events either: the order of one stream
-replaces both halves.
+replaces both waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 
 
 class Handoff(Protocol):
-    """The two halves, and the scope in which the graph stream is current."""
+    """The waits in both directions, and the scope in which the graph stream is current."""
 
     handoffs: int
 
@@ -55,10 +55,10 @@ class Handoff(Protocol):
         """A context in which the graph stream is the current one."""
 
     def cross(self) -> Any:
-        """`wait_for_caller`, then make the graph stream current; `cross_back` takes the result."""
+        """After `wait_for_caller`, make the graph stream current; `cross_back` takes the result."""
 
     def cross_back(self, caller: Any) -> None:
-        """Restore the stream that was current before `cross`, then `caller_waits`."""
+        """Restore the stream that was current before `cross`, then call `caller_waits`."""
 
     def synchronize(self) -> None:
         """Let the host wait until the graph stream is empty."""
@@ -71,34 +71,34 @@ class HostHandoff:
     handoffs: int = 0
 
     def wait_for_caller(self) -> None:
-        """Counted only."""
+        """Count the wait; a CPU has no streams."""
         self.handoffs += 1
 
     def caller_waits(self) -> None:
-        """Counted only."""
+        """Count the wait; a CPU has no streams."""
         self.handoffs += 1
 
     def record_tail(self) -> None:
-        """Nothing to mark."""
+        """Do nothing: a CPU has no stream to mark."""
 
     def record(self, event: Any) -> None:
         """Record the stand-in for an event."""
         event.record()
 
     def scope(self) -> Any:
-        """Nothing changes."""
+        """A context that changes nothing."""
         return _UNCHANGED
 
     def cross(self) -> None:
-        """Counted only."""
+        """Count the crossing; a CPU has no streams."""
         self.handoffs += 1
 
     def cross_back(self, caller: None) -> None:
-        """Counted only."""
+        """Count the crossing; a CPU has no streams."""
         self.handoffs += 1
 
     def synchronize(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing: on a CPU no work is in flight."""
 
 
 class _Callers:
@@ -190,8 +190,8 @@ class GraphStream:
 
     Args:
         device: The device.
-        two_way: False leaves out the second half. Only the test that shows why both halves are
-            needed may leave it out.
+        two_way: False leaves out the caller's wait for the graph stream. Only the test that shows
+            why both waits are needed may leave this wait out.
     """
 
     def __init__(self, device: torch.device, *, two_way: bool = True) -> None:

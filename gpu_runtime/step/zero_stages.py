@@ -1,7 +1,7 @@
 """
-Which stages of a rank have only zero gradients. The device finds out: no host waits, and a graph
-can hold the work. A norm of all gradients also shows zero stages; this module is for steps without
-a norm.
+Which stages of a rank have only zero gradients. The check runs on the device: no host waits, and a
+graph can hold the work. A norm of all gradients also shows zero stages; this module is for steps
+without a norm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class ZeroStages:
     Args:
         stages: The rank's stages.
         device: Where the gradients are.
-        elsewhere: Gradients to leave out, by stage and name: another copy of the weight counts.
+        elsewhere: Gradients to leave out, by stage and name, because another copy of the same
+            weight counts.
 
     Attributes:
         stages: The stages, in order.

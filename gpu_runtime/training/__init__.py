@@ -1,1 +1,1 @@
-"""Training of a decoder language model over the guarded pipeline: model, data, loop, command."""
+"""Training of a decoder language model with the guarded pipeline: model, data, loop, command."""

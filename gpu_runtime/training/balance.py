@@ -3,10 +3,11 @@ Measure a model's parts on a device, so that it can be cut into stages of equal 
 group of microbatches for one weight-gradient product can be chosen.
 
 Three stages of one layer each are built and timed: the first with the embedding, the second with
-the layer alone, the third with norm, head and loss. An end of the model costs its stage's time
-minus the second stage's. All layers of a model have one shape, so one layer stands for all. Each
-action runs alone, through the run's own kind of executor: eager or graphs. A step's first dW only
-writes its destination and later ones add to it, so the time of dW is the mean over a step.
+the layer alone, the third with norm, head and loss. The embedding's time is the first stage's time
+minus the second stage's; the time of norm, head and loss is the third stage's minus the second's.
+All layers of a model have one shape, so one layer stands for all. Each action runs alone, through
+the run's own kind of executor: eager or graphs. The first dW of a step only writes its destination
+and later dW add to it, so the time of dW is the mean over a step.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Times:
         embedding: Times of the embedding.
         layer: Times of one layer.
         head: Times of norm, head and loss.
-        products: By number of microbatches, the times of one product over the dW of so many
-            microbatches: of the embedding, of one layer, and of the head.
+        products: For each number of microbatches, the times of one dW product over that many
+            microbatches: for the embedding, for one layer, and for the head.
     """
 
     embedding: tuple[float, ...]
@@ -76,7 +77,7 @@ class Times:
 
     @property
     def parts(self) -> dict[str, tuple[float, ...]]:
-        """By part, the times of F, dI and dW, and of one product of each number of microbatches."""
+        """For each part, the times of F, dI and dW, then the time of each grouped dW product."""
         owns = {"embedding": self.embedding, "layer": self.layer, "head": self.head}
         return {
             name: (*own, *(took[n] for took in self.products.values()))
@@ -132,7 +133,7 @@ def measure_times(
     groups: Sequence[int] = (),
 ) -> Times:
     """
-    Time a layer and both ends of a model on a device: medians, after a warm-up.
+    Return median times of a layer, the embedding and the head on a device, after a warm-up.
 
     The measured stages are dropped afterwards. Transformer Engine's FP8 state of the process is
     reset, so build the run's own stages afterwards.
@@ -144,7 +145,8 @@ def measure_times(
         mode: How the actions run: `eager` or `replays`.
         repeats: Timed repeats of each action.
         groups: Numbers of microbatches whose dW is timed as one product, each above 1 and a divisor
-            of a walk's microbatches; the job then needs ``scales="epoch"``.
+            of the microbatches per walk (pass over the schedule); the job then needs
+            ``scales="epoch"``.
 
     Raises:
         BackendError: A stage cannot be built or captured.
@@ -197,7 +199,7 @@ def agreed_times(
         job: The model.
         backend: `reference` or `transformer-engine`.
         mode: How the actions run: `eager` or `replays`.
-        place: Where the error occurred, as the beginning of its message: a file and a field.
+        place: A file and a field, with which the message of an error begins.
 
     Raises:
         BackendError: A rank cannot build or capture a stage; every rank raises it.

@@ -1,5 +1,5 @@
 """
-``qeffect runtime train CONFIG.toml``: a language model over the guarded pipeline.
+``qeffect runtime train CONFIG.toml``: train a language model with the guarded pipeline.
 
 torchrun starts as many processes as the file needs; a run of one process needs no torchrun.
 """
@@ -101,12 +101,13 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     Train; the outcome is `refused` if a bit differs or the contract was broken.
 
-    Rank 0 prints; all ranks end with the same exit code: 1 for a violation or if the run diverged
-    (`divergence`), 2 if the run could not be made or was ended from outside (`stopped_outcome`),
-    otherwise 0. The exit code is also 0 if the checkpoint leaves no step to train.
+    Rank 0 prints. All ranks end with the same exit code: 1 for a violation or if the run
+    diverged (`divergence`), 2 if the run could not be made or was ended from outside
+    (`stopped_outcome`), otherwise 0. The exit code is also 0 if the checkpoint leaves no step to
+    train.
 
     Raises:
-        UnusableError: The run cannot be made by these processes; the same on every rank.
+        UnusableError: These processes cannot make the run; every rank raises it.
     """
     return report_once(lambda: _run(args, progress))
 
@@ -129,7 +130,7 @@ class JoinedRun:
     A training run before its first step; every rank has joined it.
 
     Args:
-        config: The run; its cut is measured if the file asks for a measured cut.
+        config: The run. If the file asks for a measured cut, the cut is already measured.
         data: The model and its data.
         member: This process.
         what: The run in one line.
@@ -158,7 +159,7 @@ def carry_out(
     Args:
         args: The options of the command: its file, `--out` and `--commit`.
         config: The run.
-        train: Trains, once all ranks are connected.
+        train: Called to train, once all ranks are connected.
         how: The kind of run that the report names: `train`, or `all` or `ends` for a comparison.
         deterministic: Ask the libraries for deterministic kernels, also if the file does not.
         resume: Whether the run continues from a checkpoint.
@@ -322,7 +323,7 @@ def require_processes(config: Config, job: LanguageJob, how: str) -> None:
 
     Args:
         config: The run.
-        job: Its mapping.
+        job: The run's model and its mapping onto ranks.
         how: The command and its file, as a user types them.
 
     Raises:
@@ -417,7 +418,7 @@ def _ended_early(trainer: Trainer) -> list[str]:
 
 
 def skip_lines(watch: UpdateWatch) -> list[str]:
-    """A line, if updates were skipped: their number, and the first step."""
+    """Return a line with the number of skipped updates and the first such step; empty if none."""
     if not watch.skipped:
         return []
     return [
@@ -444,7 +445,8 @@ def _way_on(checkpoints: Checkpoints | None, cause: Cause) -> str:
 
 def launch_lines(record: Mapping[str, Any]) -> list[str]:
     """
-    A line, if launches were asked for: the number of launched steps, or why no step was launched.
+    Return a line with the number of launched steps, or why none was launched; empty if launches
+    were not asked for.
     """
     if record["guarded_replays"]:
         return [f"  guarded replays, not one launch per step: {record['guarded_replays']}"]
@@ -456,7 +458,7 @@ def loss_line(losses: Sequence[float]) -> str:
 
 
 def nonfinite_lines(began: int, losses: Sequence[float]) -> list[str]:
-    """A line, if a loss was not finite; a report has null for such a loss."""
+    """Return a line that counts non-finite losses, if there are any; a report has null for them."""
     odd = [began + n for n, loss in enumerate(losses) if not math.isfinite(loss)]
     return (
         [f"  NOT FINITE: the loss of {counted(len(odd), 'step')}; first in step {odd[0]}"]
@@ -466,7 +468,7 @@ def nonfinite_lines(began: int, losses: Sequence[float]) -> list[str]:
 
 
 def release_memory(member: Member) -> None:
-    """Free the memory that the previous side held."""
+    """Free the memory that the previous run of a comparison held."""
     gc.collect()
     if member.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -76,9 +76,9 @@ class Model:
         hidden: Width of the model; a multiple of 16 and of `heads`.
         ffn: Width of the MLPs; a multiple of 16.
         heads: Attention heads per layer.
-        kv_heads: Key and value heads per layer; must divide `heads`. If they are fewer than
-            `heads`, several query heads share one of them (grouped-query attention). 0 means as
-            many as `heads`.
+        kv_heads: Key and value heads per layer; must divide `heads`. If the number is below
+            `heads`, several query heads share one key and value head (grouped-query attention). 0
+            means as many as `heads`.
         norm: The norm before attention, MLP and head: `layernorm`, or `rmsnorm`, which has no bias.
         activation: Function between the two matrix products of an MLP. With `swiglu` the first
             product has twice `ffn` rows: the gates, and the values that they multiply.
@@ -112,11 +112,11 @@ class Model:
             `rule = "accumulate"` it also needs a schedule whose dI and dW run in the order of
             microbatches.
         wgrad_group: Number of consecutive microbatches whose weight gradients are computed as one
-            product per matrix; must divide the microbatches of a walk. With a larger number,
-            gradients are read and written less often, but more tapes stay live; `qeffect plan TABLE
-            --wgrad-group 2` prints the number of live tapes. More than 1 needs delayed scaling,
-            `scales = "epoch"`, and `rule = "accumulate"` of `[parallel]`. With bf16 gradients the
-            number changes their bits.
+            product per matrix; must divide the microbatches of a walk (pass over the schedule).
+            With a larger number, gradients are read and written less often, but more tapes stay
+            live. `qeffect plan TABLE --wgrad-group 2` prints the number of live tapes. More than 1
+            needs delayed scaling, `scales = "epoch"`, and `rule = "accumulate"` of `[parallel]`.
+            With bf16 gradients the number changes their bits.
     """
 
     vocabulary: int = whole(32768, 16, 2**31, unit="tokens", resume=SAME)
@@ -177,7 +177,7 @@ class Parallel:
         microbatches: Microbatches per step and replica, over all walks.
         walks: Walks (passes over the schedule) per step. With 2, each walk takes half of the
             microbatches, and gradients accumulate over both walks before the update. More than one
-            walk needs `rule = "accumulate"`, and excludes steps as one launch.
+            walk needs `rule = "accumulate"`, and a step then cannot run as one launch.
         batch: Windows per microbatch.
         cut: How layers are divided into stages. `even` gives every stage the same number of layers,
             or one more; `balanced` uses `embedding_cost` and `head_cost`; `measured` uses measured
@@ -255,8 +255,8 @@ class Optimizing:
         rate: Learning rate at the end of the warm-up.
         warmup: Steps of the linear warm-up.
         decay_steps: Steps until the learning rate is at its minimum, warm-up included. 0 means
-            `steps` of `[run]` at the first start; a resume with more steps keeps this number, and
-            so the curve.
+            `steps` of `[run]` at the first start; a resume with more steps keeps this number, so
+            the learning-rate curve stays the same.
         least_rate: Learning rate at the end of the cosine decay; at most `rate`.
         weight_decay: Weight decay of matrices; norms, biases and embeddings have none.
         master: Whether the optimizer keeps fp32 copies of the parameters.
@@ -343,12 +343,12 @@ class Checkpointing:
         keep_every: Checkpoints after a multiple of this number of steps are kept for ever, in
             addition to `keep`. 0 keeps no checkpoint for ever.
         asynchronous: Whether the files of a checkpoint are written during the next steps.
-        replicas: What happens if the checkpoint has another number N of replicas, each with its own
-            scaling state: `same` refuses the checkpoint; with `modulo`, replica r loads the state
-            of replica r modulo N.
+        replicas: What happens if N replicas saved the checkpoint, each with its own scaling state,
+            and this run has another number of replicas: `same` refuses the checkpoint; with
+            `modulo`, replica r loads the state of saved replica r modulo N.
         run: Identity of the run, which every checkpoint records; if empty, an identity is drawn at
-            the first start. `--resume` refuses a checkpoint with another identity, unless `--adopt`
-            is given.
+            the first start. Without `--adopt`, `--resume` refuses a checkpoint with another
+            identity.
     """
 
     folder: str = text("", unit="path", resume="names the folder to resume from")
@@ -365,7 +365,7 @@ class Waiting:
     """
     Table `[limits]`: how long ranks wait for one another.
 
-    Every wait has one of these limits; a rank that waited longer ends the step with a cause.
+    Every wait has one of these limits. A rank that waits longer stops the step and reports why.
 
     Args:
         start_s: Time for all ranks to meet, and to meet again after a stop.
@@ -433,7 +433,7 @@ class Config:
     guard: Guarding = attrs.field(factory=Guarding)
 
     def path(self, name: str) -> Path:
-        """Return a path of the file, taken from the file's own folder."""
+        """Return a path from the file, resolved against the file's own folder."""
         return self.source.parent / name
 
     def layer(self) -> LayerConfig:
@@ -463,7 +463,7 @@ class Config:
 
     def require_drawn(self, what: str) -> None:
         """
-        Require weights from the seed, which every run of a comparison begins with.
+        Require weights drawn from the seed, because all runs of a comparison use such weights.
 
         Args:
             what: The option or command that compares.

@@ -1,5 +1,5 @@
 """
-A training file, read and checked: an error is one line that names the field, what was expected and
+Read and check a training file: an error is one line that names the field, what was expected and
 what was found. Paths are relative to the file's own folder.
 """
 
@@ -34,11 +34,11 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
 
     Args:
         path: The file.
-        changes: By table, fields that the command line overrides; None leaves the file's.
+        changes: Fields that the command line overrides, by table; None keeps the file's value.
 
     Raises:
         UnusableError: The file is missing or not TOML, a table or field is unknown, a value is not
-            allowed, or a given field has no effect beside the other fields.
+            allowed, or a given field would have no effect, because of the other fields.
     """
     try:
         # Some editors begin a file with a byte order mark.
@@ -153,7 +153,7 @@ def _default(table: str, name: str) -> Any:
 
 def current(tables: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return the tables of a run of an earlier release with the field names of this release.
+    Return the tables that an earlier release saved, with the field names of this release.
 
     >>> current({"parallel": {"captured": False}, "run": {"steps": 4, "start_s": 60.0}})
     {'parallel': {'mode': 'eager'}, 'run': {'steps': 4}, 'limits': {'start_s': 60.0}}

@@ -49,7 +49,7 @@ def descriptions(table: type) -> dict[str, str]:
 
 
 def rows(table: type) -> list[tuple[str, ...]]:
-    """Return the rows of a table's fields, a cell for each of `COLUMNS`."""
+    """Return one row per field of a table, with one cell for each of `COLUMNS`."""
     does = descriptions(table)
     fields: Any = attrs.fields(table)
     defaults = table()

@@ -29,7 +29,7 @@ def token_type(vocabulary: int) -> np.dtype[Any]:
 
 
 def begin_tokens(file: BinaryIO, kind: np.dtype[Any], count: int) -> None:
-    """Write the header of a token file; `count` tokens of this type follow as raw bytes."""
+    """Write a token file's header; the caller then writes `count` tokens of this type as bytes."""
     head = {
         "descr": np.lib.format.dtype_to_descr(kind),
         "fortran_order": False,
@@ -46,7 +46,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 @contextmanager
 def replaced(out: Path) -> Iterator[Path]:
     """
-    Yield a hidden folder; its files replace those of a corpus once the block has ended.
+    Yield a hidden folder, whose files replace those of a corpus at the end of the `with` block.
 
     If the block raises, the previous corpus is unchanged, and the block's files are removed. The
     record is removed first and written last, so a folder with a record has a whole corpus.

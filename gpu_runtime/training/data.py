@@ -3,9 +3,9 @@ Windows of tokens from a file, in an order that position and seed determine comp
 
 A token file is one NumPy array (`.npy`, uint16 or uint32), mapped into memory. A window has
 `sequence + 1` tokens: the inputs are its first `sequence` tokens, and the targets are the same
-tokens shifted by one. The last token of a window is the first of the next. A pass visits every
-window once. Each pass has its own order: a keyed permutation that is computed and never stored, so
-any process can continue from `position` and `seed` alone.
+tokens shifted by one. A window's last token is the first token of the next window. A pass visits
+every window once. Each pass has its own order: a keyed permutation that is computed and never
+stored, so any process can continue from `position` and `seed` alone.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Loader:
         seed: Seed of the order of every pass.
         shuffle: Whether each pass has its own order; otherwise every pass has the file's order.
         position: Position of the first window of step `step`.
-        step: The step at `position`, as the contract counts epochs.
+        step: The step that begins at `position`; steps are numbered like the contract's epochs.
     """
 
     tokens: Tokens
@@ -204,7 +204,7 @@ class Loader:
     step: int = 0
 
     def place(self, at: int) -> int:
-        """Return the file's window at position `at` of training."""
+        """Return the index in the file of the window at position `at` of training."""
         count = self.tokens.windows(self.sequence)
         turn, index = divmod(at, count)
         return shuffled(index, count, (self.seed << 20) + turn) if self.shuffle else index

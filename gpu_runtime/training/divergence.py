@@ -2,8 +2,8 @@
 When a run has diverged: a loss, a weight, a moment or a scale is not finite, or too many updates in
 a row were skipped.
 
-Every rank decides from data that all ranks have exchanged, so all ranks end at the same step, for
-one cause.
+Every rank decides from data that all ranks have exchanged, so all ranks end at the same step, with
+the same cause.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .look import NonFinite
 __all__ = ["DIVERGED", "DivergedError", "UpdateWatch", "diverged"]
 
 DIVERGED = "diverged"
-"""The kind of the cause."""
+"""The kind of cause that a diverged run reports."""
 
 
 class DivergedError(RuntimeError):
@@ -86,8 +86,8 @@ class UpdateWatch:
 
         Args:
             step: The step.
-            shares: Each rank's shares of its loss, by rank.
-            norm: The norm of its gradients, if there is one.
+            shares: Each rank's shares of the step's loss, by rank.
+            norm: The norm of the step's gradients, if it was computed.
 
         Raises:
             DivergedError: The loss is not finite though the update was not skipped, or `stop_after`

@@ -44,7 +44,7 @@ MOST = 2**31
 NAMES = ("bpe", "bytes")
 """The values of `--tokenizer` other than a file."""
 TOKENIZER = "tokenizer.json"
-"""The file of a corpus with its encoding, unless the encoding is bytes."""
+"""Name of the file with a corpus's encoding; the encoding `bytes` needs no file."""
 _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Tokens that end a text in known tokenizers, in search order."""
 
@@ -78,10 +78,10 @@ class Encoding(Protocol):
     end: int
 
     def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
-        """The tokens of each text, then the end."""
+        """The tokens of each text, followed by the end token."""
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text, without the end."""
+        """The tokens of a text, without the end token."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
@@ -102,7 +102,7 @@ class Bytes:
     end = 256
 
     def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
-        """The bytes of each text, then the end."""
+        """The bytes of each text, followed by the end token."""
         for text in texts:
             held = np.empty(len(raw := text.encode("utf-8")) + 1, np.uint32)
             held[:-1] = np.frombuffer(raw, np.uint8)
@@ -114,7 +114,7 @@ class Bytes:
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of bytes; a byte that is not UTF-8 becomes U+FFFD, and the end is left out."""
+        """The text of bytes, without the end token; a byte that is not UTF-8 becomes U+FFFD."""
         return bytes(one for one in ids if one < 256).decode("utf-8", "replace")
 
     def describe(self) -> dict[str, Any]:

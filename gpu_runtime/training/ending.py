@@ -6,8 +6,8 @@ all ranks end after the same step. Then the ranks save, and the run ends with ex
 
 A step cannot end if a rank has died or hangs. The main thread then waits inside gloo, where Python
 runs no handler. So a signal also wakes a thread. If the step has not ended in time, the thread
-publishes why this rank stops, tells the cause, and ends the process with exit code 2, before the
-launcher kills it.
+publishes why this rank stops, reports the cause, and ends the process with exit code 2, before the
+launcher kills the process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..ranks.worker import Worker
 __all__ = ["GRACE_S", "REASONS", "EndRequest", "worst_end_s"]
 
 REASONS = ("steps", "max_seconds", "SIGUSR1", "SIGTERM")
-"""What ends a run; ranks exchange the index here, and the largest index wins."""
+"""Reasons to end a run; ranks exchange indices into this tuple, and the largest index wins."""
 _SIGNALS = {signal.SIGUSR1: 2, signal.SIGTERM: 3}
 #: A signal within these seconds of the first is the same request: both a cluster's manager and the
 #: launcher signal the ranks.
@@ -75,7 +75,7 @@ def worst_end_s() -> float:
 
 class EndRequest:
     """
-    Whether this rank is asked to end the run; inside this context, signals ask for the end.
+    Whether this rank is asked to end the run; inside this context, signals are such requests.
 
     Args:
         worker: The rank's worker; a second signal ends its step at once.

@@ -1,9 +1,9 @@
 """
 The loss on held-out text between two steps: forward passes that leave the training state unchanged.
 
-Every window runs with the scales of the last commit, so the loss depends neither on the number of
-windows nor on the rank that runs each. Hidden states travel between ranks through host memory:
-evaluations are rare and need no connections of their own.
+Every window runs with the scales of the last commit, so a window's loss depends neither on the
+number of windows nor on the rank that runs the window. Hidden states travel between ranks through
+host memory: evaluations are rare and need no connections of their own.
 """
 
 from __future__ import annotations

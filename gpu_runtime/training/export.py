@@ -30,15 +30,15 @@ __all__ = ["FORMATS", "read_part", "read_weights", "write_weights"]
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
-    Read the weights of a checkpoint, after the hash of each of its files was compared.
+    Compare the hash of each file of a checkpoint, then read the weights.
 
     Args:
         path: The checkpoint's folder, as `Checkpoints` wrote it, from any number of ranks.
 
     Returns:
         The weights by the model's names, such as ``layers.5.qkv.weight``, on the CPU, each with the
-        shape and dtype that it was trained with; a tied weight appears once. Also the checkpoint's
-        facts.
+        shape and dtype that it was trained with; a tied weight appears once. The second value is
+        the checkpoint's facts (its plain data).
 
     Raises:
         BackendError: A file is missing or damaged, or the folder is not a checkpoint.
@@ -50,12 +50,12 @@ def read_part(
     path: Path, part: str, *, compared: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
-    Read the tensors of a checkpoint whose names have one prefix; the prefix is cut off.
+    Read those tensors of a checkpoint whose names begin with a prefix, and cut the prefix off.
 
     Args:
         path: The checkpoint's folder.
         part: The prefix, such as ``model`` or ``fp8.dp0``.
-        compared: Whether the hashes were compared before, for another part.
+        compared: Whether an earlier call, for another part, has already compared the hashes.
 
     Returns:
         The tensors by the rest of their names, on the CPU, and the checkpoint's facts.

@@ -108,7 +108,7 @@ def number(default: float, *, positive: bool = False, **known: Any) -> Any:
 
 
 def flag(default: bool, **known: Any) -> Any:
-    """True or false."""
+    """A boolean: true or false."""
     fits = lambda v: type(v) is bool  # noqa: E731 - one of many alike
     return _field(default, "boolean", "true or false", "true, false", fits, **known)
 

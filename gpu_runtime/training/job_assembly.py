@@ -127,7 +127,7 @@ def _require_dropout(config: Config) -> None:
 
 def require_grouped(config: Config) -> None:
     """
-    Require what one product over several microbatches needs, if the file asks for it.
+    If the file asks for dW products over several microbatches, require the fields that they need.
 
     Raises:
         UnusableError: A field does not fit `wgrad_group`; the message names it.

@@ -34,7 +34,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 def even_cut(layers: int, stages: int) -> tuple[int, ...]:
     """
-    Return the number of layers of each stage, as even as possible; the first stages get the rest.
+    Return the number of layers of each stage, as even as possible; extra layers go to the first
+    stages.
 
     >>> even_cut(10, 4)
     (3, 3, 2, 2)
@@ -209,7 +210,10 @@ class LanguageJob(Job):
         return decays(EMBEDDED if self.tied and name == PROJECTED else name, parameter)
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
-        """Like `Job.options`; the cut sets the layers, the end stages add embedding and head."""
+        """
+        Like `Job.options`. The cut sets the layers; the first stage adds the embedding, the last
+        stage the head.
+        """
         last = index == self.num_stages - 1
         ends = Ends(
             vocabulary=self.vocabulary,

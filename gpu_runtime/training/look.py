@@ -1,5 +1,5 @@
 """
-Check that everything that a checkpoint would hold is finite: weights, moments and scales.
+Check that all values that a checkpoint would hold are finite: weights, moments and scales.
 
 The device reduces each tensor to its largest magnitude, which is infinite or NaN if any value is;
 the host reads one flag per tensor. Amax histories are left out: under `skip_nonfinite` they may

@@ -61,7 +61,7 @@ class Trainer:
     Args:
         member: This process.
         config: The run.
-        show: Shows a line on a terminal, unless another line was shown a moment ago; used on rank
+        show: Shows a line on a terminal, but skips a line shortly after another one; used on rank
             0.
         data: The configuration's data, from `open_job`; by default, the trainer opens it.
         note: Always shows a line; `show` by default.
@@ -254,7 +254,8 @@ class Trainer:
         Train to the last step, with the evaluations and checkpoints that are due.
 
         SIGTERM, SIGUSR1 and `[run] max_seconds` end the run after a step that all ranks agree on,
-        with a checkpoint; `ended_by` then names the request. The status file says what ended it.
+        with a checkpoint; `ended_by` then names the request. The status file says what ended the
+        run.
 
         Raises:
             StoppedError: A rank could not continue; every rank raises it.

@@ -147,11 +147,11 @@ class Log:
         path: File to which JSON lines are appended; None for no file. If a killed run left its last
             line unfinished, that line is removed.
         board: Folder for TensorBoard; None for no TensorBoard files.
-        show: Shows a line on the terminal, unless another line was shown a moment ago.
-        note: Shows a line in any case; `show` by default.
+        show: Shows a line on the terminal, but skips a line shortly after another one.
+        note: Always shows a line; `show` by default.
 
     Attributes:
-        ended: Why the file ends before the run; None while the file can be written.
+        ended: Why the file could no longer be written; None while it can be written.
 
     Raises:
         UnusableError: The file cannot be written or is not a log, or TensorBoard is not installed.

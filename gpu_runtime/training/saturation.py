@@ -22,8 +22,8 @@ __all__ = ["SATURATED", "GradientScales"]
 
 SATURATED = 256.0
 """
-A gradient is reported as saturated from this factor on. Scales of sound runs fall too: in three
-runs of 150 steps, by a factor of at most 22 in a step.
+A gradient is reported as saturated if its scale fell by at least this factor in a step. Scales of
+sound runs fall too: in three runs of 150 steps, by a factor of at most 22 in a step.
 """
 
 

@@ -58,7 +58,7 @@ class Saves:
     Attributes:
         checkpoints: The folder of checkpoints; None if the run has none.
         found: The checkpoint from which the run continues; None if the run begins anew.
-        warnings: What `open` found, in sentences.
+        warnings: Problems that `open` found but accepted, in sentences.
         log: The run's log, on rank 0; the trainer sets it.
     """
 
@@ -118,14 +118,14 @@ class Saves:
 
     def begin(self) -> None:
         """
-        Write the run's identity into the lock; from now on nothing can keep the run from starting.
+        Write the run's identity into the lock file; call it once nothing can prevent the start.
         """
         if self.lock is not None and self.checkpoints is not None:
             self.lock.say(run=self.checkpoints.run[0])
 
     def load(self, worker: Worker, job: LanguageJob) -> LanguageJob:
         """
-        Load the checkpoint that `open` found into the worker, and move the data to its place.
+        Load the checkpoint that `open` found into the worker, and move the data to its position.
 
         Returns:
             The job, with the learning-rate curve of the saved run.
@@ -210,7 +210,7 @@ class Saves:
 
         Raises:
             BackendError: The checkpoint cannot be written; earlier checkpoints are unchanged.
-            StoppedError: A rank has live state, or is gone.
+            StoppedError: A rank has live state (unfinished work), or is gone.
             DivergedError: A weight, a moment or a scale is not finite.
         """
         if self.checkpoints is None:

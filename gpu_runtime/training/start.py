@@ -1,5 +1,5 @@
 """
-Begin a run from the weights in a file, such as `qeffect runtime export` writes.
+Begin a run from the weights in a file, such as a file that `qeffect runtime export` wrote.
 
 Only weights come from the file: AdamW's state, scales and the position in the text start fresh.
 """
@@ -39,7 +39,7 @@ class StartingWeights:
     Args:
         path: The file.
         names: Names of the weights.
-        read: Returns the weight of a name.
+        read: Returns the weight that has a given name.
     """
 
     path: Path

@@ -97,9 +97,10 @@ class PersistentTensors:
     Args:
         tensors: The live tensors, by name.
         parameters: Names of the weights.
-        optimizer: For each tensor of AdamW's state: its name here, by the optimizer's own name.
-        numerical: For each tensor of scaling state: the domain's own name, by its name here.
-        copies: Further tensors with the content of a named tensor, by that name: copies of a tied
+        optimizer: Maps the optimizer's name of each tensor of AdamW's state to the name in
+            `tensors`.
+        numerical: Maps the name in `tensors` of each tensor of scaling state to the domain's name.
+        copies: Further tensors that must equal a tensor of `tensors`, by its name: copies of a tied
             weight, and their AdamW state.
     """
 
@@ -182,7 +183,7 @@ class PersistentTensors:
 
     def require_alike(self) -> None:
         """
-        Require that all copies of a tensor have the same bits, if the tensor is saved only once.
+        Require that all copies of a tensor have the same bits, because only one copy is saved.
 
         Raises:
             BackendError: Copies of a tied weight differ.

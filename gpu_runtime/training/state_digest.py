@@ -2,8 +2,8 @@
 One SHA-256 of a run's weights, AdamW state and scaling state, ordered by their names in a
 checkpoint.
 
-With `[model] scales = "epoch"` two runs of one model, recipe, number of microbatches and replicas
-have the same digest, whatever their schedule and mapping.
+With `[model] scales = "epoch"` two runs with the same model, recipe, number of microbatches and
+number of replicas have the same digest, whatever their schedule and mapping onto ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["digest_of", "state_digest", "tensor_hashes"]
 
 
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return type, shape and SHA-256 of the raw bits of each tensor, joined into one word."""
+    """Return one string per tensor: its type, its shape, and the SHA-256 of its raw bits."""
     return {
         name: f"{tensor.dtype}{list(tensor.shape)}:"
         + hashlib.sha256(raw_bits(tensor).cpu().numpy().tobytes()).hexdigest()

@@ -105,7 +105,7 @@ class StepLog:
 
         Args:
             end: Number of steps whose results are known.
-            mismatches: Number of steps so far whose two runs differed.
+            mismatches: Number of steps so far that ran twice with different results.
 
         Raises:
             DivergedError: A loss is not finite, or too many updates in a row were skipped.

@@ -120,7 +120,7 @@ class StepRunner:
 
     def step(self) -> None:
         """
-        One optimizer step, as guarded replays, eagerly, or as one launch (`OneLaunch.step`).
+        Run one optimizer step: as guarded replays, eagerly, or as one launch (`OneLaunch.step`).
 
         Raises:
             StoppedError: All ranks stopped this step for one cause; with launches, possibly the
@@ -180,7 +180,7 @@ class StepRunner:
 
     @property
     def known(self) -> int:
-        """Number of steps since the first that are known to have succeeded on all ranks."""
+        """Number of steps, counted from step 0, that are known to have succeeded on all ranks."""
         ahead = 0 if self.one_launch is None else self.one_launch.ahead
         return self.worker.runtime.epoch - ahead
 
@@ -213,7 +213,7 @@ class StepRunner:
 
     def ending(self, step: int) -> int:
         """
-        Return on all ranks the largest request number of any rank after a step (`Consent.asks`).
+        Return on all ranks the largest number of an end request after a step (`Consent.asks`).
 
         Guarded steps exchange the number in their consent. With launches, hosts exchange the number
         after every eighth step; after other steps, this returns 0.

@@ -1,11 +1,12 @@
 """
 The times of a step on one rank: how long it computed, and how long it waited for other ranks.
 
-No step waits for a device because of its times. On a CPU the host measures both times. On a GPU,
+No step waits for a device in order to be timed. On a CPU the host measures both times. On a GPU,
 events around F, dI and dW are recorded on the device in every 32nd guarded step; the host reads
 them later, when the device has passed them anyway. A launch is one graph, in which the device also
 waits for messages, so two events around it give the sum of both times. Therefore the device also
-stamps one dW of each stage, which waits for no rank (`qeffect.gpu_runtime.ranks.launch_stamps`).
+timestamps one dW of each stage, which waits for no rank
+(`qeffect.gpu_runtime.ranks.launch_stamps`).
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class StepTimes:
     The times of a step on one rank, in milliseconds.
 
     Args:
-        wait: The host's wait for other ranks; with a launch, its wait for the verdict of the
-            previous step.
+        wait: The host's wait for other ranks; with a launch, the host's wait for the outcome of
+            the previous step.
         compute: On a CPU, the rest of the step. On a GPU, the device's time in F, dI and dW, once
             it is read. NaN if nothing timed it.
         launch: The device's time in a launch, including its waits for messages; NaN otherwise.
-        weights: The device's time in the stamped dW of a launch, one per stage; NaN otherwise.
+        weights: The device's time in a launch's timestamped dW, one per stage; NaN otherwise.
         pairs: Pairs of events on the device around the timed work.
     """
 
@@ -91,7 +92,7 @@ class Stopwatch:
 
     @contextmanager
     def step(self, epoch: int) -> Iterator[None]:
-        """Time a guarded step; `taken` then has its times."""
+        """Time a guarded step; `taken` then has the step's times."""
         waits, pairs = self.worker.waits, list[tuple[Any, Any]]()
         before, began = waits.seconds, time.perf_counter()
         timed = self.device and epoch % _TIMED_EVERY == 0
@@ -103,7 +104,7 @@ class Stopwatch:
 
     @contextmanager
     def launch(self) -> Iterator[None]:
-        """Time a launch on the current stream; `taken` then has its times except its wait."""
+        """Time a launch on the current stream; `taken` then has the launch's times, but no wait."""
         pairs = [(_event(), _event())] if self.device else []
         for begin, _ in pairs:
             begin.record()

@@ -63,7 +63,7 @@ class TextFile:
         Yield each text that is not empty, and whether it is held out.
 
         In JSON lines, a text's hash decides whether the text is held out, so equal texts are never
-        split. Of plain text, the end is held out, from the nearest start of a line on.
+        split. Of plain text, the last part is held out, from the nearest start of a line on.
 
         Raises:
             UnusableError: The file cannot be read, is not UTF-8, or a line is not a JSON object

@@ -219,7 +219,7 @@ class Checks(ContractParts):
 
         A grouped dW is one product over several tapes of one stage. The product writes their common
         destination once: ``first`` describes this one write, and the device counts one dW: the
-        first tape's. The commit counts a dW for each tape; the abort aborts each.
+        first tape's. The commit counts a dW for each tape; the abort aborts every tape.
 
         Args:
             key: Key of the execution, whose tape the reference must name.

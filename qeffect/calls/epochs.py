@@ -20,7 +20,7 @@ class EpochCalls(ContractParts):
     @exclusive_call
     def finalize(self, stage: int, link: int = 0) -> None:
         """
-        Declare a stage's gradients whole.
+        Declare a stage's gradients complete.
 
         Raises:
             Refused: ``order.incomplete``, ``arena.incomplete``, ``arena.spoiled`` and others.
@@ -87,9 +87,9 @@ class EpochCalls(ContractParts):
         Record a fault that was seen late, after its action was committed.
 
         Call it for an asynchronous device error, or for a digest that is compared after the tape is
-        gone. A fault of the current epoch spoils it: the epoch can no longer commit. If the update
-        of the epoch has begun, or was committed, it used wrong gradients. The weights then count as
-        half updated, and the run continues only after a `restore`.
+        gone. A fault of the current epoch spoils this epoch, which can then no longer commit. If
+        the update of the epoch has begun, or was committed, it used wrong gradients. The weights
+        then count as half updated, and the run continues only after a `restore`.
 
         Args:
             stage: The stage whose action failed.
@@ -350,9 +350,9 @@ class EpochCalls(ContractParts):
         """
         Present what the devices had counted at the last commit, for a contract with ``late=True``.
 
-        Until then neither the next commit nor a checkpoint is accepted. If the counts differ, the
-        device has skipped the update and the weights are still those of the epoch that ended with
-        that commit; only a restore is then possible.
+        Before this call, the next commit and every checkpoint are refused. If the counts differ,
+        the device has skipped the update and the weights are still those of the epoch that ended
+        with that commit; only a restore is then possible.
 
         Args:
             counted: By state domain, what its device had counted when the update began.

@@ -73,7 +73,7 @@ class Queries(ContractParts):
         return self._streams.link(caller, self.stages[0].domain if domain is None else domain)
 
     def live(self) -> dict[TapeKey, TapeRef]:
-        """Every live tape: its reference by its key."""
+        """The reference of every live tape, by the tape's key."""
         return self._tapes.live()
 
     def reference(self, key: TapeKey) -> TapeRef | None:

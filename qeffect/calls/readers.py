@@ -18,13 +18,13 @@ class ReaderCalls(ContractParts):
         """
         Record that a separate stream begins to read a stage's weights.
 
-        Call it for an asynchronous save or a broadcast of parameters. The reader's stream starts
-        behind the link's caller, which must have waited for the optimizer's latest update. No
-        update begins before `finish_weights_read`.
+        Call it for an asynchronous save or a broadcast of parameters. The reader's stream first
+        waits for the link's caller stream, which must have waited for the optimizer's latest
+        update. No update begins before `finish_weights_read`.
 
         Args:
             stage: The stage whose weights are read; only one read of them may be under way.
-            link: Link of the caller behind which the reader's stream starts.
+            link: Link of the caller stream that the reader's stream first waits for.
 
         Raises:
             Refused: ``completion.wrong-stream``, ``completion.second-reader``,
@@ -66,14 +66,14 @@ class ReaderCalls(ContractParts):
         """
         Record that a separate stream begins to read a stage's gradients.
 
-        Call it for a norm or a save of gradients beside the step. The stage must be final and every
-        bucket reduced. The reader's stream starts behind the caller that finalized the stage.
-        No update and no further walk begins before `finish_gradients_read`, because both may write
-        the gradients.
+        Call it when another stream computes a norm of gradients, or saves gradients, beside the
+        step. The stage must be final and every bucket reduced. The reader's stream first waits for
+        the stream of the caller that finalized the stage. No update and no further walk begins
+        before `finish_gradients_read`, because both may write the gradients.
 
         Args:
             stage: The stage whose gradients are read; only one read of them may be under way.
-            link: Link of the caller behind which the reader's stream starts.
+            link: Link of the caller stream that the reader's stream first waits for.
 
         Raises:
             Refused: ``epoch.not-final``, ``reduction.missing``, ``completion.wrong-consumer``,

@@ -61,8 +61,8 @@ class StepCalls(Queries):
         """
         Ask whether `commit_step` would be accepted now; no state changes and nothing is logged.
 
-        If so, the caller may run the step, whose update writes the weights: no checkpoint is
-        accepted before `commit_step`, `withdraw_step` or the check of another action.
+        If it would be, the caller may run the step. The step's update writes the weights, so no
+        checkpoint is accepted before `commit_step`, `withdraw_step` or the check of another action.
 
         The state that the step's transitions read is compared once; `qeffect.steps` explains why
         that replaces every guard of every action. If the state differs, the transitions run one by

@@ -88,7 +88,7 @@ class TapeCalls(ContractParts):
         self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
     ) -> None:
         """
-        Record that a message has arrived whole.
+        Record that a message has arrived completely.
 
         Afterwards F (or dI) of the tape may run on the buffer's content. If a message can no
         longer arrive, first `drop` the tape, so that nothing runs on it and its epoch cannot

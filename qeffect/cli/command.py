@@ -93,7 +93,10 @@ class Outcome:
 
 
 class Command(Protocol):
-    """A subcommand; upper layers register theirs as ``qeffect.commands`` entry points."""
+    """
+    A subcommand; the layers above the kernel register subcommands as ``qeffect.commands`` entry
+    points.
+    """
 
     name: str
     help: str
@@ -161,7 +164,10 @@ class Progress:
         return self.stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def note(self, line: str) -> None:
-        """Show an important line at once, such as a first finding, however recent the last line."""
+        """
+        Show an important line, such as a first finding, at once, without the limit of a line per
+        second.
+        """
         if self.enabled:
             # In one write: an interrupt's line may come from another thread.
             clear = "\r\x1b[K" if _HELD else ""

@@ -25,7 +25,9 @@ __all__ = ["INTERRUPTED", "INTERRUPTED_RUNS", "Interrupts", "descendants"]
 #: The exit code after SIGINT, as in shells: 128 plus the signal's number.
 INTERRUPTED: Final = 130
 INTERRUPTED_RUNS: Final[list[Callable[[], str]]] = []
-"""Functions that say in one line whether a run may be resumed; the last function's is printed."""
+"""
+Functions that say in one line whether a run may be resumed; the last function's line is printed.
+"""
 #: Seconds that the main thread has to unwind and to remove its unfinished files.
 _GRACE_S: Final = 1.0
 #: Wakes the main thread; by default a process ignores this signal.
@@ -49,7 +51,7 @@ class Interrupts:
 
     def run(self, work: Callable[[], int]) -> int:
         """
-        Return what some work returns; on SIGINT end the process with code 130 instead.
+        Run a function and return its result; on SIGINT end the process with code 130 instead.
 
         If the shell ignores SIGINT, as for background jobs of a script, SIGINT stays ignored.
 
@@ -85,7 +87,10 @@ class Interrupts:
         return self._ending.is_set()
 
     def last_word(self) -> bool:
-        """Whether the caller may print last: True for the first caller, False for the second."""
+        """
+        Whether the caller may print the last line: True for the first caller, False for any later
+        one.
+        """
         return self._last_word.acquire(blocking=False)
 
     def _wait(self) -> None:

@@ -34,7 +34,7 @@ _SHOWN = 8
 
 
 class Plan:
-    """Plan a schedule's resources in both provisionings."""
+    """Plan a schedule's resources, with one tape per microbatch and with one tape per slot."""
 
     name = "plan"
     help = "plan the tapes, slots, graphs, gradient bytes and step time of a schedule"

@@ -45,8 +45,8 @@ ACTIONS: Final[Mapping[str, tuple[str, str]]] = {
 #: of objects in memory, which change a time by about one percent.
 ROUNDS: Final = 20
 
-#: Turns per side and round, timed epochs per turn, and untimed epochs before them: the interpreter
-#: first has to specialize its calls for this side's functions.
+#: Number of turns per side and round, of timed epochs per turn, and of untimed epochs before them.
+#: In the untimed epochs the interpreter specializes its calls for this side's functions.
 TURNS: Final = 4
 EPOCHS: Final = 20
 BEFORE: Final = 8
@@ -108,7 +108,7 @@ def relations(make: Callable[[Iterable[str]], Contract], run: Run, **turns: int)
 
     Args:
         make: Makes a contract that leaves out the relations named.
-        run: Runs epochs of it.
+        run: Runs epochs of that contract.
         turns: As for ``in_turns``.
 
     Returns:
@@ -204,9 +204,9 @@ def price(rounds: Sequence[tuple[float, float]]) -> dict[str, float]:
         rounds: For each round, microseconds of an action with the part and without it.
 
     Returns:
-        ``with_us`` and ``without_us``, medians over the rounds; ``us``, the median of the rounds'
-        differences, and ``low_us`` and ``high_us``, its ``bounds``; and ``ratio``, the median of
-        the rounds' quotients (time with the part divided by time without it).
+        ``with_us`` and ``without_us``: medians over the rounds. ``us``: the median of the rounds'
+        differences. ``low_us`` and ``high_us``: the ``bounds`` of the differences. ``ratio``: the
+        median of the rounds' quotients (time with the part divided by time without the part).
 
     >>> price([(2.5, 2.0), (2.25, 2.0), (2.0, 2.0)])["us"]
     0.25

@@ -270,7 +270,7 @@ def _named(source: str, read: Callable[[], Schedule]) -> Schedule:
 
 def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
     """
-    How the runtime carries the schedule's messages.
+    Return how the runtime carries the schedule's messages.
 
     Raises:
         UnusableError: The limit is negative, or the schedule lacks what an option needs: waits for

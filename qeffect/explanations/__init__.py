@@ -1,3 +1,3 @@
 """
-Found and expected of every refusal, by relation; `qeffect.explain` joins the tables.
+What every refusal found and expected, by relation; `qeffect.explain` joins the tables.
 """

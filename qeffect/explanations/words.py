@@ -32,7 +32,7 @@ Explanation = Callable[[Any, Arguments], tuple[str, str]]
 
 
 def stage_of(st: Any, a: Arguments) -> int:
-    """Return the stage of a call: of its bucket, key or slot, if it names none itself."""
+    """Return the stage that a call names, or else the stage of its bucket, key or slot."""
     if "stage" in a:
         return int(a["stage"])
     if "bucket" in a:

@@ -1,5 +1,5 @@
 """
-The ledgers of a contract: the parts that `qeffect.contract.Contract` is composed of.
+The ledgers of a contract: the bookkeeping parts of which `qeffect.contract.Contract` is composed.
 
 Each part has its own state, and all parts run their transitions through one shared `Runner`.
 """

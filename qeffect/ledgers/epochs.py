@@ -40,7 +40,7 @@ class Epochs:
         return int(self._runner.memory.weight_epoch[self._stage])
 
     def finalize(self, stage: int, link: int) -> None:
-        """Declare a stage's gradients whole."""
+        """Declare a stage's gradients complete."""
         self._runner.arguments.stage("finalize", stage)
         self._runner.arguments.link("finalize", link)
         self._runner.run("finalize", stage, link)
@@ -49,8 +49,9 @@ class Epochs:
         """
         Record that a bucket's reduction starts or has finished, on a caller's stream.
 
-        Without a link, the stream is the reader's: the stream that the epoch's latest `finalize` or
-        `finish_reduction` named. Before such a call, the first caller's stream is the reader's.
+        Without a link, the stream is the one that reads the gradients: the epoch's latest
+        `finalize` or `finish_reduction` named it. Before the epoch's first such call, it is the
+        first caller's stream.
 
         Raises:
             ValueError: No bucket has that name, or no link has that index.

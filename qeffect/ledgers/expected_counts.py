@@ -101,7 +101,7 @@ class ExpectedCounts:
         self.awaited = None
 
     def checked(self, cell: Cell, slot: int, writes: int) -> None:
-        """Note the dW that was checked last in a slot, that is, which graph has to run."""
+        """Note which dW was checked last in a slot, and thereby which graph has to run."""
         self.writes[slot] = writes, self._destinations.get(cell, 0)
 
     def ran(self, action: str, place: int) -> None:
@@ -175,7 +175,7 @@ class ExpectedCounts:
             )
 
     def committed(self) -> None:
-        """Record a commit: late counts cover the actions up to it."""
+        """Record a commit; counts that are presented late cover the actions up to this commit."""
         if self.late:
             self.awaited = self.own()
 

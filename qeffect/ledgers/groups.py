@@ -44,9 +44,9 @@ class Groups:
 
     def rehearse(self, check: tuple[Any, ...], members: Members) -> None:
         """
-        Check a dW and take its members on a copy of the memory.
+        Check a dW and take the other tapes of its group, on a copy of the memory.
 
-        So a check that a member's guard refuses changes nothing.
+        So if a guard refuses one of these tapes, the check changes nothing.
 
         Args:
             check: The arguments of the dW's check.
@@ -66,7 +66,7 @@ class Groups:
                 raise self._runner.failure(error, "group_wgrad", arguments, copied) from None
 
     def take(self, check: tuple[Any, ...], serial: int, members: Members) -> _Events:
-        """Let the dW that was just checked take the members of its group."""
+        """Let the dW that was just checked take the other tapes of its group."""
         self.open[serial] = members
         events: _Events = []
         for key, ref in members:
@@ -75,7 +75,7 @@ class Groups:
         return events
 
     def commit(self, serial: int, covered: Any) -> _Events:
-        """After the dW has committed: count the part of each member of its group, if it has one."""
+        """After the dW has committed: count the part of each other tape of its group."""
         events: _Events = []
         for key, ref in self.open.pop(serial, ()):
             if self._runner.memory.spoiled[key.stage] == key.epoch:
@@ -84,7 +84,7 @@ class Groups:
         return events
 
     def abort(self, serial: int) -> _Events:
-        """After the dW has failed: abort the tape of each member of its group, if it has one."""
+        """After the dW has failed: abort each other tape of its group."""
         events: _Events = []
         for key, ref in self.open.pop(serial, ()):
             self._drop(key, ref, events)

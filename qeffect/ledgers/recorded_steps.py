@@ -73,7 +73,10 @@ class RecordedSteps:
         self._checked = None
 
     def require_none(self, transition: str) -> None:
-        """Require that no checked step may still run, since its update writes the weights."""
+        """
+        Require that no step accepted by `differs` may be running, since its update writes the
+        weights.
+        """
         if self._checked is not None and self._checked == self._moment():
             raise refused(
                 "persistence.action-in-flight",

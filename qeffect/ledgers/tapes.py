@@ -24,7 +24,7 @@ Transfer = Callable[[TapeKey, TapeRef, bool, int], None]
 
 class Tapes:
     """
-    All calls about tapes but F, dI and dW; `Contract` documents their refusals.
+    All calls about tapes except F, dI and dW; `Contract` documents their refusals.
 
     Args:
         runner: Runs the transitions.
@@ -125,7 +125,10 @@ class Tapes:
         self._runner.run("skip", key)
 
     def shorten(self, microbatches: int) -> None:
-        """Leave every key from this microbatch on out of the walk, or none of them."""
+        """
+        Leave every key from this microbatch on out of the walk; if one key is refused, leave out
+        none.
+        """
         self._arguments.integer("shorten_walk", "microbatches", microbatches)
         most: dict[int, int] = {}
         for stage, microbatch, *_ in self._arguments.cells:

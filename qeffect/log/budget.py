@@ -11,11 +11,11 @@ __all__ = ["CELLS", "DECLARED", "PLACED", "STAGES", "require_affordable"]
 
 #: Most slots, most cells and most links that a header may configure.
 CELLS: Final = 1 << 18
-#: Maximum sum over all cells of the destinations that are searched for the cell: each destination
-#: is compared with each of its stage's cells, microbatches and matrices.
+#: Maximum sum over all stages of the number of cells times the number of destinations (or of
+#: matrices, if a stage has more matrices): the destinations are searched for each cell.
 PLACED: Final = 1 << 20
-#: Maximum number of stages; and maximum sum, over all domains that declare an order, of the cells
-#: that are searched for the domain.
+#: Maximum number of stages; and maximum number of cells times declared orders, since all cells are
+#: searched for each declared order.
 STAGES: Final = 1 << 10
 DECLARED: Final = 1 << 24
 

@@ -272,7 +272,8 @@ EVENT: Final[Mapping[str, Field]] = {
 
 def present(fields: tuple[str, ...], event: Mapping[str, Any]) -> tuple[str, ...]:
     """
-    Return the fields that a line must have: all but the optional ones after the last given one.
+    Return the fields that a line must have: all except the optional fields after the last given
+    one.
 
     >>> present(("queued", "draws", "weight", "parts"), {"queued": [], "draws": 3})
     ('queued', 'draws')

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 #: The first version. It has no evidence of fills, scaling updates or scales, and no stage that
-#: reports any; `SINCE_FIRST` has the values that its missing fields stand for.
+#: reports any of these; `SINCE_FIRST` has the values that its missing fields stand for.
 FIRST: Final = 1
 SINCE_FIRST: Final[Mapping[str, Mapping[str, Any]]] = {
     "commit_refresh": {"filled": [], "fill_epoch": NEVER},

@@ -9,8 +9,9 @@ through the model of ranks.
 
 A log may be written in several files; each later file begins after a commit. All ranks begin their
 later files at the same epochs. A rank removes an old file only two commits after it began the next
-file. By then every rank has begun that file, so the remaining files have a place in common.
-`RankPlace` is the state in the header of a later file; `qeffect.log.rank_series` joins the files.
+file. By then every rank has begun that file, so the remaining files of all ranks have a commit in
+common. `RankPlace` is the state in the header of a later file; `qeffect.log.rank_series` joins the
+files.
 """
 
 from __future__ import annotations

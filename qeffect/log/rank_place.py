@@ -15,7 +15,7 @@ __all__ = ["RankPlace"]
 @attrs.define
 class RankPlace:
     """
-    A place in a rank's log.
+    The state of a rank at one point of its log.
 
     Args:
         epoch: The weight epoch.
@@ -38,7 +38,7 @@ class RankPlace:
 
     @classmethod
     def beginning(cls, header: Mapping[str, Any]) -> RankPlace:
-        """Return the place at which a log with this header begins."""
+        """Return the state with which a log with this header begins."""
         continues = header.get("continues")
         if continues is None:
             return cls(header["epoch"])
@@ -47,7 +47,7 @@ class RankPlace:
 
     def take(self, event: Mapping[str, Any]) -> bool:
         """
-        Move past an event.
+        Update the state for the next event of the log.
 
         Returns:
             Whether the event is a commit, after which a file may begin.

@@ -1,5 +1,5 @@
 """
-Rank logs in several files: joined to one log each, and begun at a place that all ranks have.
+Rank logs in several files: joined to one log each, and cut so that all begin at one commit.
 
 If the first files of a log were removed, the log begins in mid-run. The ranks' state there, which
 its header states, is taken on trust. If a rank was killed, the logs of one attempt may begin at

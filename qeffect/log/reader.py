@@ -160,7 +160,7 @@ class Converters:
         Check and commit an update that an earlier version logged: in one line, without a ticket.
 
         Raises:
-            Refused: By the check.
+            Refused: The check refuses the update.
         """
         functions = self.contract.transitions.functions
         serial: int = functions["check_update"](st, epoch, caller)
@@ -184,7 +184,7 @@ class Converters:
         self.begun.add(incarnation)
 
     def allowed(self, transition: str, field: str) -> frozenset[int]:
-        """Return the values that a field may have; a call that claims a slot may name none."""
+        """Return the values that a field may have; a call that claims a slot may name no slot."""
         claims = field == "slot" and transition in ("reserve", "check_forward")
         return self.members[field] | ({NO_SLOT} if claims else set())
 

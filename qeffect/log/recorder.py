@@ -1,7 +1,7 @@
 """
 The event log's recorder: one line per accepted transition, each ending in a digest of the log.
 
-A contract without a recorder pays one comparison per transition for the possibility.
+In a contract without a recorder, the hook for recorders costs one comparison per transition.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """
 Event logs in several files: each file ends in a closing line, and the next one continues it.
 
-The first line of each later file is a header with one more field, ``continues``:
-the number of the file, the events before it, the digest of the line before it, the contract's state
-there, and the recorded steps that a later line may repeat. So a file can be replayed alone; its
-initial state is then taken on trust.
+The first line of each later file is a header with one more field, ``continues``. The field has the
+number of the file, the number of events before the file, and the digest of the last line before the
+file. The field also has the contract's state at that point, and the recorded steps that a later
+line may repeat. So a file can be replayed alone; its initial state is then taken on trust.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def load_columns(memory: Memory, columns: Mapping[str, Any], *, every: bool) -> 
     Args:
         memory: The memory.
         columns: The state, as `columns_of` returns it.
-        every: Whether each column of the state must be there.
+        every: Whether `columns` must have every column of the state.
 
     Raises:
         ValueError: A column is missing, unknown, of another length, or has other entries.

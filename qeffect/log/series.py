@@ -21,7 +21,8 @@ def series_of(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
     Group paths into logs.
 
     Files whose headers are equal, except for the field ``continues``, belong to one log. A file
-    that cannot be read as an event log stands alone, so that its replay says what is wrong.
+    that cannot be read as an event log forms a log of its own, so that its replay says what is
+    wrong.
 
     Args:
         paths: Files of event logs, in any order.

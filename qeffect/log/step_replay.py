@@ -29,7 +29,7 @@ class RepeatError(Exception):
     A refused line about a recorded step.
 
     Args:
-        clause: The clause: ``log.step``, or that of a refused transition of the step.
+        clause: The clause: ``log.step``, or the clause of a refused transition of the step.
         found: What the line presented.
         expected: What was expected.
         action: The refused transition; by default the line's own.
@@ -54,7 +54,7 @@ class StepReplay:
 
     Args:
         contract: The replayed contract.
-        arguments: From a well-formed event to the arguments of its transition.
+        arguments: Converts a well-formed event into the arguments of its transition.
         seq: Returns the sequence number of the line that is being applied.
 
     Attributes:

@@ -9,7 +9,8 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import ADDS, JOINS, NEVER, OPENS, State
 
-#: A dW writes its stage's own buffer and a shared buffer; without a sharer both are the same.
+#: A dW writes its stage's own buffer and a shared buffer. If the stage shares no destination, both
+#: are the same buffer.
 #: ``bound`` is the epoch in which a cell's destination was bound for the current walk, ``opened``
 #: the epoch of the gradients in a buffer; ``writing`` is the ticket of the dW in flight on a
 #: buffer, or 0.

@@ -1,7 +1,7 @@
 """
 Capture memory: graphs that share a memory pool must be replayed in the order of their capture.
 
-Memory of tensors that an earlier graph freed is scratch memory of a later graph.
+A later graph uses the memory of tensors that an earlier graph freed as its scratch memory.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import GROUP_BIT, NO_RANK, READ_BITS, RESERVED, WGRAD_BIT, State
 
-#: ``cursor`` is the capture rank of the pool's latest replay. ``tenants`` counts the tapes that
-#: keep memory in the pool: live tapes from the check of their F on, aborted tapes while read.
-#: ``pool_of``, the pool of a slot, and the capture ranks of the slot's three graphs in that pool
-#: are configured. So are ``refresh_pool`` and ``refresh_rank``, the pool and the capture rank of a
-#: stage's refresh graph; the rank is NO_RANK if that graph has a pool of its own. A pool serves the
-#: slots of one state domain.
+#: ``cursor`` is the capture rank (position in the order of capture) of the pool's latest replay.
+#: ``tenants`` counts the tapes that keep memory in the pool: live tapes from the check of their F
+#: on, and aborted tapes while a stream reads them. ``pool_of``, the pool of a slot, and the capture
+#: ranks of the slot's three graphs in that pool are configured. So are ``refresh_pool`` and
+#: ``refresh_rank``, the pool and the capture rank of a stage's refresh graph; the rank is NO_RANK
+#: if that graph has a pool of its own. A pool serves the slots of one state domain.
 STATE = {"cursor": Column("pool"), "tenants": Column("pool")}
 
 

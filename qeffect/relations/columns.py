@@ -1,5 +1,6 @@
 """
-The memory's columns: index sort, value sort and initial value of each.
+The memory's columns: for each, the sort (type) of its index, the sort of its values, and its
+initial value.
 
 The kernel, the explorer, the proofs and the batches build their memory from these tables.
 """

@@ -25,9 +25,10 @@ from .constants import BACK_BIT, COPY_BIT, NEVER, State
 #: ``gradients_read`` is 1 while a separate stream reads a stage's gradients. The consumer and the
 #: stage's graph stream wait for its end.
 #: ``unwaited`` is 1 from an evaluation until the consumer has waited for the graph stream; a
-#: ``finalize`` of one of the domain's stages judges it anew, for the consumer that it names.
+#: ``finalize`` of one of the domain's stages sets it again, for the consumer that the call names.
 #: ``weights_read`` is 1 while a separate stream reads a stage's weights. The stream of the update
-#: waits for the end of that read, and is named like the stream that waits for the gradients.
+#: waits for the end of that read; ``consumer`` and ``named`` record it like the stream that reads
+#: the gradients.
 STATE = {
     "submitted": Column("link"),
     "joined": Column("link"),

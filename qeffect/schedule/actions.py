@@ -303,7 +303,7 @@ class Schedule:
         return tuple(sorted(s for s, home in self.stage_to_rank.items() if home == rank))
 
     def entry(self, rank: int, step: int) -> Action | None:
-        """The action at a place; `None` if the entry is idle or beyond the row's end."""
+        """The action of a rank at a step; `None` if the entry is idle or beyond the row's end."""
         row = self.rows[rank]
         return row[step] if 0 <= step < len(row) else None
 

@@ -1,5 +1,5 @@
 """
-Whether a table is right, for each way to carry messages and not only for the way that is assumed.
+Check whether a table is right for every way to carry messages, not only for the assumed way.
 
 For each way to share queues (`qeffect.schedule.transport.QUEUES`) two questions are answered. Does
 every receive get the message that it names, if a queue's messages arrive in the order of their
@@ -51,7 +51,7 @@ class Channel:
         return self.exchanged is None
 
     def can_deadlock(self, held: str) -> bool:
-        """Whether ranks can deadlock if a send holds its `queue` or its `rank`."""
+        """Whether ranks can deadlock if a send blocks its `queue` or its `rank`."""
         return self.deadlocks[held] is not None
 
     def record(self) -> dict[str, Any]:

@@ -9,10 +9,10 @@ is received long before its forward. The rank's row then runs as in a runtime:
 - both halves of the stream handshake surround every replay;
 - destinations are bound before dI;
 - receives are posted into slots and end when their computation begins;
-- a send is a reader of the tape that it sends, and ends where the table awaits it, or at once in a
-  table that awaits none;
-- gradients are finalized and reduced where the table has an entry for it, or at the row's end; a
-  reduction ends where the table awaits it, or at the row's end;
+- a send reads its tape, and ends where the table waits for the send; in a table without waits for
+  sends, it ends at once;
+- gradients are finalized and reduced where the table has an entry for the reduction, or at the
+  row's end; a reduction ends where the table waits for it, or at the row's end;
 - commit, drain and checkpoint end the step.
 
 The row runs for two optimizer steps: a table is run repeatedly, so a step must leave the contract
@@ -109,7 +109,7 @@ class Verdict:
 
     @property
     def actions(self) -> int:
-        """F, dI and dW that the contract accepted."""
+        """Number of F, dI and dW that the contract accepted."""
         return sum(self.counts.get(kind, 0) for kind in ("F", "dI", "dW"))
 
     @property

@@ -35,7 +35,7 @@ from .pairing import Work
 
 __all__ = ["INSTRUCTIONS", "deepspeed_schedule"]
 
-#: DeepSpeed's own classes can be named without their module.
+#: Module of DeepSpeed's own classes, which can be named without it.
 MODULE = "deepspeed.runtime.pipe.schedule"
 _MESSAGES = {
     "SendActivation": Kind.SEND_F,

@@ -66,9 +66,9 @@ class Durations:
         stages: By stage, times that differ there: `F`, `I`, `W`, `refresh`, `reduce`.
         ranks: By rank, times that differ there: `update`, `host`, `launch`.
         links: By directed pair of ranks, the time of a message between them, if it differs.
-        grouped: By number of microbatches, the time of one product over the dW of so many
-            microbatches of a stage: the whole product, with the packing of its operands.
-        grouped_stages: By stage, such times that differ there.
+        grouped: By number of microbatches, the time of one product over the dW of that many
+            microbatches of a stage; it includes the packing of the operands.
+        grouped_stages: By stage, the times of `grouped` that differ there.
     """
 
     times: Mapping[str, Time]
@@ -122,7 +122,7 @@ class Durations:
         Require that the schedule has every stage, rank and link that the durations name.
 
         Raises:
-            ScheduleError: The schedule lacks one; the message names it.
+            ScheduleError: The schedule lacks a stage, rank or link; the message names it.
         """
         stages, ranks = range(schedule.num_stages), range(schedule.num_ranks)
         for name, given, known in (

@@ -1,5 +1,5 @@
 """
-Grouped dW of several sizes, compared: what each costs in live tapes and slots, and gains in time.
+Compare grouped dW for several group sizes: the cost in live tapes and slots, the gain in time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class GroupPlan:
         return float(sum(rank.idle for rank in ranks) / whole) if whole else 0.0
 
     def over(self, first: GroupPlan) -> float | None:
-        """Step time divided by that of another group; None if that other step takes no time."""
+        """
+        Step time divided by another group's step time; None if a time is unknown, or the divisor is
+        0.
+        """
         if self.timed is None or first.timed is None or not first.timed.time:
             return None
         return float(self.timed.time / first.timed.time)

@@ -25,7 +25,7 @@ def require_group(group: int, microbatches: int) -> None:
 
     Args:
         group: Microbatches in each group.
-        microbatches: Microbatches of one walk over the table.
+        microbatches: Number of microbatches of the table.
 
     Raises:
         ScheduleError: The group is not a positive divisor of the number of microbatches.

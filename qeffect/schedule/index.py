@@ -59,7 +59,7 @@ class Index:
         return self.schedule.stage_to_rank.get(stage)
 
     def before(self, earlier: Occurrence | None, later: Occurrence) -> bool:
-        """Whether both steps are on one rank, the earlier one first."""
+        """Whether both steps are on the same rank, and `earlier` comes first."""
         return (
             earlier is not None and earlier.rank == later.rank and earlier.position < later.position
         )

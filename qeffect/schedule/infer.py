@@ -2,9 +2,10 @@
 Inference of the number of stages and microbatches of a table, and of the rank of each stage.
 
 If a table is wrong in one entry, that entry should be reported, not a hundred missing entries. So
-the counts are votes, not maxima. The number of microbatches is the most frequent number of distinct
-microbatches that a stage forwards. A stage exists if it has at least half the computations of the
-median stage. A stage belongs to the rank with most of its computations.
+the counts follow the majority of entries, not the largest number. The number of microbatches is the
+most frequent number of distinct microbatches that a stage forwards. A stage exists if it has at
+least half the computations of the median stage. A stage belongs to the rank with most of its
+computations.
 """
 
 from __future__ import annotations

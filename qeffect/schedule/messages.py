@@ -64,7 +64,7 @@ def check_inputs(index: Index) -> Iterator[Finding]:
 
 
 def check_messages(index: Index) -> Iterator[Finding]:
-    """Every message has a counterpart, is sent after its computation, and changes ranks."""
+    """Every message has a counterpart, is sent after its computation, and goes to another rank."""
     if not index.schedule.complete:
         return
     for (kind, stage, microbatch), spot in index.first.items():

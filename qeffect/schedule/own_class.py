@@ -82,7 +82,7 @@ def import_class(name: str, missing: str = "") -> type:
 
 def base_name(own: type, known: tuple[str, ...] = ()) -> str:
     """
-    Return torch's class whose stages the given class takes, by name.
+    Return the name of the torch class that takes the same stages as the given class.
 
     Args:
         own: The class.

@@ -29,7 +29,7 @@ from .timeline import ROLES, Picture
 
 __all__ = ["MOST_ACTIONS", "page"]
 
-#: A larger table gives a file that no browser scrolls smoothly.
+#: Largest number of actions on a page; browsers do not scroll a larger page smoothly.
 MOST_ACTIONS: Final = 20_000
 _NAMES = {
     Kind.FORWARD: "forward",

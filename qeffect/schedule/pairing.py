@@ -5,7 +5,7 @@ An input gradient leaves deferred work, which a later weight gradient consumes. 
 work by key cannot take the wrong work. A runtime without keys takes the work that its data
 structure offers:
 
-- `contract`: the work of the presented stage and microbatch.
+- `contract`: the work of the weight gradient's own stage and microbatch.
 - `fifo`: the oldest work of the stage, as from a module's own queue of deferred work.
 - `latest`: the work of the stage's most recent input gradient, as in Transformer Engine's graph
   API.

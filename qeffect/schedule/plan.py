@@ -5,8 +5,9 @@ and gradient memory.
 Two ways to provision are compared (paper, Section IV, "Static binding and resource cost"). The
 paper captures one F, dI and dW graph for every microbatch of every local stage, `3 * M * L`, and
 gives every matrix one destination for every microbatch, `M * sum(W)`. With generation-checked
-slots, each stage needs as many slots, with their graphs, as it has tapes live at once. Every matrix
-needs one destination: the first weight gradient of a step overwrites it, and the others accumulate.
+slots, each stage needs as many slots as it has tapes live at once, and the graphs of these slots.
+Every matrix needs one destination: the first weight gradient of a step overwrites it, and the
+others accumulate.
 
 A tape is live from its forward until its last reader is done. The readers are its weight gradient
 and, if the table shows messages, the sends of its output and of its input gradient. A send ends

@@ -2,10 +2,11 @@
 A dry run in which a send ends only when its receive is posted.
 
 A rank runs its row in order and posts each message at its place in the table. Each end of a queue
-holds the messages posted there, and only the heads can move: if one head is a send and the other a
-receive, both end. So a send that is not yet received blocks all messages behind it. A rank stops at
-a computation whose input has not arrived, at a wait for a send that has not ended, and at its row's
-end until all its messages have ended. If a send holds its rank, the rank also stops at the send.
+holds the messages posted there, and only the first message at each end (the head) can move: if one
+head is a send and the other a receive, both end. So a send that is not yet received blocks all
+messages behind it. A rank stops at a computation whose input has not arrived, at a wait for a send
+that has not ended, and at its row's end until all its messages have ended. If a send blocks its
+rank, the rank also stops at the send.
 
 With one queue for both ways, two ranks that have both posted a send first wait for each other; with
 buffered sends, or a queue each way, they do not. Such a table *can* deadlock: whether a runtime
@@ -42,8 +43,9 @@ class Stop:
     Args:
         rank: The rank.
         atom: The step that the rank cannot run; `None` at the end of its row.
-        message: The message of its own for which the rank waits.
-        head: First message in that queue on its own side: the message itself, or one before it.
+        message: The rank's own message for which it waits.
+        head: First message on the rank's side of that queue: `message` itself, or an earlier
+            message.
         peer: The other rank of the queue.
         across: First message of the queue on the other side; `None` if nothing was posted there.
     """
@@ -79,7 +81,7 @@ def rendezvous(index: Index, transport: Transport) -> tuple[Stop, ...]:
         transport: Which messages share a queue, and what a send holds up.
 
     Returns:
-        The ranks that wait for each other, each for the next; none if all reached the end.
+        The ranks that wait for each other, each for the next; empty if all ranks reached the end.
     """
     return _Run(index, transport).stops()
 

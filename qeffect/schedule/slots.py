@@ -1,5 +1,5 @@
 """
-The slot of each tape, and the peak of live tapes: one walk for every planner.
+The slot of each tape, and the peak of live tapes: one pass over a rank's steps, for every planner.
 
 A tape is live from its forward, or from the receive of its input into its slot, until its last
 reader has run. The caller names the readers: always the weight gradient, a send of the output if
@@ -28,7 +28,7 @@ Readers = Mapping[Event, Sequence[Tape]]
 @attrs.frozen
 class Assignment:
     """
-    The result of a walk over one rank's steps.
+    The slots and peaks that a pass over one rank's steps finds.
 
     Args:
         slot_of: The slot of each tape, counted within its stage.
@@ -63,7 +63,7 @@ def assign(
     begins: Iterable[Kind] = (Kind.FORWARD,),
 ) -> Assignment:
     """
-    Walk over one rank's steps: F takes the lowest free slot, and the last reader frees the slot.
+    Go through one rank's steps: F takes the lowest free slot, and the last reader frees the slot.
 
     Because F takes the lowest free slot, a stage needs exactly as many slots as its peak of live
     tapes.
@@ -112,7 +112,7 @@ def assign(
 
 def assign_walked(steps: Sequence[Event], *, awaits_sends: bool, reuse: bool = True) -> Assignment:
     """
-    Walk over a rank's steps as QEffect's own runtime does.
+    Go through a rank's steps as QEffect's own runtime does.
 
     A tape takes its slot at the receive of its input, or at its forward. The slot is free after the
     tape's weight gradient, its sends, the forward of the stage that it feeds on the same rank, and
@@ -120,8 +120,8 @@ def assign_walked(steps: Sequence[Event], *, awaits_sends: bool, reuse: bool = T
 
     Args:
         steps: The rank's computations and messages, in order.
-        awaits_sends: Whether the table says where a send has ended; else it ends where it is
-            posted.
+        awaits_sends: Whether the table says where a send has ended; otherwise a send ends where it
+            is posted.
         reuse: Whether slots are reused.
     """
     ends = SEND_WAITS if awaits_sends else SENDS

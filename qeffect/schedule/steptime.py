@@ -17,8 +17,8 @@ A dry run gives a time to every action and message (`step_time`). It assumes:
   two directions of a pair of ranks never wait for each other, whatever `queues` says.
 * Sends are buffered: a message does not wait for its receive, and a receive blocks nothing. With
   `rendezvous`, a message starts only when its receive is also reached, and with `rank` it blocks
-  its sender's row until it has arrived. A WAIT_SEND blocks its row in the same way, and until the
-  receive is reached, as in the deadlock check.
+  its sender's row until it has arrived. A WAIT_SEND blocks its row until the message has arrived
+  and the receive is reached, as in the deadlock check.
 * A reduction overlaps computation, one at a time on a rank, and starts at its place in the row; in
   a table without reductions, after the last W of its stage. WAIT_REDUCE_GRAD and the update wait
   for it.

@@ -2,7 +2,7 @@
 Checks of waits: each wait ends one send or one reduction, once, after its start.
 
 A send reads its tape until it ends, and a reduction holds a stage's gradients. Tables up to torch
-2.14 do not say when either ends. Tables of torch 2.15 do (`WAIT_SEND_F`, `WAIT_SEND_B`,
+2.14 do not say when either ends. Tables of torch 2.15 say it (`WAIT_SEND_F`, `WAIT_SEND_B`,
 `WAIT_REDUCE_GRAD`), because a step that is captured in a graph cannot ask whether a send has ended
 (pytorch pull request 194121). A table that awaits one send must await every send; otherwise the
 slots of the other sends never become free. The same holds for reductions.

@@ -2,9 +2,10 @@
 A step that recurs: one optimizer step, recorded once, then checked and committed in one call.
 
 A training step runs the same transitions in every epoch, and only counters differ between epochs.
-So a step is first run transition by transition, with every guard of every action, and recorded:
-the entries that the transitions read before they wrote them, and the entries that they left. Later
-steps are checked by one comparison of the entries read, and committed by writing the entries left.
+So a step is first run transition by transition, with every guard of every action, and recorded. The
+recording has the memory entries that the transitions read before they wrote them, and the final
+values of the entries that they wrote. Later steps are checked by one comparison of the entries
+read, and committed by writing the final values.
 
 Why this gives the same result as running the transitions one by one:
 
@@ -14,7 +15,8 @@ Why this gives the same result as running the transitions one by one:
   family whose numbers are counted from one counter: epochs, tickets, effect tokens, replays, work
   of a caller, generations. All entries of a family may have moved by the same amount as the
   family's counter; every other entry must be unchanged. The arguments move alike: epochs of keys,
-  generations of references, tokens and tickets. With any other difference it is another step.
+  generations of references, tokens and tickets. With any other difference the step is not the
+  recorded step.
 * *Moving a family changes no guard's decision.* Transitions compare a family's numbers with each
   other, copy them, and add one. Beyond that they compare epochs and tickets with the number for
   "none", and generations with their maximum. The number for "none" does not move and lies below all
@@ -22,15 +24,15 @@ Why this gives the same result as running the transitions one by one:
   before, and every write is the recorded write, moved.
 
 The last point is proved for every path of every transition that a step may contain, each family and
-any amounts (`qeffect.verification.proofs.recurring`). The last point is also tried: when a step is
+any amounts (`qeffect.verification.proofs.recurring`). The last point is also tested: when a step is
 made, its transitions (the functions in force) run again from starts whose counters are far apart.
 The transitions must be accepted, and must end in the recorded end, moved by the same amounts. The
 contract's state outside its memory (free slots, reservations, device counts) is compared and
 written in the same way.
 
-A start that differs may be just as good: the caller waited once more, or another tape used a slot
-before. The step's transitions then run one by one over a copy of the state, and the step is
-committed in one call if all are accepted (`qeffect.ledgers.step_trial`).
+A start that differs may still be acceptable: for example, the caller waited once more, or another
+tape used a slot before. The step's transitions then run one by one over a copy of the state, and
+the step is committed in one call if all are accepted (`qeffect.ledgers.step_trial`).
 """
 
 from __future__ import annotations

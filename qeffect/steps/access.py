@@ -13,7 +13,10 @@ __all__ = ["TracedColumn", "TracedMemory"]
 
 
 class TracedColumn:
-    """A copy of a column that notes its entries read before written, and its entries written."""
+    """
+    A copy of a column that notes which entries are read before they are written, and which are
+    written.
+    """
 
     __slots__ = ("entries", "read", "written")
 

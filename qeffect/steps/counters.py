@@ -32,7 +32,7 @@ __all__ = [
     "translated_event",
 ]
 
-#: One counter that a family's numbers are counted from: the family and the member of its index.
+#: A counter that numbers of a family are counted from: the family's name, and the counter's index.
 Group = tuple[str, Any]
 
 #: How far each counter has moved.
@@ -48,8 +48,8 @@ class Counter(NamedTuple):
 
     Args:
         family: Name of the family, whose numbers are compared with each other.
-        through: Columns that lead, one after the other, from the column's index to the member of
-            the family; None if the family has one member.
+        through: Columns to look up, one after the other, to get from the column's index to the
+            index of the family's counter; None if the family has only one counter.
         none: The number for "none", which does not move. The number is 0 for columns whose entries
             the guards only compare by size with others of the family.
     """
@@ -138,7 +138,9 @@ def moved_between(start: Memory, now: Memory) -> dict[Group, int]:
 
 
 def translated(memory: Memory, amounts: Amounts) -> Memory:
-    """Return a copy of a memory with every counter, and all entries counted from it, moved."""
+    """
+    Return a copy of a memory in which every counter and all entries counted from it have moved.
+    """
     moved = memory.copy()
     for name in COUNTERS:
         column = getattr(moved, name)

@@ -377,5 +377,8 @@ class RecordedStep:
         )
 
     def write(self, memory: Memory) -> None:
-        """Write what the step's transitions would leave, into a memory that does not differ."""
+        """
+        Write what the step's transitions would leave, into a memory for which `differs` found
+        nothing.
+        """
         self._left.write(memory, self._amounts(memory))

@@ -60,7 +60,7 @@ class Recording:
 
     Args:
         contract: The contract; until `end` or `drop` the recording is its observer, and passes
-            every transition on to the observer before it.
+            every transition on to the former observer.
 
     Attributes:
         observer: The contract's observer before the recording; None if it had none.

@@ -26,8 +26,8 @@ class Difference:
             another part of the contract.
         found: The current value.
         expected: The recorded value, moved like its counter.
-        clause: The clause that would refuse the step's transitions; None if none would, or if no
-            transition was tried.
+        clause: The clause that would refuse the step's transitions; None if no clause would refuse
+            them, or if no transition was tried.
 
     >>> print(Difference("poisoned[0]", 1, 0, "order.poisoned"))
     poisoned[0] is 1; the recorded step expects 0 (order.poisoned)

@@ -62,8 +62,8 @@ SCHEDULE_CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
     {clause.id: clause for clause in SCHEDULE.clauses}
 )
 
-#: Clauses that the programming interface or the composition raises before a guard runs, because the
-#: state that guards read does not contain what these clauses check.
+#: Clauses that the public calls, or a contract with parts left out, raise before a guard runs,
+#: because the state that guards read does not contain what these clauses check.
 INTERFACE: Final = frozenset(
     {
         "ownership.unknown-key",
@@ -78,5 +78,6 @@ INTERFACE: Final = frozenset(
 )
 
 #: The interface clauses that compare a device's counts, for contracts made with ``counted=True``. A
-#: ledger beside the transitions raises them, and no event log contains the counts.
+#: record of counts that is separate from the transitions raises these clauses, and no event log
+#: contains the counts.
 DEVICE: Final = frozenset({"epoch.uncounted", "epoch.device-count", "epoch.device-order"})

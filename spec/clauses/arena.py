@@ -14,7 +14,7 @@ PART = Part(
     title="Gradient arena",
     hidden="the destinations of matrix gradients",
     without="a gradient is lost, added twice, or written over another one",
-    holder="a ledger of destinations: bound before dI, written once by dW, whole at finalize",
+    holder="a record of each destination: bound before dI, written once by dW, whole at finalize",
     intro="""\
 With direct placement, dW accumulates into preallocated buffers (Transformer Engine's `main_grad`),
 whose addresses a captured graph has fixed. A stage is configured with one destination per matrix
@@ -37,9 +37,9 @@ Destinations are bound before dI, because dI reads `main_grad`. The first dW tha
 an epoch overwrites the buffer; later dW accumulate. One product may write the gradients of several
 tapes that share one destination and one set of scales. Such a *grouped* dW writes the buffer once,
 and counts as the dW of each of its tapes. A dW that fails may have written half a gradient: the
-stage's epoch is then spoiled until it is rebuilt. Finalize requires the dW of every
-configured microbatch exactly once. On the *copied* path gradients are copied, without an arena:
-that path leaves this part out and keeps all others.""",
+stage's epoch is then spoiled until it is rebuilt. Finalize requires the dW of every configured
+microbatch exactly once. A stage may instead copy its gradients out of dW, without an arena (the
+*copied* path). Such a stage leaves this part out and keeps all others.""",
     clauses=(
         Clause(
             id="arena.spoiled",

@@ -11,8 +11,8 @@ PART = Part(
     title="Capture memory",
     hidden="scratch memory in the pool of captured graphs",
     without="a later graph's scratch overwrites what an earlier graph still needs",
-    holder="each graph's rank in the order of capture, and the rank that each pool replayed last; "
-    "with one pool per slot, ownership alone suffices",
+    holder="each graph's place in the order of capture, and the place of each pool's latest "
+    "replay; with one pool per slot, ownership alone suffices",
     intro="""\
 While graphs are captured into one memory pool, a later graph takes memory that an earlier graph
 freed, and uses that memory as scratch. Such graphs compute right values only if they are replayed
@@ -26,10 +26,10 @@ not.
 
 The graph of a stage's refresh has a pool of its own, unless the stage declares that the graph was
 captured in a pool of slots (`StageConfig.refresh_pool`). A refresh keeps no tape, but its replay
-can overwrite a live tape: memory that the tape's F took from the refresh, or memory that the
-refresh took from the tape's dI or dW. The declared refresh therefore has a place in the pool's
-order of capture. If all refreshes were captured first, no stage can be refreshed while a tape is
-live in the pool. The cache that a refresh fills must lie outside the pool.""",
+can overwrite a live tape: the tape's F may have taken memory that the refresh freed, or the refresh
+may have taken memory that the tape's dI or dW freed. The declared refresh therefore has a place in
+the pool's order of capture. If all refreshes were captured first, no stage can be refreshed while a
+tape is live in the pool. The cache that a refresh fills must lie outside the pool.""",
     clauses=(
         Clause(
             id="capture.out-of-order",

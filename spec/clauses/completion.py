@@ -21,8 +21,8 @@ the caller waits for the graph's end before it uses an output. A *link* joins on
 one domain's graph stream. Per link, the contract counts the work that the caller submitted, and how
 much of it the graph stream has waited for. The contract also counts each graph stream's replays
 and, per link, how many of them the caller has waited for. Each missing wait has its own clause. A
-stream that fills a slot must have waited for the previous tenant's replays. When a transfer ends,
-the call names a link, and the end counts as work of that link's caller. So a replay neither reads a
+stream that fills a slot must have waited for the previous tenant's replays. The call that ends a
+transfer names a link, and the end counts as work of that link's caller. So a replay neither reads a
 message before it has arrived, nor overwrites a buffer that is still being read. The copy of an
 input counts as work of the caller whose link the reservation names.
 
@@ -36,10 +36,10 @@ starts after the latest update, and the stream of the next update waits for the 
 evaluation reads weights on the graph stream; the stream of the next update waits for it too.
 
 The computation of a gradient norm, or a save, may read gradients on a separate stream. The read
-starts once the gradients are final and every bucket is reduced, after the work of the stream that
-waited for the gradients and the reductions. The stream that waited for the gradients, and the graph
-stream, wait for the read's end before the next update or walk. So no update, no dW and no reduction
-writes gradients that are being read.
+starts once the gradients are final and every bucket is reduced. One caller's stream has waited for
+the gradients and the reductions, and the read starts after the work of that stream. Before the next
+update or walk, that stream and the graph stream wait for the read's end. So no update, no dW and no
+reduction writes gradients that are being read.
 
 The contract assumes that the host's order of calls is the order of enqueueing. The runtime must
 really put the waits on the streams.""",
@@ -108,10 +108,10 @@ really put the waits on the streams.""",
             argument="link",
             unchanged=_STREAMS,
             section="II-C",
-            cause="An output was sent or used, a gradient was computed from it, a reduction was "
-            "enqueued, or the optimizer started, before the caller's stream waited for the "
-            "graph's tail event. A communication stream that waits for the default stream has not "
-            "waited for the graph stream.",
+            cause="Before the caller's stream waited for the graph's tail event, an output was "
+            "sent or used, a gradient was computed from the output, a reduction was enqueued, or "
+            "the optimizer started. A communication stream that waits for the default stream has "
+            "not waited for the graph stream.",
             remedy="Make the caller's stream wait for the event recorded at the graph's tail, and "
             "call `wait`.",
         ),
@@ -136,8 +136,9 @@ really put the waits on the streams.""",
             number="6.5",
             title="A replay waits for the slot's transfers",
             invariant="Before F, the graph stream has waited for the end of the slot's latest "
-            "transfer or for the latest copy into the slot, on whichever link this was reported. "
-            "Before dI, the same wait is required if the stage receives its output's gradient.",
+            "transfer, or for the latest copy into the slot, whichever link reported that end or "
+            "copy. Before dI, the same wait is required if the stage receives its output's "
+            "gradient.",
             transitions=("check_forward", "check_dgrad"),
             argument="link",
             unchanged=_STREAMS,
@@ -262,10 +263,10 @@ really put the waits on the streams.""",
             id="completion.update-to-reader",
             number="6.13",
             title="Weights are read on other streams after the update",
-            invariant="A read of weights starts after the work of a caller's stream. That stream "
-            "ran the optimizer's latest update, or it has waited for its graph stream. Before that "
-            "wait, the graph stream had waited for the update, or the host had seen the update "
-            "finish.",
+            invariant="A read of weights starts after the work of a caller's stream, and this work "
+            "comes after the optimizer's latest update. Either the caller's stream ran the update. "
+            "Or the caller's stream has waited for its graph stream, after the graph stream had "
+            "waited for the update or the host had seen the update finish.",
             transitions=("start_weights_read",),
             argument="link",
             unchanged=_STREAMS,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_STAGE = "The stage's ledger, and the weight epoch."
+_STAGE = "The stage's counts and marks, and the weight epoch."
 _COUNTED = "The weights, and the weight epoch; only a restore makes the counts agree again."
 _UNCOUNTED = "The weights and the weight epoch; the update can be checked again with counts."
 
@@ -15,8 +15,8 @@ PART = Part(
     title="Epoch",
     hidden="whether an optimizer step is complete",
     without="the optimizer consumes a step that lacks a microbatch, or one that failed in part",
-    holder="a count of dW, a mark of failure and a mark of finality per stage; an update that is "
-    "checked, then committed for all stages or aborted",
+    holder="per stage, a count of dW, a mark of failure and a mark that the gradients are final; "
+    "an update that is checked, then committed for all stages or aborted",
     intro="""\
 An epoch is one optimizer step. A stage is finalized when all its work is done. The optimizer's
 update ends the epoch. The update is an action like F: `check_update` reserves the weights of every
@@ -27,9 +27,9 @@ before all have agreed.
 
 An epoch has one *walk* over all microbatches, or several: gradients then accumulate over the walks.
 When every stage is final and no reduction has started, `next_walk` begins the next walk in the same
-epoch. The same keys run again, and each is bound again; every dW adds to the gradients of the walks
-before. Each walk ends with finalize and follows the declared order, if any. A reference of an
-earlier walk stays refused, because its tape was released. The last walk is the one after which the
+epoch. The same keys run again, and the caller binds each key again; every dW adds to the gradients
+of the earlier walks. Each walk ends with finalize and follows the declared order, if any. A
+reference of an earlier walk stays refused, because its tape was released. After the last walk, the
 caller commits the update.
 
 A walk may take fewer microbatches than configured, for example on the last batch of a data set.
@@ -55,8 +55,8 @@ no effect token. An evaluation runs in memory of its own, not in a slot whose gr
 was. An evaluation is accepted between any two actions of an epoch, also between the last dW and the
 update, but not between a refresh and the stage's first F. With `cached` it reads the quantized
 weight cache, which must be current; otherwise it quantizes the weights itself and leaves the cache
-alone. The backend must report that the evaluation updated no scales and filled no cache. If it did
-either, or failed, the epoch is spoiled and the domain poisoned.
+alone. The backend must report that the evaluation updated no scales and filled no cache. If the
+evaluation updated scales, filled a cache or failed, the epoch is spoiled and the domain poisoned.
 
 A failed or aborted F, dI or dW spoils the stage's epoch: the stage can no longer be finalized, and
 only a restore begins the epoch again. A failed evaluation, a dropped tape, a failed reduction, a
@@ -70,18 +70,18 @@ restore remain possible.
 
 Each microbatch's gradient is weighted, for example by 1/M, so that the weights of one epoch add up
 to one. A stage with `StageConfig(weights_sum=(1, 1))` declares this sum, and dI reports the weight
-of its microbatch as a fraction. All fractions of an epoch have one denominator. The contract counts
-the declared sum in *parts* of that size, subtracts each reported weight, and refuses the update
-unless exactly zero parts are left. All arithmetic is in integers. The weights are added over all
-walks of the epoch. So the update is refused if each of several walks divides by its own
-microbatches alone, or if a shortened walk divides by the configured number.
+of its microbatch as a fraction. All fractions of an epoch have one denominator, and a *part* is one
+over that denominator. The contract counts the declared sum in parts, subtracts each reported
+weight, and refuses the update if the result is not zero. All arithmetic is in integers. The weights
+are added over all walks of the epoch. So the update is refused if each of several walks divides by
+its own microbatches alone, or if a shortened walk divides by the configured number.
 
 A contract made with `counted=True` also compares what the device ran. With every action the device
 itself raises a count for the action's stage and kind, and folds the action into a digest that
 depends on the order. The check of the update presents these device counts, and is refused if they
-differ from the counts of the committed actions. A ledger beside the transitions checks
-`epoch.uncounted`, `epoch.device-count` and `epoch.device-order`: these clauses are tested, not
-proved.""",
+differ from the counts of the committed actions. The device's counts are compared outside the proved
+transitions. So the clauses `epoch.uncounted`, `epoch.device-count` and `epoch.device-order` are
+tested, not proved.""",
     clauses=(
         Clause(
             id="epoch.spoiled",
@@ -189,16 +189,16 @@ proved.""",
             id="epoch.device-order",
             number="8.8",
             title="The device ran the actions in the order of their commits",
-            invariant="The device ran the actions of a state domain, each in its own slot, in the "
-            "order in which they were committed; each dW overwrote its destinations or added to "
-            "them, as its check said.",
+            invariant="The device ran the actions of a state domain in the order of their commits, "
+            "each in its own slot. Each dW overwrote its destinations or added to them, as its "
+            "check said.",
             transitions=("check_update",),
             argument="",
             unchanged=_COUNTED,
             section="design",
-            cause="The graph of another slot or another stage was replayed, or the graph of a dW "
-            "that adds instead of one that overwrites, or the order of commits differs from the "
-            "order of launches.",
+            cause="The graph of another slot or another stage was replayed. Or the dW graph that "
+            "adds was replayed instead of the one that overwrites, or the order of commits differs "
+            "from the order of launches.",
             remedy="Launch the graph of the ticket's slot. For dW, launch the graph that "
             "overwrites or adds as the check's argument `first` says. Commit in launch order.",
         ),
@@ -206,10 +206,10 @@ proved.""",
             id="epoch.in-flight",
             number="8.9",
             title="One update of the weights at a time, and no evaluation beside it",
-            invariant="While an update is in flight, no second update, walk, evaluation, restore, "
-            "refresh or bind begins, and no read of weights or gradients on another stream. While "
-            "an evaluation is in flight, no update, walk or restore begins, and no second "
-            "evaluation of the same stage.",
+            invariant="While an update is in flight, no further update and no walk, evaluation, "
+            "restore, refresh or bind begins. Nor does another stream begin to read weights or "
+            "gradients. While an evaluation is in flight, no update, walk or restore begins, and "
+            "no second evaluation of the same stage.",
             transitions=(
                 "bind",
                 "check_refresh",
@@ -233,8 +233,8 @@ proved.""",
             title="Half-updated weights are not used",
             invariant="Weights are half updated after an update failed half way, or after `fail` "
             "reported a fault of an epoch whose update had already begun. Until the next restore, "
-            "no reservation, bind, action, evaluation, walk or update begins, and no read on "
-            "another stream.",
+            "no reservation, bind, action, evaluation, walk or update begins. Nor does another "
+            "stream begin to read weights or gradients.",
             transitions=(
                 "reserve",
                 "bind",
@@ -283,7 +283,7 @@ proved.""",
             invariant="`fail` names the current epoch or an earlier one.",
             transitions=("fail",),
             argument="epoch",
-            unchanged="The weights, and every stage's ledger.",
+            unchanged="The weights, and every stage's counts and marks.",
             section="design",
             cause="The caller's step counter is ahead of the contract's epoch, for example after a "
             "restore.",
@@ -298,7 +298,7 @@ proved.""",
             "buffer. So every walk writes every buffer.",
             transitions=("skip",),
             argument="key",
-            unchanged="The destinations, and every stage's ledger.",
+            unchanged="The destinations, and every stage's counts and marks.",
             section="design",
             cause="Each microbatch has a destination of its own, and the destination of a "
             "microbatch that is left out would keep an earlier epoch's gradient; or the first "

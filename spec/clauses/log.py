@@ -11,7 +11,7 @@ _BEFORE = "Every event before this line was replayed and kept the contract."
 PART = Part(
     name="log",
     title="Event logs",
-    hidden="what a runtime did without asking",
+    hidden="actions that a runtime ran without a check",
     without="nobody can check afterwards what a run did",
     holder="a JSON Lines log of every accepted transition, replayed through the same functions",
     intro="""\
@@ -29,15 +29,15 @@ guards; epochs, tokens and other counters in the arguments advance with the step
 
 A replayer rebuilds the memory from the header and runs the transition functions over the events. A
 log is accepted if every event is accepted with the recorded result, and the final state is the
-recorded state. Input that is not a log (binary, empty, malformed) is unusable; that is an error,
-not a refusal. Each line can be written in one way only: no spaces, the schema's order of fields,
+recorded state. Input that is not a log (binary, empty, malformed) is reported as an error, not as a
+refusal. Each line can be written in one way only: no spaces, the schema's order of fields,
 printable names, the configuration as a recorder describes it. Any other line is rejected as
 malformed, and so is a header with more stages, slots, cells, links or destinations than a log may
 configure.
 
-Some changes to a log give a history that also keeps the contract, and only the digests reveal them.
-Examples are another name for a caller, domain or pool, an argument of a part that is left out, a
-wait that nothing depends on, and an event that a later restore undoes.""",
+After some changes to a log, its events still keep the contract, and only the digests reveal the
+change. Examples are another name for a caller, domain or pool, an argument of a part that is left
+out, a wait that nothing depends on, and an event that a later restore undoes.""",
     clauses=(
         Clause(
             id="log.chain",

@@ -22,7 +22,7 @@ class Clause:
         transitions: Transitions that check the clause; ``configure`` is the construction of a
             contract, ``replay`` the reading of an event log, ``check`` the check of a schedule.
         argument: Argument to look at first after a refusal, with a dot for a part of it, as in
-            ``ref.generation``; empty if the time of the call is at fault, not an argument.
+            ``ref.generation``; empty if the call came at the wrong time.
         unchanged: State that a refusal leaves unchanged.
         section: Section of the paper, or ``design`` where this project goes beyond it.
         cause: The likely cause, for a person who embeds the contract.
@@ -49,14 +49,14 @@ class Clause:
 @frozen
 class Part:
     """
-    One relation or ledger of the contract, with its clauses.
+    One part of the contract (a relation or a record of counts), with its clauses.
 
     Args:
         name: Name of the relation, as in clause ids.
         title: Heading.
-        hidden: The object that tensor dataflow does not show.
-        without: What goes wrong when nothing holds it.
-        holder: What holds it.
+        hidden: The object (state or work) that a tensor dataflow graph does not show.
+        without: What goes wrong when nothing protects that object.
+        holder: What the contract keeps to protect that object.
         intro: Paragraphs before the clauses.
         clauses: The clauses, in order.
     """

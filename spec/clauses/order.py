@@ -33,9 +33,9 @@ and dI then only gather maxima into the amax histories, in any order. The optimi
 the scales once, by `move_scales` between its check and its commit, even if it leaves the weights
 unchanged. All F and dI of an epoch then use the same scales, and the scales no longer depend on the
 order of microbatches. The token still rises by one with each F and each dI, although these no
-longer move the scales; `move_scales` does not change it. The update commits only after the scales
-of every such domain have moved. Scales and weights both count as half updated after an
-update failed, or after a fault was reported of an epoch whose update had begun.""",
+longer move the scales; `move_scales` does not change the token. The update commits only after the
+scales of every such domain have moved. After an update failed, scales and weights both count as
+half updated. The same holds after `fail` reported a fault of an epoch whose update had begun.""",
     clauses=(
         Clause(
             id="order.in-flight",
@@ -124,8 +124,8 @@ update failed, or after a fault was reported of an epoch whose update had begun.
             invariant="This clause applies if the backend reports scaling updates "
             "(`StageConfig.reports_updates`; Transformer Engine's stages do not). An F or dI "
             "commits only if it updated its domain's scaling state exactly once; an evaluation "
-            "commits only if it did not update it. If scales move once an epoch, an F or dI "
-            "commits only if it did not move them, and `move_scales` is accepted only if the "
+            "commits only if it left that state unchanged. If scales move once an epoch, an F or "
+            "dI commits only if it did not move them, and `move_scales` is accepted only if the "
             "update moved them exactly once.",
             transitions=("commit_forward", "commit_evaluation", "commit_dgrad", "move_scales"),
             argument="updates",
@@ -160,9 +160,9 @@ update failed, or after a fault was reported of an epoch whose update had begun.
             number="3.8",
             title="dI uses the scales of its own forward",
             invariant="If tapes carry scales, dI commits only if it used the scales of its own F. "
-            "dI names scales by the token at which the F that used them ran. If scales move once "
-            "an epoch, dI names them by the token at their last movement since the last restore (0 "
-            "if they have not moved).",
+            "dI names the scales that it used by a token: the token at which their F ran. If "
+            "scales move once an epoch, dI names the token at which the scales last moved since "
+            "the last restore (0 if they have not moved).",
             transitions=("commit_dgrad",),
             argument="scales",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
@@ -176,9 +176,9 @@ update failed, or after a fault was reported of an epoch whose update had begun.
             number="3.9",
             title="No F draws the random numbers of an earlier F",
             invariant="If the backend reports where F begins to draw random numbers "
-            "(`StageConfig.reports_draws`), an F commits only if it began to draw at a later "
-            "position, at least 0, than the domain's previous F that reported one. A restore "
-            "forgets that position, since a repeated epoch draws the same numbers again.",
+            "(`StageConfig.reports_draws`), an F commits only if it began to draw at position 0 or "
+            "later, and later than the last position that an F of the domain reported. A restore "
+            "forgets the last position, since a repeated epoch draws the same numbers again.",
             transitions=("commit_forward",),
             argument="draws",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
@@ -264,7 +264,7 @@ update failed, or after a fault was reported of an epoch whose update had begun.
             section="design",
             cause="`move_scales` was left out, for example in an update that is skipped because of "
             "the gradient norm, or only some domains moved; or `commit_epoch` was called, which "
-            "leaves no place for `move_scales`.",
+            "leaves no time to call `move_scales`.",
             remedy="In the update, move the scales of every domain and call `move_scales` for "
             "each. After this refusal, restore the numerical state of the last commit.",
         ),

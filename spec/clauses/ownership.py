@@ -37,9 +37,9 @@ slot (from `read` to `finish_read`). In a stage that receives messages, F and dI
 messages that arrived for their own key. When a tape is aborted, its transfers continue, and the
 slot takes no new tape until they have ended. The call that ends a transfer presents the same key
 and reference as the call that began it. `finish_receive` on a live tape states that the message has
-arrived whole. If a message can no longer arrive, the tape is dropped first, so that nothing runs on
-it; `finish_receive` then frees the slot. A tape has at most one read of its output, and at most one
-read of its input gradient, under way at a time.
+arrived whole. If a message can no longer arrive, the caller first drops the tape, so that no action
+uses the tape; `finish_receive` then frees the slot. A tape has at most one read of its output, and
+at most one read of its input gradient, under way at a time.
 
 A stage may declare that a caller's stream copies its input into the slot (`copies_input`). The
 caller then enqueues the copy when it reserves the slot, on the stream of the link that the
@@ -399,10 +399,10 @@ once.""",
             id="ownership.receive-missing",
             number="1.21",
             title="F and dI use a message that was received",
-            invariant="F of a stage that receives its input runs only after the receive of this "
-            "key's input was posted and has ended. Likewise, dI of a stage that receives its "
-            "output's gradient waits for that receive. F of a stage whose input is copied runs in "
-            "the slot that its key reserved.",
+            invariant="In a stage that receives its input, F runs only after the receive of the "
+            "key's input was posted and has ended. In a stage that receives its output's gradient, "
+            "dI runs only after the receive of that gradient has ended. In a stage whose input is "
+            "copied, F runs in the slot that its key reserved.",
             transitions=("check_forward", "check_dgrad"),
             argument="key",
             unchanged=_TENANT,
@@ -472,8 +472,8 @@ once.""",
             number="1.26",
             title="A ticket is redeemed once, by the action it was issued for",
             invariant="A commit or an abort is accepted only with the slot's outstanding ticket, "
-            "and only for the action that the ticket was issued for. A grouped dW takes a further "
-            "tape only with its own outstanding ticket.",
+            "and only for the action that the ticket was issued for. A further tape joins a "
+            "grouped dW only with the outstanding ticket of that dW.",
             transitions=(
                 "commit_forward",
                 "abort_forward",
@@ -620,8 +620,8 @@ once.""",
             argument="",
             unchanged=_TENANT,
             section="design",
-            cause="A loop noticed in mid-walk that its batch is short, or called `shorten_walk` "
-            "too early for the next walk: before `next_walk` or before the commit.",
+            cause="A loop noticed only after the first F that its batch is short, or called "
+            "`shorten_walk` too early for the next walk: before `next_walk` or before the commit.",
             remedy="Read the batch's size first, then call `shorten_walk`, then run the first F. "
             "If the walk has already begun, run all microbatches, or purge the epoch and rebuild "
             "it.",

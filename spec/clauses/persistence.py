@@ -19,7 +19,7 @@ PART = Part(
     "restore",
     intro="""\
 A checkpoint is taken directly after a commit, when nothing is live: no tape, no action in flight,
-no reduction, no half-updated weights, no device work that the host has not seen finish. A restore
+no reduction and no half-updated weights. The host has also seen all device work finish. A restore
 loads the numerical state first, then begins a new *incarnation*: every slot is free, every
 generation is zero, every earlier reference is refused, and every weight cache is stale. This holds
 even if one checkpoint is restored twice, because the incarnation is a new random number that is

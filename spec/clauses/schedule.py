@@ -1,8 +1,8 @@
 """
-Schedules: what must hold of a table of actions before any of them runs.
+Schedules: rules for a table of actions, checked before any action runs.
 
-To add a clause, add an entry to ``_CLAUSES``. The clause then has a number, stands in the contract,
-and can be named by a finding.
+To add a clause, add an entry to ``_CLAUSES``. The clause then has a number, appears in the
+contract, and can be named by a finding of `qeffect check`.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ stale and does not refresh it is refused.""",
             number="2.11",
             title="A forward without a refresh fills no cache",
             invariant="If the backend reports fills, an F that was checked without `refresh` "
-            "commits only if it filled no cache. An evaluation always has to fill none.",
+            "commits only if it filled no cache. An evaluation must never fill a cache.",
             transitions=("commit_forward", "commit_evaluation"),
             argument="fill_epoch",
             unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "

@@ -1,10 +1,10 @@
 """
-Promises to the caller: what holds of the world when a transition is accepted.
+Promises to the caller: what is true of the world (real work, buffers, streams) at acceptance.
 
 Each property names the transitions at whose acceptance it holds. An accepted action finds its own
 key's work and the weights that the key names. A stage becomes final, and the weights change, only
-when every gradient is complete. A checkpoint finds nothing under way. The end of an action is
-accepted once.
+when every gradient is complete. A checkpoint finds nothing under way. The commit or abort of an
+action is accepted once.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.end-of-read", "finish_read")
 def end_of_read(st: State, h: History, a: Args) -> Truth:
-    """The end of a read is accepted only if a read of that buffer of the key's work is under way,
-    and no action is in flight on the slot."""
+    """The end of a read is accepted only if the named buffer (output or input gradient) of the
+    key's work is being read, and no action is in flight on the slot."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     one = (a.bit == OUT_BIT) | (a.bit == GRAD_BIT)
@@ -337,16 +337,16 @@ def threaded(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.declared-forward", "check_forward")
 def declared_forward(st: State, h: History, a: Args) -> Truth:
-    """If a domain declares an order, F runs at its declared place: after as many F and dI of this
-    walk as the order puts before it."""
+    """If a domain declares an order, F runs at its declared place: the F and dI that have run in
+    this walk are as many as the order puts before this F."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @STEPS("order.declared-dgrad", "check_dgrad")
 def declared_dgrad(st: State, h: History, a: Args) -> Truth:
-    """If a domain declares an order, dI runs at its declared place: after as many F and dI of this
-    walk as the order puts before it."""
+    """If a domain declares an order, dI runs at its declared place: the F and dI that have run in
+    this walk are as many as the order puts before this dI."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_walk[d])
 
@@ -412,8 +412,8 @@ def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
 @STEPS("order.moved-once", "commit_update", g="stage")
 def moved_once(st: State, h: History, a: Args, g: Index) -> Truth:
     """If scales move once an epoch, an update commits only if they have moved exactly once for each
-    update since the last restore, including this update. No F or dI has gathered maxima since they
-    last moved."""
+    update since the last restore, including this update. No F or dI has gathered maxima since the
+    scales last moved."""
     d = st.domain_of[g]
     moved = (h.moves[d] == h.commits[0] + 1) & (h.gathers[d] == 0)
     return implies(st.epoch_scales[d] != 0, moved)
@@ -422,8 +422,8 @@ def moved_once(st: State, h: History, a: Args, g: Index) -> Truth:
 @STEPS("order.saved-scales", "checkpoint", g="stage")
 def saved_scales(st: State, h: History, a: Args, g: Index) -> Truth:
     """If scales move once an epoch, a checkpoint is taken only if they have moved exactly once for
-    each update that was committed since the last restore. No F or dI has gathered maxima since they
-    last moved."""
+    each update that was committed since the last restore. No F or dI has gathered maxima since the
+    scales last moved."""
     d = st.domain_of[g]
     saved = (h.moves[d] == h.commits[0]) & (h.gathers[d] == 0)
     return implies(st.epoch_scales[d] != 0, saved)
@@ -646,7 +646,7 @@ def received_after_former_work(st: State, h: History, a: Args) -> Truth:
 @STEPS("completion.forward-after-transfers", "check_forward")
 def forward_after_transfers(st: State, h: History, a: Args) -> Truth:
     """An F begins only after the graph stream has waited for every transfer that ended, and every
-    copy that was enqueued, in its slot. This holds for all links."""
+    copy that was enqueued, in the F's slot, on any link."""
     return implies(a.slot == h.slot[0], h.trailing[0] == 0)
 
 
@@ -895,8 +895,8 @@ def never_rewritten(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("reduction.never-rebound", "bind", needs="arena", b="bucket")
 def never_rebound(st: State, h: History, a: Args, b: Index) -> Truth:
-    """No key is bound after a reduction of its stage's gradients has begun in this epoch, unless
-    the walk leaves the key out."""
+    """After a reduction of a stage's gradients has begun in an epoch, only a key that the walk
+    leaves out can still be bound in that stage and epoch."""
     runs = _writes(st, b, a.key.stage) & (h.skipped[a.key.cell] == 0)
     return implies(runs, h.reduction[b] == NONE)
 
@@ -914,9 +914,9 @@ def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("epoch.commit", "check_update", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """An update begins only if it names the current epoch, every cell has run dW or is left out of
-    the walk, no tape is live, no action is in flight on a slot, and no failure has spoiled the
-    epoch."""
+    """An update begins only if it names the current epoch and no failure has spoiled that epoch.
+    Every cell has run dW or is left out of the walk. No tape is live, and no action is in flight on
+    a slot."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -940,9 +940,9 @@ def weights_add_up(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("epoch.walk-whole", "next_walk", c="cell", g="stage", s="slot")
 def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """The next walk begins only if the call names the current epoch, every cell has run dW or is
-    left out of the walk that ends, no tape is live, no action is in flight on a slot, and no
-    failure has spoiled the epoch."""
+    """The next walk begins only if the call names the current epoch and no failure has spoiled that
+    epoch. Every cell has run dW or is left out of the walk that ends. No tape is live, and no
+    action is in flight on a slot."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -1044,8 +1044,8 @@ def none_evaluates(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("persistence.quiescent", "checkpoint", g="stage", s="slot")
 def quiescent(st: State, h: History, a: Args, g: Index, s: Index) -> Truth:
-    """A checkpoint is taken only if no tape is live, no action is in flight on a slot, and, since
-    the weights last changed, no walk has ended and no dW has succeeded."""
+    """A checkpoint is taken only if no tape is live and no action is in flight on a slot. Since the
+    weights last changed, no walk has ended and no dW has succeeded."""
     none = (h.num_wgrads[g] == 0) & (h.walks[0] == 0)
     return (h.owing[s] == 0) & (h.acting[s] == 0) & none
 

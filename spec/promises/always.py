@@ -1,5 +1,5 @@
 """
-What is always true of the memory and the world together: the memory describes the world.
+What is always true of memory and world together: the memory agrees with what really happened.
 
 Each predicate holds in every reachable state, for all values of its variables.
 """
@@ -91,8 +91,8 @@ def one_fill(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("order.token", d="domain")
 def token(st: State, h: History, d: Index) -> Truth:
-    """A domain's effect token counts its F and dI since the last restore: each counts as often as
-    it updated scales or, if scales move once an epoch, once."""
+    """A domain's effect token counts the domain's F and dI since the last restore. Each of them
+    counts as often as it updated scales, or once if scales move once an epoch."""
     return st.token[d] == h.updates[d]
 
 
@@ -110,14 +110,14 @@ def moved_for_each_update(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("order.drawn-once", d="domain")
 def drawn_once(st: State, h: History, d: Index) -> Truth:
-    """Since the last restore, no two F of a domain that report where they draw random numbers began
-    to draw at the same position."""
+    """Since the last restore, no two F of a domain reported the same position as the start of their
+    random draws."""
     return h.repeats[d] <= 1
 
 
 @WORLD("capture.unclobbered")
 def unclobbered(st: State, h: History) -> Truth:
     """While a tape keeps memory in its capture pool, no replay has overwritten that memory. A
-    replay, also of a refresh in that pool, overwrites it if the replayed graph was captured no
-    later than the tape's own latest graph, or no earlier than the tape's next graph to run."""
+    replay (also of a refresh in that pool) overwrites the memory if its graph was captured no later
+    than the tape's own latest graph, or no earlier than the tape's next graph to run."""
     return implies(h.in_pool[h.slot[0]] == 1, h.clobbered[0] == 0)

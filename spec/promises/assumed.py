@@ -26,9 +26,10 @@ from .words import Args, History, Index, State, Truth, domain_of_slot
 
 __all__ = ["ASSUMED", "CONFIGURATION"]
 
-#: Assumed of a configuration, which is checked when a contract is built from it.
+#: Assumed about a configuration, which is checked when a contract is built from it.
 CONFIGURATION = Register()
-#: Assumed of the caller's arguments; some only if the part that would check them is left out.
+#: Assumed about the caller's arguments; some are assumed only if the part that would check them is
+#: left out.
 ASSUMED = Register()
 
 

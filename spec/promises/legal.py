@@ -180,7 +180,7 @@ def stale_cache(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.no-fill-waits", "check_forward", "check_dgrad", g="stage")
 def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
-    """Every other stage of the domain that has not begun its first F of the epoch has a cache that
+    """If another stage of the domain has not begun its first F of the epoch, that stage's cache
     lacks the current weights and was not lost since its latest fill."""
     other = (st.domain_of[g] == st.domain_of[a.key.stage]) & (g != a.key.stage)
     return implies(
@@ -190,7 +190,7 @@ def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @LEGAL("version.no-fill-waits-for-refresh", "check_refresh", g="stage")
 def no_fill_waits_for_refresh(st: State, h: History, a: Args, g: Index) -> Truth:
-    """Every other stage of the domain that has not begun its first F of the epoch has a cache that
+    """If another stage of the domain has not begun its first F of the epoch, that stage's cache
     lacks the current weights and was not lost since its latest fill."""
     other = (st.domain_of[g] == st.domain_of[a.stage]) & (g != a.stage)
     return implies(
@@ -206,8 +206,8 @@ def evaluation_finds_cache(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.no-fill-waits-for-evaluation", "check_evaluation", g="stage")
 def no_fill_waits_for_evaluation(st: State, h: History, a: Args, g: Index) -> Truth:
-    """Every stage of the domain that has not begun its first F of the epoch has a cache that lacks
-    the current weights and was not lost since its latest fill."""
+    """If a stage of the domain has not begun its first F of the epoch, that stage's cache lacks the
+    current weights and was not lost since its latest fill."""
     waits = (st.domain_of[g] == st.domain_of[a.stage]) & (h.fill_of_epoch[g] == NEVER)
     return implies(waits, (h.cached[g] != h.weights[0]) & (h.lost[g] == 0))
 
@@ -331,8 +331,9 @@ def epoch_sound(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("capture.refresh-later", "check_refresh")
 def refresh_later(st: State, h: History, a: Args) -> Truth:
-    """The graph of the stage's refresh has a capture pool of its own. Or no tape keeps memory in
-    that graph's pool, or that graph was captured after the graph that the pool replayed last."""
+    """One of three conditions holds: the graph of the stage's refresh has a capture pool of its
+    own, no tape keeps memory in the graph's pool, or the graph was captured after the pool's latest
+    replayed graph."""
     p, rank = st.refresh_pool[a.stage], st.refresh_rank[a.stage]
     return (rank == NO_RANK) | (h.tapes[p] == 0) | (h.last_rank[p] < rank)
 

@@ -1,5 +1,5 @@
 """
-What is always true of the contract's memory: one key, one slot, one generation, one epoch.
+What is always true of the contract's memory about keys, slots, generations and epochs.
 
 Each predicate holds in every reachable state, for all values of its variables.
 """

@@ -3,8 +3,8 @@ Names that the promises share.
 
 ``st`` is the contract's memory, with the columns of ``qeffect.spec.columns``. ``h`` is the world,
 with the words of ``qeffect.spec.world``. ``a`` holds the arguments of a transition by name.
-``st.stage_of[cell]`` is the stage that a cell names. Each can be plain values or symbolic terms, so
-their type is ``Any``.
+``st.stage_of[cell]`` is the stage that a cell names. All of them can be plain values or symbolic
+terms, so their type is ``Any``.
 """
 
 from __future__ import annotations

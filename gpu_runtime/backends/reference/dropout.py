@@ -57,7 +57,7 @@ class RandomNumbers:
 
     def drop_named(self, value: Tensor, probability: float, name: Sequence[int]) -> Tensor:
         """
-        Like `drop`, but draws the numbers by name instead of by position; no position moves.
+        Like `drop`, but draws the numbers by name instead of by position; no position changes.
 
         Args:
             value: The tensor.

@@ -100,10 +100,10 @@ class ReferenceLayer(torch.nn.Module):
 
 def activated(inner: Tensor, config: LayerConfig, gelu: str = "none") -> Tensor:
     """
-    Compute what an MLP does between its products, over the last dimension.
+    Apply the activation between the two products of an MLP, over the last dimension.
 
     Args:
-        inner: What its first product computed.
+        inner: The result of the first product.
         config: The dimensions of a layer.
         gelu: ``none`` for the exact GELU, ``tanh`` for the approximate one.
     """

@@ -126,7 +126,8 @@ class ReferenceDomain:
             scales of the latest F, as old libraries did. The contract's configuration uses this
             value.
         scales: When scales move: ``action`` at the end of every F and dI; ``epoch`` once an epoch,
-            when `move_scales` is called. Dropout then draws by layer, microbatch and epoch.
+            when `move_scales` is called. Dropout's random numbers then follow from layer,
+            microbatch and epoch.
 
     Attributes:
         rolls: Scaling updates that the host has seen so far: one per F and dI, successful or not;
@@ -192,7 +193,9 @@ class ReferenceDomain:
         self._stages.append(stage)
 
     def scaling(self, *, forward: bool, tensors: int) -> ScalingState:
-        """New histories for one layer, rolled from now on with all others of their direction."""
+        """
+        New histories for one layer, which from now on roll with all others of their direction.
+        """
         held = self._forward if forward else self._backward
         state = ScalingState.empty(
             self.history_length, tensors, E4M3 if forward else E5M2, self.device
@@ -207,7 +210,8 @@ class ReferenceDomain:
         """
         One outermost region of a stage's F; leaving it rolls, also when F raised.
 
-        With epoch scales, neither the region's end nor its first module's backward rolls.
+        With epoch scales no history rolls: not at the region's end, and not in the first module's
+        backward.
         """
         by_action = self.scales == "action"
         if self._depth == 0:
@@ -296,7 +300,9 @@ class ReferenceDomain:
             self._used.add(at)
 
     def take_used(self) -> int | None:
-        """Position of the F whose scales dI used since the last call; None if no F or several."""
+        """
+        Position of the F whose scales dI used since the last call; None for no F or several F.
+        """
         used, self._used = self._used, set()
         return used.pop() if len(used) == 1 else None
 
@@ -351,7 +357,9 @@ class ReferenceDomain:
         return {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
 
     def recipe(self) -> Mapping[str, Any]:
-        """Delayed scaling, HYBRID; and when scales move, if not at every F and dI."""
+        """
+        The recipe as plain data: delayed scaling, HYBRID; and when scales move, if not at F and dI.
+        """
         found = {
             "recipe": "DelayedScaling",
             "format": "HYBRID",

@@ -61,7 +61,8 @@ class ReferenceStage(torch.nn.Module):
             stage's further inputs to a scalar.
         extra_inputs: The further inputs of `loss` (targets).
         seed: Seed of the initial parameters, drawn on the CPU so that devices agree.
-        ends: Which ends of a language model the stage has; None for a stage of layers alone.
+        ends: The ends of a language model (embedding, head) that the stage has; None for a stage of
+            layers alone.
         recompute: Whether a tape keeps only the inputs of its layers, and dI recomputes their
             activations (`torch.utils.checkpoint`, non-reentrant).
         dropout: Probability with which each layer drops elements of its two residual branches.
@@ -150,7 +151,7 @@ class ReferenceStage(torch.nn.Module):
 
     @property
     def groups_wgrads(self) -> bool:
-        """Whether one dW can take several tapes: their scales are equal until the update."""
+        """Whether one dW can take several tapes: only if the scales stay equal until the update."""
         return self.domain.scales == "epoch"
 
     @property
@@ -179,8 +180,9 @@ class ReferenceStage(torch.nn.Module):
         """
         Casts, scaling updates, which scales dI used, and by which factor the loss was weighted.
 
-        The device does not decide about a captured cast or update, so each replay does what its
-        capture recorded. Random numbers that follow from the microbatch have no position to report.
+        The device never decides whether a captured cast or update runs, so each replay does what
+        the capture recorded. Random numbers that follow from the microbatch have no position to
+        report.
         """
         draws = self.dropout > 0.0 and len(self.layers) > 0
         scales = self.domain.scales

@@ -2,9 +2,10 @@
 The random numbers that the library's dropout draws on the device.
 
 The library draws from the device's default generator, which other code of the process uses too. So
-F draws with the generator at the domain's own seed and position, and afterwards the generator is
-put back. On a GPU the numbers follow from seed and position alone (Philox). A captured graph reads
-both when it is replayed, so a replay of F draws the numbers that an eager F would draw there.
+F draws with the generator at the domain's own seed and position, and afterwards the generator gets
+its former seed and position again. On a GPU the numbers follow from seed and position alone
+(Philox). A captured graph reads both when it is replayed, so a replay of F draws the numbers that
+an eager F would draw there.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class DeviceNumbers:
     @contextmanager
     def drawing(self) -> Iterator[int]:
         """
-        Draw at the domain's position in a block, and advance the position.
+        Let a block draw at the domain's position, and advance the position.
 
-        Capture of a graph draws nothing: its replays do. So a block in a capture changes neither
-        the generator nor the position, and a block within another leaves both to the outer one.
+        The capture of a graph draws nothing; its replays draw. So a block in a capture leaves the
+        generator and the position unchanged. A nested block leaves both to the outer block.
 
         Returns:
             The position at which the block begins to draw.
@@ -71,7 +72,7 @@ class DeviceNumbers:
     @contextmanager
     def drawing_by_name(self, name: Sequence[int]) -> Iterator[None]:
         """
-        Draw numbers that follow from a name in a block; no position moves.
+        Let a block draw random numbers that follow from a name; no position changes.
 
         Args:
             name: Epoch, microbatch and layer.

@@ -156,9 +156,10 @@ class TransformerEngineDomain:
         history_length: Entries of each amax history, for delayed scaling.
         device: The CUDA device; the current one if it is left out or has no index.
         scales: When scales move, for delayed scaling: ``action`` as the library moves them, at the
-            end of every F and dI; ``epoch`` once an epoch, by `move_scales`. Then no region and no
-            backward updates, and the casts gather each amax into the first entry of its history.
-            Dropout then draws by layer, microbatch and epoch.
+            end of every F and dI; ``epoch`` once an epoch, by `move_scales`. Then the end of an FP8
+            region and the backward update no scales, and the casts gather each amax into the first
+            entry of its history. Dropout's random numbers then follow from layer, microbatch and
+            epoch.
 
     Attributes:
         random: The random numbers of the domain's dropout.
@@ -240,7 +241,8 @@ class TransformerEngineDomain:
         """
         One outermost FP8 region; leaving it rolls each forward history with a new entry.
 
-        With epoch scales, neither leaving the region rolls, nor the backward of a module in it.
+        With epoch scales no history rolls: not when the region is left, and not in the backward of
+        its modules.
 
         Args:
             registers: Whether modules without FP8 state run in the region. The library registers
@@ -288,7 +290,7 @@ class TransformerEngineDomain:
         The context of one F, eager or replayed, in which dropout draws at the domain's position.
 
         Its value is the position at which F begins to draw; None if nothing is dropped, or if
-        dropout draws by name.
+        dropout draws by name (epoch, microbatch and layer).
         """
         if not (self.drops and self._dropping) or self.scales == "epoch":
             return nullcontext()
@@ -398,8 +400,8 @@ class TransformerEngineDomain:
 
     def capture_obstacles(self) -> tuple[str, ...]:
         """
-        The domain needs a CUDA device, which must be the current device; and a graph cannot draw
-        by name.
+        Why the domain cannot be captured: its CUDA device is missing or not the current device, or
+        dropout draws by name, which a graph cannot do.
         """
         named = (
             "dropout under scales='epoch' draws by layer, microbatch and epoch, but a graph draws "

@@ -228,7 +228,7 @@ def missing_members(layer: torch.nn.Module) -> list[str]:
 
 
 def missing_in_head(head: torch.nn.Module) -> list[str]:
-    """Attributes that a new `LayerNormLinear` lacks: the head, behind all layers."""
+    """Attributes that a new `LayerNormLinear`, the head behind all layers, lacks."""
     wanted = [member.name for member in LAYER if _LINEAR[0] in member.paths]
     return [f"LayerNormLinear.{name}" for name in wanted if not hasattr(head, name)]
 

@@ -32,14 +32,14 @@ def join(operands: Sequence[Sequence[Any]]) -> list[Any]:
     Make the operands of one product from the operands of several microbatches.
 
     Args:
-        operands: The operands of each microbatch, in order. The library quantized all of one place
-            with the same scale.
+        operands: The operands of each microbatch, in order. All operands at one position of these
+            lists have the same scale.
 
     Returns:
         The joined operands: the tokens of all microbatches, one microbatch behind the other.
 
     Raises:
-        BackendError: Operands of one place have different kinds, FP8 types or features, or the
+        BackendError: Operands at one position have different kinds, FP8 types or features, or the
             library has quantized them in a way that this module does not know.
     """
     return [_joined(parts) for parts in zip(*operands, strict=True)]

@@ -17,8 +17,8 @@ def check_backend(device: torch.device | str = "cuda") -> None:
     """
     Run refresh, F, dI and dW of one small layer, eager, and forget the layer afterwards.
 
-    This finds what a check of names cannot find: a library that has every name and uses one of them
-    differently. FP8 state of this process is reset.
+    The test finds what a check of names cannot find: a library that has every name but gives one of
+    them another meaning. FP8 state of this process is reset.
 
     Args:
         device: Where to run; by default the current CUDA device.

@@ -72,8 +72,9 @@ class TransformerEngineStage:
             stage's further inputs to a scalar.
         extra_inputs: The further inputs of `loss` (targets).
         seed: Seed of the initial parameters.
-        ends: Which ends of a language model the stage has; None for a stage of layers alone. The
-            head, with the final norm, is one `LayerNormLinear` of the library, or a `SplitHead`.
+        ends: The ends of a language model (embedding, head) that the stage has; None for a stage of
+            layers alone. The head, with the final norm, is one `LayerNormLinear` of the library, or
+            a `SplitHead`.
         first_layer: Number of the model's layers before the stage's own. Each layer then has its
             own seed. None takes the number from `ends`; without `ends` the whole stage has one
             seed.
@@ -217,9 +218,8 @@ class TransformerEngineStage:
     @property
     def reports(self) -> Reports:
         """
-        By which factor the loss was weighted, and where F draws random numbers by position: the
-        library decides in its own modules whether it casts or updates scales, and does not report
-        it.
+        The factor that weighted the loss, and the positions at which F draws random numbers. Casts
+        and scaling updates are not reported: the library decides about them in its own modules.
         """
         draws = self.dropout > 0.0 and len(self.layers) > 0
         return Reports(
@@ -230,7 +230,7 @@ class TransformerEngineStage:
 
     @property
     def groups_wgrads(self) -> bool:
-        """Whether one dW can take several tapes: their scales are equal until the update."""
+        """Whether one dW can take several tapes: only if the scales stay equal until the update."""
         return self.domain.scaling == "delayed" and self.domain.scales == "epoch"
 
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:

@@ -112,7 +112,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure and report; the outcome is `refused` if a column failed.
+    Measure and report; the outcome is `refused` if a column (one variant of the step) failed.
 
     Raises:
         UnusableError: This machine cannot measure.

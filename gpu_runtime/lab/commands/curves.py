@@ -2,11 +2,11 @@
 ``qeffect runtime report curves``: loss curves of guarded and native runs, in one report.
 
 A run is named SIDE:SCHEDULE:SEED, such as ``guarded:zbv:0``, or SIDE:SCHEDULE:SEED:HEAD. A side is
-native, guarded (replays), or launched (guarded, each step one launch). All runs of a report share a
-configuration. The seed is added to the seeds of the parameters and of the text order, so that runs
-with one seed begin with the same bits and read the same windows. The same processes build and train
-one run after another; each run is written to the report as soon as it ends.
-`qeffect.gpu_runtime.lab.statistics.curves` derives the figures.
+native, guarded (replays of graphs), or launched (guarded, with each step as one launch). All runs
+of a report share a configuration. The seed is added to the seeds of the parameters and of the text
+order. Runs with equal seeds therefore begin with the same bits and read the same windows of text.
+The same processes build and train one run after another. Each run is written to the report as soon
+as it ends. `qeffect.gpu_runtime.lab.statistics.curves` derives the figures.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train run after run, or merge reports; the outcome is `refused` if two runs of one order have
-    different losses.
+    Train run after run, or merge reports; the outcome is `refused` if a native and a guarded run of
+    the same schedule, seed and head differ.
 
     Raises:
         UnusableError: These processes cannot make the runs, or the reports do not fit together.
@@ -219,9 +219,9 @@ def _outcome(report: Report, what: str) -> Outcome:
 
 def merge_reports(paths: Sequence[Path]) -> Report:
     """
-    Merge the runs of several reports into one, which is complete if all of them are.
+    Merge the runs of several reports into one report, which is complete if every part is complete.
 
-    Runs that did not end are in no report.
+    A report contains only runs that ended.
 
     Raises:
         UnusableError: A file is not a report of this kind; the parts differ in commit, machine,

@@ -1,12 +1,13 @@
 """
-``qeffect runtime report groups``: measure steps whose weight gradients of several microbatches are
-one product.
+``qeffect runtime report groups``: measure steps that compute the weight gradients of several
+microbatches as one matrix product.
 
-On a GPU every step is one launch; on a CPU steps are eager. Each cell, schedule and type of
-gradient destinations is measured with today's defaults (scales that move at every action, no
-groups), then with scales that move once per step and each group, then with today's defaults again.
-After its first steps a grouped row leaves one digest of parameters, moments and scales over all
-ranks; `--digests` chooses the cells. The report is written after every row.
+On a GPU every step is one launch; on a CPU steps are eager. Each combination of cell (layer size
+and number of microbatches), schedule and type of gradient destinations has several rows. The first
+row has today's defaults: scales that move at every action, and no groups. The next rows have scales
+that move once per step, one row for each group size. The last row has today's defaults again. After
+its first steps, a row with groups records one digest of all ranks' parameters, moments and scales;
+`--digests` chooses the cells of such rows. The report is written after every row.
 """
 
 from __future__ import annotations

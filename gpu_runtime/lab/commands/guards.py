@@ -4,7 +4,7 @@
 One process runs a whole pipeline of two small stages on the CPU. Steps with and without the guard
 alternate, so that all figures come from one run. The thread's processor time is measured, not wall
 time, and each figure is a median. Other work on the machine still raises the figures, because it
-uses the caches too; read the ratios then.
+uses the caches too. In that case, rely only on the ratios.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..statistics.summary import exact_median
 
 __all__ = ["SCHEDULES", "Price", "add_guards_arguments", "measure", "run_guards"]
 
-#: The measured schedules: some walk a table, one has its own loop.
+#: The measured schedules: three execute a table of actions, and GPipe has its own loop.
 SCHEDULES = (
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
@@ -50,12 +50,13 @@ class Price:
 
     Args:
         schedule: torch's class.
-        actions: Actions per step: entries of the rank's row, or F and B of a loop.
+        actions: Actions per step: entries of the rank's row in the table, or F and B of GPipe's
+            loop.
         torch_us: Host time of torch's loop with tiny stages, in microseconds per action.
         guard_us: Host time that the guard adds, in microseconds per action.
-        update_us: Host time that the guard adds with `follow_optimizer` and two walks per update,
-            in microseconds per action.
-        kernel_us: Check and commit of an F by the contract alone, in microseconds.
+        update_us: Host time that the guard adds with `follow_optimizer` and two runs of the
+            schedule per update, in microseconds per action.
+        kernel_us: Host time in which the contract alone checks and commits an F, in microseconds.
     """
 
     schedule: str

@@ -3,11 +3,12 @@
 bit.
 
 The command trains a small language model over two ranks with ``torchrun ... qeffect runtime train
---resume``. In each start, one process is killed (SIGKILL): a rank during its start, a resume, a
-step, an evaluation or a save, or torchrun's agent while a rank is at such a place. Once every
-process has ended, the next start resumes from the newest checkpoint. In the last start, no process
-is killed. Then every tensor of the last checkpoint and every loss of the log is compared with an
-undisturbed run: weights, moments, masters, scales, histories and random states, bit for bit.
+--resume``. In each start except the last, one process is killed (SIGKILL). Usually this is a rank,
+during its start, a resume, a step, an evaluation or a save. Sometimes it is torchrun's agent, while
+a rank steps, evaluates or saves. Once every process has ended, the next start resumes from the
+newest checkpoint. At the end, the last checkpoint and every loss of the log are compared with an
+undisturbed run, bit for bit. The checkpoint holds weights, moments, master weights, scales,
+histories and random states.
 """
 
 from __future__ import annotations
@@ -131,9 +132,9 @@ def add_kills_arguments(parser: argparse.ArgumentParser) -> None:
 
 def drawn_kills(count: int, runs: int, seed: int) -> list[list[Kill]]:
     """
-    Draw, run by run, which process is killed where; `Kill.folder` is still empty.
+    Choose at random, for each run, which processes are killed and where; `Kill.folder` stays empty.
 
-    No place is used twice before all places were used once. The first kill of a run comes late
+    Every place is chosen once before a place is chosen again. The first kill of a run comes late
     enough that the killed start leaves a checkpoint.
 
     Args:
@@ -446,7 +447,7 @@ def compare_runs(whole: Path, other: Path, steps: int) -> dict[str, Any]:
         losses.
 
     Raises:
-        BackendError: A run lacks a whole last checkpoint.
+        BackendError: The last checkpoint of a run is missing or incomplete.
     """
     first, second = (
         _tensors(folder / "kept" / checkpoint_name(steps)) for folder in (whole, other)

@@ -1,10 +1,11 @@
 """
 ``qeffect runtime report models``: measure TFLOP/s of whole decoders over the ranks of a pipeline.
 
-Native is torch's Interleaved 1F1B over full backwards. Stages are cut by the measured times of a
-layer, the embedding and the head, taken before the first row of each cell. Modes of Megatron-core
-(``--megatron``) train the same models with the same cut, each in processes of its own. The report
-is written after every row.
+The native rows run torch's Interleaved 1F1B with full backwards. The model is cut into stages by
+the measured times of a layer, the embedding and the head. These times are measured before the first
+row of each cell (model, sequence length and microbatches). Modes of Megatron-core (``--megatron``)
+train the same models with the same cut, each in processes of its own. The report is written after
+every row.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ their bits and the guard's reports.
 
 ``--framework torch`` sweeps the schedules of `torch.distributed.pipelining`, ``--framework
 megatron`` the loops of Megatron-core, ``--framework torchtitan`` TorchTitan's trainer. Ranks of
-this machine run the rows: on a CPU over gloo, with ``--device cuda`` on two GPUs over NCCL (not
-TorchTitan). The exit code is 1 if a row's bits differ and the guard is silent, if the guard raises
-a false alarm, or if the guard changes a bit.
+this machine run the rows: on a CPU over gloo, or with ``--device cuda`` on two GPUs over NCCL.
+TorchTitan's rows run on a CPU only. The exit code is 1 if a row's bits differ and the guard is
+silent, if the guard raises a false alarm, or if the guard changes a bit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Options, checks and starts that the report commands over ranks share.
+Options, checks and starts of ranks that several report commands share.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add_rank_options(
     Args:
         parser: The command's parser.
         rounds: Default number of rounds.
-        given: Whether an option that the user did not give is None, instead of its default.
+        given: If true, an option that the user did not give is None instead of its default.
         profiles: Whether to declare `--no-profile`.
     """
     for (option, text), usual in zip(_ROUNDS, (rounds, 10, 3), strict=True):
@@ -94,7 +94,7 @@ def require_limit(args: argparse.Namespace) -> None:
     Require a positive `--limit`.
 
     Raises:
-        UnusableError: It is not positive.
+        UnusableError: `--limit` is not positive.
     """
     if args.limit <= 0:
         raise UnusableError(f"--limit must be positive, found {args.limit:g}")
@@ -105,7 +105,7 @@ def require_megatron(modes: Sequence[str], device: str, option: str, instead: st
     Refuse modes of Megatron-core where they cannot run.
 
     Args:
-        modes: Its modes, possibly none.
+        modes: Megatron-core's modes; may be empty.
         device: `cuda` or `cpu`.
         option: The option that names the modes.
         instead: What to do without Megatron-core.
@@ -129,8 +129,8 @@ def rank_starts(
     args: argparse.Namespace, progress: Progress
 ) -> Iterator[tuple[RankStarts, Progress]]:
     """
-    The ranks of `--pp`, and the progress to use: torchrun's ranks or, without torchrun, ranks of
-    this machine.
+    A context with the `--pp` ranks, and the progress to use. The ranks are torchrun's or, without
+    torchrun, ranks of this machine.
 
     Raises:
         UnusableError: `--out` cannot be written, or the ranks cannot run here.

@@ -1,10 +1,11 @@
 """
 ``qeffect runtime report peers``: compare our pipeline with torch's own pipeline and Megatron-core.
 
-All run one language model with one layer per stage and a bf16 head, over two ranks with two stages
-each, from the same initial bits. Each mode runs in its own processes under a time limit, and then
-in other processes under the profiler, so that a mode that hangs or dies loses only its own rows.
-Only Megatron's modes need Megatron-core (``pip install --no-deps megatron-core==0.19.2``).
+All of them run the same language model with one layer per stage and a bf16 head. They run over two
+ranks with two stages each, from the same initial bits. Each mode runs in its own processes under a
+time limit, and then in other processes under the profiler, so that a mode that hangs or dies loses
+only its own rows. Only Megatron's modes need Megatron-core (``pip install --no-deps
+megatron-core==0.19.2``).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: F
 
     Args:
         device: `cuda` or `cpu`.
-        rows: The rows; one launch follows the replays with which it is compared.
+        rows: The rows; a row of one launch follows the row of replays with which it is compared.
         folder: Folder in which native's gradients are saved for later processes.
         findings: Takes each row once it is measured.
     """

@@ -150,7 +150,7 @@ def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
     for another reason (`stopped_outcome`).
 
     Raises:
-        UnusableError: The job cannot be run by these processes; the same on every rank.
+        UnusableError: These processes cannot run the job; every rank raises this error.
     """
     return report_once(lambda: _run(args, progress))
 

@@ -1,8 +1,9 @@
 """
 ``qeffect runtime report plots``: draw pictures of the reports.
 
-Step time against its floor, resources by microbatches, memory above native, loss by steps and by
-seconds. The legend below each picture explains its marks. The same reports give the same bytes.
+The pictures show step time beside its floor (the shortest kernel time), resources by microbatches,
+memory above native, and loss by steps and by seconds. The legend below each picture explains its
+marks. Equal reports give byte-identical pictures.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def _label_rows(axis: Any, rows: Sequence[str], *, shown: bool) -> None:
 
 def step_time(found: Sequence[Report]) -> Any:
     """
-    Draw the median step of each column with its range, and the floor of its rule; one panel per
-    cell.
+    Draw each column's median step time with its range, and the shortest kernel time of a library
+    column with the same gradient sum (the floor); one panel per cell.
     """
     pyplot = _pyplot()
     cells = reports.cells(found)
@@ -184,7 +185,8 @@ PEAKS = {
 
 def memory(found: Sequence[Report]) -> Any:
     """
-    Draw the peak memory above the faster native column: three figures, and the largest of them.
+    Draw the peak memory above the faster native column, from three sources, and the largest of the
+    three figures.
     """
     pyplot = _pyplot()
     cells = [
@@ -242,7 +244,7 @@ def resources(found: Sequence[Report]) -> Any:
     """
     Draw slots, graphs, arena, construction and peak memory by microbatches, for each provisioning.
 
-    The axis of slots is logarithmic if their number differs from that of the live tapes.
+    The axis of slots is logarithmic, and a dotted line shows the number of live tapes beside them.
     """
     pyplot = _pyplot()
     points = [point for report in found for point in report["derived"]["points"]]

@@ -1,5 +1,5 @@
 """
-``qeffect runtime report pools``: show what graphs that share one memory pool corrupt.
+``qeffect runtime report pools``: show which values become wrong if graphs share one memory pool.
 
 Graphs with a pool per slot, and graphs with one pool for all slots, are replayed out of capture
 order and compared with native full backward, bit for bit.
@@ -29,7 +29,8 @@ __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
 TIMEOUT_S = 300.0
 
-#: The problem that `derive_pools` reports if a shared pool corrupted nothing, as always on a CPU.
+#: The problem that `derive_pools` reports if a shared pool corrupted nothing; on a CPU this is
+#: always so.
 HARMLESS = "the shared pool corrupted nothing, so the comparison proves nothing"
 
 
@@ -53,7 +54,7 @@ def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Replay under every discipline of capture memory, and report.
+    Replay with private pools and with a shared pool, and report.
 
     The outcome is `refused` if private pools differ from native in a bit, if the contract allowed a
     shared pool, or if a shared pool corrupted nothing on a GPU, so that the comparison proves

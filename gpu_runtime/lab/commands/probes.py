@@ -2,9 +2,9 @@
 ``qeffect runtime report probes``: check the documentation's statements on this machine.
 
 Each statement about Transformer Engine, or about the cost of checking its graphs, has a probe. The
-probes cover the attention backward of short sequences, which weight gradient the library's graphs
-bind to a dgrad, the time to compare every baked address, and the library's graphs under interleaved
-stages (`interleaved`).
+probes show: whether the attention backward of short sequences fails; which weight gradient the
+library's graphs bind to a dgrad; how long it takes to compare every memory address recorded in the
+graphs; and whether the library's graphs compute interleaved stages correctly (`interleaved`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ PROBES = ("attention", "addresses", "interleaved")
 TIMEOUT_S = 180.0
 LOOKS = 2000
 
-#: Sequence lengths with and without cuDNN's fused attention; the documentation's statement is about
-#: the last.
+#: Sequence lengths, each with or without cuDNN's fused attention; `docs/limits.md` states the
+#: result of all three.
 ATTENTION = ((64, True), (64, False), (128, True))
 
-#: The lines that bind dW in the library's `_make_graphed_callables`: the chunk's counter advances
-#: with each captured dgrad, and a dW gets the graph before it.
+#: The lines that bind dW in the library's `_make_graphed_callables`. The chunk's counter advances
+#: with each captured dgrad, and a dW gets the graph before the counter.
 PAIRING = (
     "per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]",
     "bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]",

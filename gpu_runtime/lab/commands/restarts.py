@@ -2,8 +2,8 @@
 ``qeffect runtime report restarts``: stop training, resume it from a checkpoint, and compare every
 bit.
 
-The command starts new ranks for each part, so that every part runs in its own processes, and
-compares their results. The first part trains from the beginning and saves a checkpoint midway. The
+The command runs several parts, each with new ranks in processes of their own, and compares the
+results of the parts. The first part trains from the beginning and saves a checkpoint midway. The
 second resumes from that checkpoint and must end with the bits of the first. The third loads the
 checkpoint into another mapping and takes one step. For comparison, another pipeline takes the same
 step after its state was copied by hand from a file that torch made from the checkpoint. With
@@ -307,7 +307,7 @@ def resumed_row(
         whole: Results of the ranks of the run that never stopped.
         again: Results of the ranks of the resumed run.
         weighed: Bytes of the checkpoint, by part.
-        there: How the run resumed, if not as it was saved.
+        there: How the run resumed, if that differs from how it was saved.
     """
     compared, differ = 0, []
     for a, b in zip(whole, again, strict=True):

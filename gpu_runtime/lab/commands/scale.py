@@ -3,8 +3,8 @@
 both.
 
 The native side is torch's schedule runtime over stages with the library's full backward. Both sides
-train the same model from the same bits. The ranks that torchrun started, or the command itself,
-start processes that measure, and afterwards processes that profile.
+train the same model from the same bits. The ranks that torchrun started (without torchrun, the
+command itself) first start processes that measure, and then processes that profile.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ScaleRow(NamedRow):
     @property
     def split(self) -> bool:
         """
-        Whether the row is one launch, whose time is split by comparison with the rank's actions
-        alone.
+        Whether the row runs each step as one launch. The time of such a step is split into parts by
+        comparison with the rank's actions without messages.
         """
         return self.side == "one launch"
 

@@ -1,16 +1,18 @@
 """
 ``qeffect runtime report streams``: count stale reads of one-way and two-way handoffs.
 
-The handoff between streams has two halves; the table shows reads with both halves, and with the
-first half only.
+The handoff between streams has two halves: the graph stream waits for the caller, and then the
+caller waits for the graph stream. The table counts stale reads with both halves, and with the first
+half only.
 
 A producer graph runs on the runtime's own graph stream: a chain of products long enough that the
 host is always ahead, then an update of an output, a parameter, an amax history with its scale and a
 quantized copy of the parameter. A consumer graph on the caller's stream copies all of these
 tensors. Both graphs use `qeffect.gpu_runtime.step.streams` with the calls of a guarded action, in
 the same order: the graph stream waits for the caller, replays, and marks its tail; the caller waits
-for that mark. The one-way handoff omits the last wait; only this check and the tests use it. A
-third run omits the mark after the replay, so that it relies on the event inside the graph.
+for that mark. The one-way handoff omits the last wait; only this check and the tests use a one-way
+handoff. A third run omits the mark after the replay, so that the caller waits for the mark that was
+captured inside the graph.
 
 A check is *stale* if the consumer's copy differs from the producer's final values, once the device
 is idle. A check is *vacuous* if the producer changed nothing, so that a stale read could not be

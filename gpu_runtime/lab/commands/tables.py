@@ -47,7 +47,7 @@ __all__ = ["add_tables_arguments", "merge_trials", "run_tables"]
 
 References = dict[tuple[str, str], dict[str, Tensor]]
 """
-Copies of the final tensors of sides, by schedule and side, for rows that are compared with them.
+By schedule and side, copies of the final tensors, with which later rows are compared.
 """
 
 
@@ -143,7 +143,8 @@ def merge_trials(paths: Sequence[Path], out: Path | None) -> Report:
         out: File of the merged report; None keeps the report in memory.
 
     Returns:
-        The report: complete if every trial is; with the environment of the first trial.
+        The merged report. It has the environment of the first trial, and is complete if every trial
+        is complete.
 
     Raises:
         UnusableError: A file is not a report of `tables`; the trials differ in device, commit or

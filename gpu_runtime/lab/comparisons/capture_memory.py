@@ -1,5 +1,6 @@
 """
-Run one order under one discipline of capture memory, in its own process.
+Run one order of actions under one discipline of capture memory (a rule for sharing memory pools),
+in its own process.
 
 `private` is the runtime itself: one pool per slot, guarded. `shared` gives all slots one pool: the
 guarded run stops at the contract's refusal, then the same graphs are replayed from the start
@@ -34,7 +35,8 @@ __all__ = ["DISCIPLINES", "NATIVE", "ORDERS", "WATCHED", "FiniteRecording", "run
 NATIVE = ("native", "native-again")
 DISCIPLINES = ("private", "private-unguarded", "shared")
 
-#: Orders that leave the capture order of a shared pool: all F, then all dI, then all dW.
+#: Orders that differ from the capture order of a shared pool, which is all F, then all dI, then all
+#: dW.
 ORDERS: tuple[Case, ...] = (
     Case(
         "crossed dI",

@@ -1,6 +1,6 @@
 """
-The cases of a comparison; every pair of values of dimensions, order, amax history and destination
-occurs.
+The cases of a comparison. Together they contain every pair of values of dimensions, order, amax
+history and gradient destination.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Case:
 
     Args:
         name: Its name in reports.
-        schedule: A schedule class of torch, of which one rank's row is run; `random`; or `given`.
+        schedule: A schedule class of torch, of whose table one rank's row is run; `random` for a
+            random order; or `given` for the order in `cells`.
         rank: The rank, or the seed of a random order.
         history: Entries of each amax history.
         rule: Where dW writes.
@@ -103,8 +104,8 @@ class Case:
 
     def native_rule(self, backend: str) -> NativeRule | None:
         """
-        How native accumulates the same sum; None if the library cannot, so that split eager is the
-        reference.
+        How native accumulates the same sum. None if the library cannot form that sum; the reference
+        is then eager execution with separate dI and dW.
         """
         rule = rule_for(self.order(), self.rule, self.torch_dtype)
         exact = rule in ("dgrad_order", "wgrad_order")
@@ -148,7 +149,8 @@ _IL, _IZB, _ZBV = (
     "ScheduleZBVZeroBubble",
 )
 
-#: Hidden 512, 20 steps. Orders, destinations and histories so that every pair of two occurs.
+#: Hidden 512, 20 steps. Every pair of an order and a destination, of an order and a history, and of
+#: a destination and a history occurs.
 STEPWISE: tuple[Case, ...] = (
     Case("il-copied-h4", _IL, 0, 4, "copied"),
     Case("il-arena-h64", _IL, 1, 64, "per_microbatch"),
@@ -176,7 +178,8 @@ WIDE: tuple[Case, ...] = (
     Case("wide-zbv-accumulate-h4", _ZBV, 1, 4, "accumulate", "float32", **_WIDE),
 )
 
-#: Recipes without delayed scaling's state; relations that they do not use are left out.
+#: FP8 recipes without delayed scaling's state. Their comparison leaves out the categories that
+#: these recipes lack.
 RECIPES: tuple[Case, ...] = (
     Case("current-scaling", _ZBV, 1, 4, "copied", scaling="current", steps=6),
     Case("block-scaling", _ZBV, 1, 4, "copied", scaling="block", steps=6),
@@ -201,7 +204,8 @@ def _timed(name: str, rule: Rule, hidden: int, ffn: int, sequence: int, microbat
     )
 
 
-#: The shapes, orders and amax histories of the step table, whose last step is compared.
+#: Cases with the shapes, orders and amax histories of the step table; only the last step is
+#: compared.
 TIMED: tuple[Case, ...] = (
     _timed("timed-h2048-s256-m4-copied", "copied", 2048, 8192, 256, 4),
     _timed("timed-h2048-s256-m4-accumulate", "accumulate", 2048, 8192, 256, 4),
@@ -242,7 +246,7 @@ SETS: Mapping[str, tuple[Case, ...]] = {
     "matrix": MATRIX,
 }
 
-#: What `compare` runs unless asked otherwise.
+#: The sets of cases that `compare` runs by default.
 DEFAULT_SETS = ("stepwise", "wide", "recipes", "timed")
 
 
@@ -253,7 +257,7 @@ def shrink(case: Case) -> Case:
     return attrs.evolve(case, **_SMALL).with_steps(min(case.steps, 6))
 
 
-#: Shorter sequences end in an illegal access under capture: see `probes`.
+#: Shorter sequences cause an illegal memory access under capture: see `probes`.
 SHORTEST = 128
 
 

@@ -34,7 +34,7 @@ class RecordedLoop(StepLoop):
     recording: Recording | None = None
 
     def finish(self) -> None:
-        """The end of an epoch."""
+        """End an epoch, and record it."""
         number, stages = self.runtime.epoch, list(self.runtime.stages.values())
         gradients = self.runtime.finalize()
         record_step(self.recording, number, stages, gradients, before_update=True)
@@ -63,7 +63,7 @@ class GuardedRun(RecordedLoop):
     Attributes:
         upkeep: Counts that must be zero: memory that moved, work that remained, resources that grew
             between steps.
-        released: The reference of each slot's last tenant, by stage and slot.
+        released: The reference of the last tape that each slot held, by stage and slot.
     """
 
     upkeep: Upkeep = attrs.field(init=False)
@@ -80,7 +80,7 @@ class GuardedRun(RecordedLoop):
         self._added = dict.fromkeys(self.runtime.stages, 0)
 
     def finish(self) -> None:
-        """The end of an epoch."""
+        """End an epoch, and record it."""
         number = self.runtime.epoch
         super().finish()
         self.upkeep.after_step(number, self.recording)

@@ -26,7 +26,7 @@ def evaluate_native(
         member: This process.
         pipeline: The native pipeline, between two steps.
         job: The training job.
-        held_out: The text.
+        held_out: The held-out text.
         windows: Number of windows.
 
     Raises:

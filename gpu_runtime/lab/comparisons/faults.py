@@ -1,10 +1,11 @@
 """
-Inject the fault table, and failures of physical actions, into a runtime whose graphs are live.
+Inject the fault table's violations, and failures of physical actions, into a runtime during
+training.
 
 Six of the table's seven violations are refused and change nothing, so the epoch into which they are
 injected continues and is compared like any other. The seventh starts a write after a failed write.
-Like an F or a dI that fails half way, it spoils its epoch, which is rebuilt from the last commit
-and run again.
+Like an F or a dI that fails half way, the seventh violation spoils its epoch. That epoch is rebuilt
+from the last commit and run again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 #: The fault table by the name of each row.
 ROWS: Mapping[str, Mapping[str, str]] = {row["id"]: row for row in fault_rows()}
 
-#: Faults that `disturb` injects, by the number of the step.
+#: Faults that the side `disturbed` injects, by the number of the step.
 INJECTED = {
     1: "the six rows of the fault table that change nothing, while tapes are live",
     2: "an F that fails after its replay",
@@ -71,7 +72,8 @@ class LocalReduction:
 
 def kernel_state(runtime: Runtime) -> dict[str, object]:
     """
-    The contract's state and the number of replays, without handoffs, which refused calls make too.
+    The contract's state and the number of replays. Handoffs are left out, because refused calls
+    make handoffs too.
     """
     found: dict[str, object] = dict(runtime.contract.snapshot())
     for name in _HANDOFFS:
@@ -84,7 +86,7 @@ def require_refusal(
     runtime: Runtime, clause: str, transition: str, action: Callable[[], object]
 ) -> dict[str, str]:
     """
-    Make an invalid call; one clause of one transition must refuse it, and nothing may change.
+    Make an invalid call; one clause of one transition must refuse the call, and nothing may change.
 
     Returns:
         The clause and the transition, for a report.

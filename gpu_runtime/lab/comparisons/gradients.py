@@ -1,5 +1,6 @@
 """
-Gradients of the peers, which one mode saves and later modes compare.
+Gradients of the peers (our pipeline, torch's and Megatron-core): one mode saves its gradients, and
+later modes compare theirs with them.
 
 The learning rate is zero, so no weight changes, and scales repeat from step to step. Gradients of a
 later step can thus be compared even if modes capture differently. The update still runs as the last
@@ -74,7 +75,8 @@ def compare_gradients(
     own: Mapping[str, Tensor],
 ) -> list[dict[str, Any]]:
     """
-    Compare a side's gradients with the saved gradients of other sides; every rank calls it.
+    Compare a side's gradients with the saved gradients of other sides; every rank calls this
+    function.
 
     Another schedule may place a stage on another rank, so each rank reads its tensors from the
     files of all ranks. A reference without the files of every rank is left out.

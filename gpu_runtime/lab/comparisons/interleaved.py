@@ -4,11 +4,12 @@ Compare interleaved stages under Transformer Engine's own graphs with native eag
 Two open reports, NVIDIA/Megatron-LM#5966 and NVIDIA-NeMo/Megatron-Bridge#2096, describe this case:
 a rank with several chunks under `make_graphed_callables`, whose loss turns into NaN, without a
 published cause. A side here is one way to use those graphs for a rank's row of Interleaved 1F1B.
-The library relies on three conditions and checks none of them. Graphs are replayed in the order of
-their capture. With reused buffers, a chunk's messages end before the next chunk's backward ends.
-With reused buffers, nobody keeps a gradient that a replay returned; but autograd does, because it
-stores the first gradient in `.grad` without a copy and adds the others to it. Each wrong side
-breaks one condition. Every side runs in its own process, because the FP8 state is per process.
+The library relies on three conditions and checks none of them. First, graphs are replayed in the
+order of their capture. Second, with reused buffers, a chunk's messages end before the next chunk's
+backward ends. Third, with reused buffers, nobody keeps a gradient that a replay returned. Autograd
+breaks this third condition: it stores the first gradient in `.grad` without a copy and adds later
+gradients there. Each wrong side breaks one condition. Every side runs in its own process, because
+the FP8 state is per process.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class GraphUse:
         captured_by: The rank in whose order the graphs are captured; by default the row's own rank.
         taken: Whether each parameter gradient is added to a separate buffer at once, as Megatron
             does, instead of staying in `.grad`.
-        late: How many forwards or backwards later a result is read, as a message in flight would.
-        breaks: The relation that this use breaks; None for a correct use.
+        late: How many forwards or backwards later a result is read, as a message in flight would
+            read it.
+        breaks: The condition that this use breaks; None for a correct use.
     """
 
     name: str
@@ -152,7 +154,7 @@ def record_side(side: GraphUse) -> dict[str, Any]:
     Train a few steps and return digests of every output, gradient and parameter.
 
     Raises:
-        Exception: Whatever the library raises.
+        Exception: Any error of the library.
     """
     from ...backends.te import baselines
 

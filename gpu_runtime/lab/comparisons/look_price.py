@@ -2,10 +2,10 @@
 ``python -m qeffect.gpu_runtime.lab.comparisons.look_price FILE.toml``: the cost of the check for
 values that are not finite, as ratios from one run of one process.
 
-Each round times: a step, the check, the sums by which a save compares ranks, the comparison of
-gradients' scales that a run makes after each step, and the check for stages of zero gradients that
-a run without a norm makes in each step. So all parts are timed under the same conditions. Each
-ratio divides two medians over all rounds.
+Each round times five parts: a step; the check; the sums by which a save compares ranks; the
+comparison of gradients' scales after a step; and the check for stages with zero gradients, which a
+run without a gradient norm makes in each step. All parts are thus timed under the same conditions.
+Each ratio divides two medians over all rounds.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict
         rounds: Number of timed rounds, after three untimed rounds.
 
     Returns:
-        Ratios of times. The check is divided by a step, by the sums of a save, and by the file's
-        `look_every` steps (0 if the file asks for no check). The comparison of scales, and the
-        check for zero gradients, are each divided by a step.
+        Ratios of times. The time of the check is divided by the times of a step, of a save's sums,
+        and of `look_every` steps (0 if the file asks for no check). The comparison of scales, and
+        the check for zero gradients, are each divided by a step.
 
     Raises:
         UnusableError: The file cannot be used, or takes more than one process.

@@ -85,8 +85,8 @@ class Framework:
         name: Its name.
         factors: The values of each factor, the plainest first.
         legal: Whether the framework offers a combination of values.
-        numbers: Factors that change numbers by themselves; a row's reference has the same values of
-            these factors.
+        numbers: Factors that change numbers even in a correct run; a row's reference has the row's
+            values of these factors.
         beyond: Further rows, each given by its differences from the plainest row: rows that the
             framework itself refuses, and rows known to need more than two values.
     """
@@ -235,7 +235,7 @@ By framework name, a function that returns its modes from the installed versions
 
 
 def rows_of(framework: Framework) -> list[dict[str, Any]]:
-    """The rows to run: references, the cover, and the rows beyond it."""
+    """The rows to run: references, the cover, and the rows beyond the cover."""
     chosen = cover(framework.factors, framework.legal)
     plain = {name: values[0] for name, values in framework.factors.items()}
     probes = [{**plain, **row} for row in framework.beyond]
@@ -314,7 +314,7 @@ def run_rows(
     at_once: int = 1,
 ) -> list[dict[str, Any]]:
     """
-    Run rows, grouped by number of ranks; return the ranks' results of each.
+    Run rows, grouped by number of ranks; return each row with its ranks' results.
 
     If a row fails or does not end in time, its ranks end, and fresh ranks run the next rows. On
     GPUs each row has its own ranks, because Megatron-core keeps graphs and FP8 state in classes.
@@ -324,8 +324,9 @@ def run_rows(
         framework: Name of the framework.
         rows: The rows, as `rows_of` makes them.
         note: Called with a progress line, and with the last lines of ranks that failed.
-        take: Called after each launch with the results so far, in the order of the rows.
-        at_once: How many launches run side by side.
+        take: Called with the results so far, in the order of the rows, whenever a group of ranks
+            has ended.
+        at_once: How many groups of ranks run side by side.
     """
     said: dict[int, dict[str, Any]] = {}
     told = threading.Lock()

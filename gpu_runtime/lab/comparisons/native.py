@@ -36,11 +36,12 @@ def rule_for(
     """
     The native accumulation that forms the same sum as a destination rule.
 
-    `.grad` for `copied` and for bf16 `per_microbatch`, whose finalize sums rounded gradients in dI
-    order. Fused `main_grad` for `accumulate`, if every stage's dW follow in the order of its dI and
-    start with the microbatch whose F came first (where the library overwrites). Otherwise, the full
-    backward's own unrounded gradients, summed in the order of dI (fp32 `per_microbatch`) or of dW
-    (`accumulate`); only some backends can produce these.
+    `copied` and bf16 `per_microbatch` match `.grad`: they too sum rounded gradients in dI order.
+    `accumulate` matches fused `main_grad` under two conditions: every stage's dW follow in the
+    order of its dI, and they start with the microbatch whose F came first (where the library
+    overwrites). All other rules match the full backward's unrounded gradients, summed in the order
+    of dI (fp32 `per_microbatch`) or of dW (`accumulate`). Only some backends can produce these
+    gradients.
     """
     if destination_rule == "per_microbatch" and dtype == torch.float32:
         return "dgrad_order"
@@ -210,7 +211,8 @@ def empty_sums(stage: StageBackend, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def native_gradients(stage: StageBackend, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
-    The gradients after full backwards; those of matrices come from the sums, if there are sums.
+    The gradients after full backwards; gradients of matrices come from `sums` unless `sums` is
+    empty.
 
     Raises:
         BackendError: A parameter has no gradient.
@@ -273,8 +275,8 @@ def record_step(
         number: The step.
         stages: Every stage.
         gradients: The optimizer's gradients.
-        before_update: Record gradients, numerical state and caches; otherwise the state after the
-            update.
+        before_update: If true, record gradients, numerical state and caches; if false, record
+            parameters and optimizer state after the update.
         optimizer: The optimizer, after the update.
     """
     if recording is None:

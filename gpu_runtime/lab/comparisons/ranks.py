@@ -75,7 +75,7 @@ class PipelineComparison:
     Args:
         comparison: The comparison, by category.
         losses: The guarded losses of this rank, by step and microbatch.
-        native_losses: torch's.
+        native_losses: The losses of torch's pipeline, by step and microbatch.
         slots: Slots of each stage of this rank.
     """
 
@@ -110,7 +110,7 @@ class RecordingPipeline(Pipeline):
 
     @contextmanager
     def unlogged_walks(self, run: Runtime) -> Iterator[None]:
-        """As `Pipeline.unlogged_walks`."""
+        """Do what `Pipeline.unlogged_walks` does, without recording."""
         recording, self.recording = self.recording, None
         try:
             with super().unlogged_walks(run):
@@ -119,20 +119,20 @@ class RecordingPipeline(Pipeline):
             self.recording = recording
 
     def forward(self, p: Passage) -> None:
-        """F, then record its outputs and the state after it."""
+        """Run F, then record its outputs and the state after F."""
         super().forward(p)
         if self.recording is not None:
             outputs = () if p.last else self._slot(p).outputs
             self._note(p, f"F{self.drawn(p)}", "outputs", outputs)
 
     def dgrad(self, p: Passage) -> None:
-        """dI, then record its input gradients and the state after it."""
+        """Run dI, then record its input gradients and the state after dI."""
         super().dgrad(p)
         if self.recording is not None:
             self._note(p, f"I{self.drawn(p)}", "input gradients", self._slot(p).dgrads)
 
     def step(self, optimizer: Optimizer) -> Gradients:
-        """One step, then record the state after it."""
+        """Run one step, then record the state after the step."""
         number = self.runtime.epoch
         gradients = super().step(optimizer)
         self.runtime.handoff.synchronize()  # what follows is read on another stream
@@ -161,7 +161,7 @@ class RecordingPipeline(Pipeline):
 def train_natively(
     member: Member, job: Job, steps: int, backend: str, recording: Recording | None
 ) -> NativePipeline:
-    """Train a job natively under torch's schedule class; every rank calls it."""
+    """Train a job natively under torch's schedule class; every rank calls this function."""
     run = native_pipeline(member, job, backend, recording)
     for step in range(steps):
         job.prepare(step, run.optimizer)
@@ -180,7 +180,7 @@ def native_pipeline(
     look: Callable[[Gradients], None] = lambda _: None,
 ) -> NativePipeline:
     """
-    A job's native pipeline before its first step; every rank calls it.
+    A job's native pipeline before its first step; every rank calls this function.
 
     The pipeline's process groups last as long as the process.
 
@@ -189,8 +189,8 @@ def native_pipeline(
         job: What to train.
         backend: `reference` or `transformer-engine`.
         recording: Where to record; None to record nothing.
-        batch: The data; None for the job's.
-        optimizer: Makes the optimizer; None for the job's.
+        batch: The data; None for the job's data.
+        optimizer: Makes the optimizer; None for the job's optimizer.
         look: Called with the gradients of every step, before its update.
     """
     replica, place = divmod(member.rank, job.pp)
@@ -242,7 +242,7 @@ def compare_pipelines(
     event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
 ) -> PipelineComparison:
     """
-    Run both sides of a job and compare every bit; every rank calls it.
+    Run both sides of a job and compare every bit; every rank calls this function.
 
     Args:
         member: This process.
@@ -372,7 +372,9 @@ def _sum_of_copies(member: Member, job: Job, tie: Tie) -> Callable[[Gradients], 
 
 
 def live_tensors(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Every tensor that a step changes: parameters, numerical state, AdamW's state; not copied."""
+    """
+    Every tensor that a step changes, without a copy: parameters, numerical state, AdamW's state.
+    """
     named: dict[str, Tensor] = {
         f"{index}.{name}": parameter.detach()
         for index, stage in stages.items()

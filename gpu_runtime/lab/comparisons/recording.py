@@ -102,7 +102,9 @@ class Recording:
             self._add_digest(category, f"{where} {name}", value)
 
     def add_state(self, where: str, state: Mapping[str, Tensor]) -> None:
-        """Record numerical state; the end of a name tells a scale from a history."""
+        """
+        Record numerical state; the end of a tensor's name tells whether it is a scale or a history.
+        """
         for name, value in zip(state, digests(list(state.values())), strict=True):
             kind: Category = "scales" if name.endswith("scale") else "amax histories"
             self._add_digest(kind, f"{where} {name}", value)
@@ -190,7 +192,7 @@ def compare(
     Compare two recordings as raw bits.
 
     Args:
-        reference: The oracle's run.
+        reference: The reference run, whose bits are taken as right.
         candidate: The run under test.
         categories: Categories to compare. The reference must have values in each; categories of
             `REQUIRED` exist only in the candidate and are compared with zero.

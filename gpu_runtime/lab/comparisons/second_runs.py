@@ -5,10 +5,11 @@ Steps that run twice: bit flips in one of the two runs, and the cost of the seco
 outputs of the matrix products inside a stage (qkv, proj, fc1, fc2), in gradient destinations,
 scales, amax histories, weight caches and weights. In guarded steps a bit flips after a chosen
 action or, in eager steps, after a matrix product. In launches, a kernel on another stream flips a
-bit while a launch runs; bits of scales, histories and weights flip only in the second run, because
-a flip before both runs is not noticed. A flip may change nothing, if its memory is written again
-before it is read. So each flip ends in one of three ways. A flip is *stopped*; or it is *harmless*:
-the step ends with the bits of an undisturbed run; or it is *applied*, which must never happen.
+bit while a launch runs. Bits of scales, histories and weights flip only in the second run of a
+launch, because a flip before both runs is not noticed. A flip may change nothing, if its memory is
+written again before it is read. So each flip ends in one of three ways. It is *stopped* if the two
+runs differ and training stops. It is *harmless* if the step ends with the bits of an undisturbed
+run. Otherwise it is *applied*, which must never happen.
 
 *Price.* One process alternates between steps that never run twice, steps of which every N-th runs
 twice, and steps that all run twice. Two more kinds of steps are timed in the same way: steps that
@@ -273,7 +274,7 @@ def flips_in_replays(
     kinds: Sequence[str] = KINDS[:-1],
 ) -> list[dict[str, Any]]:
     """
-    Flip a bit in one run of some guarded steps, one flip per step; every rank calls it.
+    Flip a bit in one run of some guarded steps, one flip per step; every rank calls this function.
 
     Args:
         member: This process.
@@ -338,7 +339,7 @@ def flips_in_launches(
     disturb: Callable[[Callable[[], None], float], None] | None = None,
 ) -> list[dict[str, Any]]:
     """
-    Flip a bit while one of the two launches of a step runs; every rank calls it.
+    Flip a bit while one of the two launches of a step runs; every rank calls this function.
 
     Args:
         member: This process.
@@ -346,12 +347,13 @@ def flips_in_launches(
         backend: Implementation of the layers.
         count: Number of flips; the last flip is in a weight.
         seed: Seed of the random choices.
-        disturb: Runs an action during the launch that is queued next, after a share of its time; by
-            default, a kernel that waits and then the flip, on another stream.
+        disturb: Called with an action and a share of a launch's time; runs the action that long
+            after the next launch starts. The default queues a waiting kernel and then the action,
+            on another stream.
 
     Returns:
-        As `flips_in_replays`. After a flip in a weight, the weights kept from that step are not
-        compared.
+        The same as `flips_in_replays`. After a flip in a weight, the weights kept from that step
+        are not compared.
     """
     plain = build_worker(member, job, backend, mode="replays", limits=LIMITS)
     clean = []
@@ -490,7 +492,7 @@ def price(
     seconds: float = 40.0,
 ) -> dict[str, Any]:
     """
-    Time three kinds of runs in turns: no step, every N-th step or every step runs twice.
+    Time three kinds of training in turns: no step, every N-th step or every step runs twice.
 
     Args:
         member: This process.
@@ -498,8 +500,8 @@ def price(
         backend: Implementation of the layers.
         every: N, the number of steps in a turn of the first two kinds. In a turn of the second
             kind, exactly one step runs twice.
-        rounds: Most rounds.
-        seconds: No further round begins after this time.
+        rounds: Maximum number of rounds.
+        seconds: Seconds after which no further round begins.
 
     Returns:
         Milliseconds per step of the slowest rank, by round.
@@ -541,11 +543,11 @@ def digest_price(
         member: This process.
         job: What is trained.
         backend: Implementation of the layers.
-        rounds: Most rounds.
-        seconds: No further round begins after this time.
+        rounds: Maximum number of rounds.
+        seconds: Seconds after which no further round begins.
 
     Returns:
-        As `price`.
+        The same as `price`.
     """
     mode: Mode = "replays" if member.device.type == "cuda" else "eager"
     worker = build_worker(
@@ -583,11 +585,11 @@ def look_price(
         job: What is trained.
         backend: Implementation of the layers.
         every: N, which is also the number of steps in a turn.
-        rounds: Most rounds.
-        seconds: No further round begins after this time.
+        rounds: Maximum number of rounds.
+        seconds: Seconds after which no further round begins.
 
     Returns:
-        As `price`.
+        The same as `price`.
     """
     mode: Mode = "replays" if member.device.type == "cuda" else "eager"
     worker = build_worker(member, job, backend, mode=mode, limits=LIMITS, repeat=True)
@@ -629,8 +631,8 @@ def _in_turns(
         member: This process.
         step: Runs a step.
         turns: By name, a function that begins a turn and returns its number of steps.
-        rounds: Most rounds.
-        seconds: No further round begins after this time.
+        rounds: Maximum number of rounds.
+        seconds: Seconds after which no further round begins.
 
     Returns:
         Milliseconds per step of the slowest rank, by name and round.

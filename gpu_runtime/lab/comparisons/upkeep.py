@@ -1,5 +1,6 @@
 """
-Count what a guarded run must not do between steps: move memory, retain work, grow.
+Count what must not happen between the steps of a guarded run: memory moves, work is retained,
+resources grow.
 
 A library's own full backward has no slots, graphs or tapes to compare with, so a comparison
 requires each count to be zero.

@@ -33,7 +33,9 @@ ALIKE = ("commit", "gpu", "driver", "gpu_memory_mib", "python", "packages")
 
 
 class Report(report.Report):
-    """A report of one of the kinds of `DERIVE`, which computes its derived figures."""
+    """
+    A report whose kind is a key of `DERIVE`; the function found there computes the derived figures.
+    """
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ def _median(entry: Mapping[str, float] | None, digits: int = 2) -> str:
 
 
 def bench_lines(report: Report) -> list[str]:
-    """Step, memory and set-up of each cell, then goals."""
+    """Tables of step time, memory and set-up for each cell, then the goals."""
     lines: list[str] = []
     header = (
         "column",
@@ -114,7 +114,7 @@ def bench_lines(report: Report) -> list[str]:
 
 
 def sweep_lines(report: Report) -> list[str]:
-    """Resources against microbatches."""
+    """Resources by number of microbatches, then goals."""
     rows = [
         (
             p["provisioning"],
@@ -226,7 +226,7 @@ HOST_HEADER = (
 
 
 def table_lines(derived: Raw) -> list[str]:
-    """Every row, then goals."""
+    """A line for every row, then the goals."""
     rows = [
         (
             row["cell"],
@@ -268,12 +268,12 @@ def table_lines(derived: Raw) -> list[str]:
 
 
 def model_lines(report: Report) -> list[str]:
-    """Every row, then the failed sides."""
+    """A line for every row, then the failed sides."""
     derived = report["derived"]
     main_grad = report["configuration"].get("main_grad", "bf16")
 
     def side(row: Raw) -> str:
-        """The side, with the type of its gradients unless that is bf16, as native's always is."""
+        """The side; its gradient type is added unless it is bf16 or the side is native."""
         named = main_grad != "bf16" and row["side"] != "native"
         return f"{row['side']}, {main_grad} gradients" if named else str(row["side"])
 
@@ -307,7 +307,9 @@ def model_lines(report: Report) -> list[str]:
 
 
 def product_lines(products: Sequence[Raw]) -> list[str]:
-    """The products of one layer: one for each microbatch, and one for all."""
+    """
+    The products of one layer's weight gradients: one for each microbatch, and one for all of them.
+    """
     header = (
         *("cell", "dtype", "products", "each ms", "join and one ms", "this/each"),
         *("distance from fp64, this/each", "matrices of equal bits"),
@@ -329,7 +331,7 @@ def product_lines(products: Sequence[Raw]) -> list[str]:
 
 
 def group_lines(derived: Raw) -> list[str]:
-    """Every row, the best group of each set, the comparison of digests, failed rows and goals."""
+    """Lines for every row, the best group of each set, the digests, failed rows and goals."""
     sets = {tuple(one[name] for name in _SET): one for one in derived["sets"]}
     rows = []
     for row in derived["rows"]:

@@ -163,7 +163,7 @@ def _copied(runtime: Runtime) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def calling(loop: Any, actions: Any) -> Iterator[None]:
-    """A context in which a step loop calls other actions."""
+    """A context in which a step loop calls the given actions instead of its own."""
     own, loop.calls = loop.calls, actions
     try:
         yield

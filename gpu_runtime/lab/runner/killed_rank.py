@@ -61,7 +61,7 @@ class Kill:
         launcher: Kill the rank's launcher instead of the rank.
         steps: Number of steps after which the kill is due; a kill in the start or a resume comes
             before the first step.
-        part: The share of a step's time after which it is killed, for the place ``step``.
+        part: For the place ``step``: the share of a step's time after which the process is killed.
     """
 
     place: str

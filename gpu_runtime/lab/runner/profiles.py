@@ -64,7 +64,7 @@ class SideRow(Protocol):
         """The row's pipeline."""
 
     def make(self, member: Member) -> RankSide:
-        """Build the side; every rank calls it."""
+        """Build the side; every rank calls this method."""
 
 
 def add_profiles(
@@ -83,8 +83,8 @@ def add_profiles(
         starts: The ranks; the processes that measured have ended.
         meet: Called on each rank to connect to the other ranks; can be pickled.
         rows: Each row with its measurement. A side that fails under the profiler keeps its
-            measurement without profile figures. Every side on a CPU has no profile figures either,
-            because the profiler records no device events there.
+            measurement without profile figures. On a CPU no side has profile figures, because the
+            profiler records no device events there.
         save: Called whenever a row has its figures.
         note: Shows a line.
         limit: Time limit in seconds.
@@ -116,7 +116,7 @@ def profile_rows(meet: Callable[[], Member], rows: Sequence[SideRow], findings: 
 
 def profile_row(member: Member, row: SideRow) -> dict[str, Any]:
     """
-    A row's figures from the profiler; every rank calls it.
+    A row's figures from the profiler; every rank calls this function.
 
     Returns:
         `busy_ms` and `work_ms` by rank, empty on a CPU; `copies` and `split` by rank where the row

@@ -54,7 +54,8 @@ def times_alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
     Times of each stage's graphs, and of the update, when nothing else runs, in milliseconds.
 
     The runtime cannot be used afterwards, because these replays compute nothing useful. The time of
-    dW is the mean over the stage's microbatches. Empty and 0 without captured graphs.
+    dW is the mean over the stage's microbatches. Without captured graphs, the times are empty and
+    the update's time is 0.
     """
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):
@@ -120,7 +121,7 @@ def row_as_one_graph(
     """
     A rank's row, its refreshes and its update, as one graph without messages.
 
-    The graph computes nothing useful, as in `times_alone`. The worker's mode is `one launch`.
+    The graph computes nothing useful, as in `times_alone`. The worker's mode must be `one launch`.
     """
     executor = worker.runtime.executor
     assert isinstance(executor, GraphExecutor)
@@ -195,8 +196,9 @@ def message_ms(member: Member, job: Job, worker: Worker) -> float:
     """
     Time of an activation from rank 0 to rank 1 or back, when nothing else runs, in milliseconds.
 
-    The device sleeps until all messages are queued, so that the host does not matter. Zero on other
-    ranks and without GPUs. The messages posted here belong to no schedule.
+    The device sleeps while the host queues all messages, so that the host's speed does not matter.
+    The result is zero on other ranks and without GPUs. The messages posted here belong to no
+    schedule.
     """
     channels = worker.pipeline.channels
     if member.device.type == "cpu" or job.pp == 1:

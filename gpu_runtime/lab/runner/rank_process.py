@@ -1,5 +1,6 @@
 """
-One rank of one start, in its own process: it runs a body, and hands over the body's results.
+One rank of one start, in its own process: it runs a function (the body), and returns the function's
+results.
 
 Once a process has used the profiler, it launches every later graph more slowly. So a process either
 times or profiles; in a process that times, every use of the profiler is an error.
@@ -48,7 +49,7 @@ class Request:
 
 class Findings:
     """
-    Lines of JSON that a rank's process writes, and the process that started it reads.
+    Lines of JSON that a rank's process writes for the process that started it.
 
     Args:
         file: The file to which the lines are written.
@@ -97,8 +98,8 @@ def forbid_profiler() -> None:
 
 def main(argv: Sequence[str]) -> None:
     """
-    Carry out the request in a file, then end the process at once, because process groups make an
-    orderly exit hang.
+    Run the request in a file, then end the process at once, because process groups make an orderly
+    exit hang.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     path = Path(argv[0])

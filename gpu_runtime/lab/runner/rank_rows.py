@@ -77,7 +77,7 @@ class RankRun(Generic[S]):
 
     @classmethod
     def of(cls, member: Member, make: Callable[[Member], S]) -> RankRun[S]:
-        """Build a side; every rank calls it."""
+        """Build a side; every rank calls this method."""
         side, construction_s = build_side(member, lambda: make(member))
         return cls(member, side, construction_s)
 

@@ -47,7 +47,7 @@ class RankExits:
 
     Args:
         codes: Exit code per rank; None for a process that was killed at the time limit.
-        words: The last lines of the first rank that failed, or of the first rank.
+        words: The last lines of the first rank that failed, or of the first rank if no rank failed.
         seconds: Duration of the run.
         pids: Process id per rank.
     """

@@ -2,9 +2,10 @@
 Measure all columns of a cell in turn, round by round, each in its own process.
 
 Columns are set up one after another, so that set-up times and memory belong to one column. Only
-libraries are loaded in all processes at once; their loading counts for no column. Each round starts
-with another column, so that no column always follows the pause in which clocks are read. After all
-columns have been timed, their processes end, and other processes profile some steps of each.
+libraries are loaded in all processes at once; this loading time counts for no column. Each round
+starts with another column, so that the pause for reading clocks does not always precede the same
+column. After all columns have been timed, their processes end, and other processes profile some
+steps of each.
 """
 
 from __future__ import annotations

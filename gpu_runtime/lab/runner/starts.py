@@ -1,5 +1,5 @@
 """
-Start the ranks of a report: each start runs a body in a fresh process per rank.
+Start the ranks of a report: each start runs a function (the body) in a fresh process per rank.
 
 A report starts its ranks twice. The first processes measure. After the measuring processes have
 ended, other processes build the same sides again and run some steps under the profiler; their
@@ -39,7 +39,7 @@ class RankStart:
 
     Args:
         exits: How the processes ended.
-        rows: The rows that each rank started by this process handed over.
+        rows: For each rank that this process started, the rows that the rank returned.
         error: The error that the first of these ranks reported, under `unusable` or `stopped`.
     """
 

@@ -34,7 +34,7 @@ def single_step_s(
     """
     Seconds until one step is enqueued, and until the device has finished it.
 
-    The device is idle before, so that the host never waits for a full launch queue.
+    The device must be idle before the call, so that the host never waits for a full launch queue.
     """
     began = time.perf_counter()
     step()

@@ -55,7 +55,7 @@ class RoundPlan:
 
     @property
     def counted(self) -> int:
-        """Number of rounds that count: the last of all rounds."""
+        """Number of rounds that count; these are the last rounds."""
         return AGREEING if self.waits else self.rounds
 
     @property
@@ -89,7 +89,7 @@ def time_side(
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """
-    Time a side round by round; the slowest rank counts. Every rank calls it.
+    Time a side round by round; the slowest rank counts. Every rank calls this function.
 
     Args:
         member: This rank.

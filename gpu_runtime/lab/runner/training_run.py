@@ -47,7 +47,7 @@ class RunName:
         side: `native`, `guarded` or `launched`.
         schedule: A short name of torch's classes.
         seed: Number added to the seeds of the parameters and of the text order.
-        head: `[model] head`; None for the file's.
+        head: Value of `[model] head`; None for the value in the file.
     """
 
     side: str
@@ -131,7 +131,7 @@ def train_run(
     member: Member, named: RunName, config: Config, data: JobData, control: RunControl
 ) -> dict[str, Any]:
     """
-    Train one run from the beginning; every rank calls it.
+    Train one run from the beginning; every rank calls this function.
 
     The processes may have trained other runs before.
 

@@ -2,8 +2,8 @@
 Let Megatron-core, which itself asks for device "cuda", run on a CPU, in tests and in the sweep of
 modes.
 
-Since 0.18, Megatron-core imports Triton, whose kernels no test calls; a stand-in module takes its
-place.
+Since 0.18, Megatron-core imports Triton, whose kernels no test calls; a stand-in module takes
+Triton's place.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class BenchCell:
         pp: Ranks of that table.
         vpp: Stages of a rank.
         rank: The rank whose row runs.
-        chained: Whether each stage feeds the next. In a row of a longer pipeline, every stage has
-            its own input and output tensors.
+        chained: Whether each stage feeds the next. False for one rank's row of a longer pipeline:
+            every stage then has its own input and output tensors.
     """
 
     name: str
@@ -88,7 +88,7 @@ def sweep_cell(base: BenchCell, microbatches: int, *, rank: int = 1) -> BenchCel
     """
     The row of one rank of ZB-V over two ranks, with a cell's dimensions.
 
-    Rank 1 by default, because more of its live tapes are not released in order.
+    The default is rank 1, because it releases more of its live tapes out of order than rank 0.
     """
     return attrs.evolve(
         base,

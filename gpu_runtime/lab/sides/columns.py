@@ -56,8 +56,8 @@ class ColumnSpec:
         name: Its name in reports.
         title: Its name in tables.
         family: The kind of column.
-        rule: How matrix gradients are summed over microbatches. Columns of one rule do the same
-            arithmetic, so they share a floor.
+        rule: How matrix gradients are summed over microbatches. Columns with the same rule do the
+            same arithmetic, so they are compared with the same shortest kernel time (floor).
         factory: `module:function`, called with the cell, the settings and the options.
         options: Further arguments of the factory.
     """
@@ -147,7 +147,7 @@ UNGUARDED = _ours(
     "main_grad",
     guards=False,
 )
-"""The same step without guards; it exists only in this benchmark."""
+"""The accumulating captured step without guards; it exists only in this benchmark."""
 
 COUNTED = _ours(
     "ours_device_counts",
@@ -156,7 +156,10 @@ COUNTED = _ours(
     "main_grad",
     counts="commit",
 )
-"""The same step with counters in device memory, which the host compares at the commit."""
+"""
+The accumulating captured step with counters in device memory, which the host compares at the
+commit.
+"""
 
 LATE = _ours(
     "ours_late_counts",
@@ -165,7 +168,10 @@ LATE = _ours(
     "main_grad",
     counts="next step",
 )
-"""The same step with counters in device memory, which the device compares before the update."""
+"""
+The accumulating captured step with counters in device memory, which the device compares before the
+update.
+"""
 
 SWEEP_SPECS: tuple[ColumnSpec, ...] = (
     _ours("live", "live slots, accumulate", "accumulate", "main_grad"),
@@ -176,7 +182,10 @@ SWEEP_SPECS: tuple[ColumnSpec, ...] = (
         options={"destination": "per_microbatch", "provisioning": "static"},
     ),
 )
-"""Columns of the microbatch sweep: this project's provisioning and the paper's."""
+"""
+Columns of the microbatch sweep: slots for live microbatches only (this project), and a slot for
+each microbatch (the paper).
+"""
 
 
 REFERENCE_SPECS: tuple[ColumnSpec, ...] = (

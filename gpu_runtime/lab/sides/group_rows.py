@@ -2,9 +2,9 @@
 The rows of the report of grouped weight gradients: layers alone, one per stage.
 
 Each row runs one schedule of one cell with one type of gradient destinations. Destinations in fp32
-have fp32 master weights. `today` moves scales at every action and computes the weight gradients of
-each microbatch by itself. Each further row moves scales once per step, and computes the weight
-gradients of `group` microbatches as one product.
+have fp32 master weights. The row `today` moves scales at every action and computes the weight
+gradients of each microbatch separately. Each further row moves scales once per step, and computes
+the weight gradients of `group` microbatches as one product.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class GroupRow:
         cell: One of `CELLS`.
         schedule: One of `SCHEDULES`.
         dtype: One of `DTYPES`, the type of gradient destinations.
-        scales: When scales move: at every `action` in rows of today, else once an `epoch`.
+        scales: When scales move: `action` (at every action) in rows of `today`, otherwise `epoch`
+            (once per step).
         group: Microbatches whose weight gradients are one product.
         pp: Pipeline ranks.
         launches: Whether each step is one launch; otherwise replays on a GPU, eager calls on a
@@ -114,7 +115,7 @@ class GroupRow:
         )
 
     def make(self, member: Member) -> GuardedSide:
-        """Build the side; every rank calls it."""
+        """Build the side; every rank calls this method."""
         mode: Mode | None = "one launch" if self.launches else None
         return build_guarded(member, self.job(), mode, dtype=DTYPES[self.dtype])
 
@@ -144,8 +145,8 @@ def group_rows(
     """
     The rows of some cells, in the order of measuring.
 
-    For each cell, type and schedule: today, each group that divides the cell's microbatches, and
-    today again, so that the spread of the baseline is seen.
+    For each cell, type and schedule: `today`, each group size that divides the cell's microbatches,
+    and `today` again to show the spread of the baseline.
 
     Args:
         cells: Names of `CELLS`.

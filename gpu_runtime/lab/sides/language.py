@@ -130,7 +130,7 @@ class PeerSettings:
         )
 
     def rounds_of(self, mode: Mode) -> RoundPlan:
-        """How a mode is timed."""
+        """The rounds and steps with which a mode is timed."""
         eager = mode == "eager"
         return RoundPlan(self.rounds, self.native_steps if eager else self.steps, settles=eager)
 

@@ -26,7 +26,8 @@ WARMUP_STEPS = 3
 
 def full_backward_order(order: Order) -> list[tuple[bool, int, int]]:
     """
-    For every F and full backward: whether it is an F, its stage's position, and its microbatch.
+    Every F and full backward of an order, as a tuple: whether the action is an F, the position of
+    its stage, and its microbatch.
     """
     position = {stage: n for n, stage in enumerate(order.stages)}
     return [
@@ -182,11 +183,11 @@ class WholeStep(Native):
         self.graph.replay()
 
     def facts(self) -> Mapping[str, Any]:
-        """One graph."""
+        """The number of graphs, which is one."""
         return {"graphs": 1}
 
     def close(self) -> None:
-        """Drop the graph before its memory."""
+        """Drop the graph, then the memory that it uses."""
         self.graph = None
         super().close()
 
@@ -254,7 +255,7 @@ class Graphed(_Training):
         return {"graphs": 2 * len(self.graphs), "chunking": self.chunking}
 
     def close(self) -> None:
-        """Drop the graphs before their memory."""
+        """Drop the graphs, then the memory that they use."""
         self.graphs = ()
         super().close()
 

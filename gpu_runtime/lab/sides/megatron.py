@@ -5,15 +5,15 @@ Megatron-core.
 Written for megatron-core 0.19.2, which needs only torch and Transformer Engine. Megatron's model
 starts from the bits of our model: parameters are copied by name (`megatron_name`), and in both
 models one matrix holds query, key and value, with its rows ordered head by head. One thing differs:
-Megatron's activation, with the same approximation, is rounded to bf16 before it is quantized. Both
-heads are bf16. The models are those of the peers, with one layer per stage, or whole decoders with
-our cut.
-Over one rank Megatron has no stages: the model is one chunk, and each microbatch's backward follows
-its forward. Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is the
-gradient, bf16 or fp32; with fp32, the optimizer has fp32 master weights, as ours has. Fusions that
-Megatron has without APEX are on (`OPTIONS`). Messages are not batched, because with two ranks a
-batch has a send in each direction between the same ranks. NCCL would pair the two sends by order,
-so Megatron-LM refuses such batches.
+Megatron approximates the activation in the same way, but rounds the result to bf16 before
+quantization. Both heads are bf16. The models are the peers' model with one layer per stage, or
+whole decoders with the same division into stages as ours. Over one rank Megatron has no stages: the
+model is one chunk, and each microbatch's backward follows its forward. Every mode runs under
+Megatron's own DistributedDataParallel, whose main_grad is the gradient, bf16 or fp32; with fp32,
+the optimizer has fp32 master weights, as ours has. All of Megatron's fusions that need no APEX are
+on (`OPTIONS`). Messages are not batched, because with two ranks a batch has a send in each
+direction between the same ranks. NCCL would pair the two sends by order, so Megatron-LM refuses
+such batches.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ OPTIONS: Mapping[str, Any] = {
     "attention_dropout": 0.0,
 }
 """
-Options of every mode. The fusion of gradient accumulation holds for the layers, which Transformer
-Engine computes; the head would need APEX for it.
+Options of every mode. Gradient accumulation is fused in the layers, which Transformer Engine
+computes, but not in the head, where this fusion would need APEX.
 """
 MODES = (
     "megatron.core.parallel_state",
@@ -227,7 +227,7 @@ def gpt_chunk(
 
     Args:
         lib: Megatron's modules.
-        config: Its `TransformerConfig`.
+        config: Megatron's `TransformerConfig`.
         vocabulary: Number of tokens.
         sequence: Length of a sequence.
         v: The chunk's number on this rank; None if the rank has only one.
@@ -338,7 +338,7 @@ def measure_modes(rows: Sequence[MegatronRow], folder: Path, findings: Findings)
 
 def measure_models(row: MegatronModelRow, plan: RoundPlan, findings: Findings) -> None:
     """
-    Measure one whole model on one rank; its loss is that of the initial weights.
+    Measure one whole model on one rank; the reported loss is the loss of the initial weights.
 
     Args:
         row: The row.

@@ -3,7 +3,7 @@ A small model in one of Megatron-core's modes, for the sweep: toy layers on a CP
 
 On a CPU, `as_cpu` lets the loops run, and a chunk consists of the sweep's own layers. On GPUs, a
 chunk is a GPT of Transformer Engine's layers in FP8. In both cases the initial weights depend only
-on a parameter's place in the model, not on the cut.
+on a parameter's place in the model, not on the division into stages.
 """
 
 from __future__ import annotations
@@ -299,7 +299,8 @@ class MegatronRun:
 
     def gradients(self) -> Mapping[str, Tensor]:
         """
-        Reduced gradients; empty if replicas share an optimizer, because each then has only a part.
+        Reduced gradients; empty if replicas share an optimizer, because each replica then has only
+        a part.
         """
         shares = self.row["optimizer"] != "adam" and layout_of(self.row)[1] > 1
         return {} if shares else self.kept

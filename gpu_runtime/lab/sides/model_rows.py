@@ -33,7 +33,7 @@ VPP = 2
 @attrs.frozen
 class ModelShape:
     """
-    A decoder without its sequence length.
+    Dimensions of a decoder, without its sequence length.
 
     Args:
         hidden: Width of the residual stream.
@@ -41,7 +41,7 @@ class ModelShape:
         heads: Heads of queries.
         kv_heads: Heads of keys and values.
         layers: Layers.
-        vocabulary: Tokens.
+        vocabulary: Number of tokens in the vocabulary.
     """
 
     hidden: int
@@ -113,7 +113,7 @@ class ModelRow(NamedRow):
 
     @property
     def shape(self) -> ModelShape:
-        """The model."""
+        """The dimensions of the row's model."""
         return MODELS[self.cell.split("-")[0]]
 
     @property
@@ -140,7 +140,7 @@ class ModelRow(NamedRow):
         )
 
     def make(self, member: Member) -> NativeSide | GuardedSide:
-        """Build the side; every rank calls it."""
+        """Build the side; every rank calls this method."""
         if self.side == "native":
             return build_native(member, self.job())
         mode: Mode | None = "one launch" if self.side != "replays" else None
@@ -149,7 +149,8 @@ class ModelRow(NamedRow):
 
 def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]:
     """
-    Times of the model's parts on the slowest rank, and the resulting cut; all ranks call it.
+    Times of the model's parts on the slowest rank, and the resulting number of layers per stage;
+    all ranks call this function.
 
     Raises:
         BackendError: A rank cannot build or capture a stage; every rank raises it.

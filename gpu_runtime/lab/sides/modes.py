@@ -3,8 +3,8 @@ One rank of a sweep of modes: it runs rows one after another, each without a gua
 
     python -m qeffect.gpu_runtime.lab.sides.modes run RANK WORLD FOLDER
 
-`FOLDER/rows.json` has the rows; the rank writes a line of JSON for each into `FOLDER`. If a row
-raises an exception, the rank ends.
+`FOLDER/rows.json` has the rows; for each row, the rank writes a line of JSON into `FOLDER`. If a
+row raises an exception, the rank ends.
 """
 
 from __future__ import annotations

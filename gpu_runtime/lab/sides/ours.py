@@ -34,7 +34,7 @@ class FixedData:
 
     Args:
         x: Inputs by microbatch; if there are fewer inputs than microbatches, they repeat.
-        dy: Output gradients, likewise.
+        dy: Output gradients by microbatch; they repeat as the inputs do.
     """
 
     x: list[Tensor] = attrs.field(factory=list)
@@ -178,7 +178,7 @@ class Ours:
         }
 
     def close(self) -> None:
-        """Drop the graphs before their memory."""
+        """Drop the graphs, then the memory that they use."""
         self.loop = self.runtime = self.optimizer = None
         self.stages.clear()
 

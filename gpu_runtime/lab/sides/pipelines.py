@@ -71,7 +71,10 @@ def drawn_batches(job: Job, device: torch.device) -> Batch:
 
 @contextmanager
 def isolation(member: Member) -> Iterator[None]:
-    """Free a side's memory before the next side is built; memory peaks count from now on."""
+    """
+    A context for one side: memory peaks count from its start, and the side's memory is freed before
+    the next side is built.
+    """
     if member.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(member.device)
@@ -287,7 +290,7 @@ def build_native(
     look: Callable[[Gradients], None] = lambda _: None,
 ) -> NativeSide:
     """
-    Build the native side of a job over drawn batches; every rank calls it.
+    Build the native side of a job over batches drawn in advance; every rank calls this function.
 
     Args:
         member: This rank.
@@ -315,7 +318,7 @@ def build_guarded(
     dtype: torch.dtype = torch.bfloat16,
 ) -> GuardedSide:
     """
-    Build the guarded side of a job over drawn batches; every rank calls it.
+    Build the guarded side of a job over batches drawn in advance; every rank calls this function.
 
     Args:
         member: This rank.
@@ -357,7 +360,7 @@ def build_worker_of(
         member: This rank.
         job: The pipeline.
         mode: How a step runs.
-        feed: Makes the data of a replica; None for the job's.
+        feed: Makes the data of a replica; None for the job's data.
         limits: Time limits.
         optimizer: Makes the optimizer.
         dtype: Type of accumulated gradients.

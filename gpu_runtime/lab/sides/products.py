@@ -1,5 +1,6 @@
 """
-The weight gradients of one layer's four matrices: one product per microbatch, and one for all.
+The weight gradients of one layer's four matrices: one product per microbatch, and one product for
+all microbatches.
 
 Transformer Engine multiplies operands in FP8 with fixed scales, by replays of CUDA graphs. The
 distance of each result from a sum in fp64 says what a group costs or gains in precision.
@@ -34,9 +35,10 @@ def product_rows(config: LayerConfig, microbatches: int) -> Iterator[dict[str, A
         microbatches: Microbatches of the group.
 
     Yields:
-        For each type of destination: milliseconds of `each` microbatch's product, of `join` and of
-        the `one` product, summed over the matrices; the relative distances of both results from the
-        sum in fp64; and how many of the matrices have the same bits.
+        For each type of destination: three times in milliseconds, summed over the matrices: `each`
+        (one product per microbatch), `join` (joining the operands) and `one` (one product for all
+        microbatches); the relative distances of the results of `each` and `one` from the sum in
+        fp64; and the number of matrices for which both results have the same bits.
     """
     tokens = config.sequence * config.batch
     shapes = matrices_of(config)

@@ -68,8 +68,7 @@ class Trial:
 
 def facts_of(job: Job) -> dict[str, Any]:
     """
-    The facts that decide what numbers mean in a job under every mapping: the model and a step's
-    data.
+    The facts of a job that determine its results under every mapping: the model and a step's data.
     """
     c = job.config
     return {
@@ -85,7 +84,7 @@ def facts_of(job: Job) -> dict[str, Any]:
 
 
 def build_trial(member: Member, trial: Trial) -> Worker:
-    """A trial's worker before its first step; every rank calls it."""
+    """A trial's worker before its first step; every rank calls this function."""
     masters = trial.masters
     wide = torch.float32 if masters else torch.bfloat16
 

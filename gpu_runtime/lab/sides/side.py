@@ -24,7 +24,7 @@ class Side(Protocol):
         """Enqueue one optimizer step, without waiting for the device."""
 
     def facts(self) -> Mapping[str, Any]:
-        """The side's own counts: graphs, arena bytes, slots."""
+        """Further numbers that the side reports about itself: graphs, arena bytes, slots."""
 
     def close(self) -> None:
         """Release device memory and connections."""

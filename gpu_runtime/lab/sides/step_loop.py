@@ -71,7 +71,7 @@ class StepLoop:
             self.step()
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         self.actions()
         self.finish()
 
@@ -87,14 +87,14 @@ class StepLoop:
         self._refreshed.clear()
 
     def advance(self, step: ComputeAction) -> None:
-        """Run one action; before a stage's first F, also its refresh."""
+        """Run one action; before a stage's first F, also refresh the stage's weight cache."""
         if step.kind is Kind.FORWARD and step.stage not in self._refreshed:
             self.calls.refresh(step.stage)
             self._refreshed.add(step.stage)
         self.act(step)
 
     def act(self, step: ComputeAction) -> None:
-        """One F, dI or dW."""
+        """Run one F, dI or dW."""
         key = self.runtime.key(step.stage, step.microbatch)
         if step.kind is Kind.FORWARD:
             self._forward(key, step)
@@ -115,7 +115,7 @@ class StepLoop:
         return self._refs[key]
 
     def finish(self) -> None:
-        """The end of an epoch: the update and the commit."""
+        """End an epoch: update the parameters and commit."""
         self.runtime.finish(self.optimizer)
 
     def after_forward(self, key: TapeKey, step: ComputeAction, outputs: Sequence[Tensor]) -> None:

@@ -100,7 +100,7 @@ class TableRow:
         return DrawnLanguage(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
 
     def make(self, member: Member) -> NativeSide | GuardedSide:
-        """Build the side; every rank calls it."""
+        """Build the side; every rank calls this method."""
         if self.side == "native":
             return build_native(member, self.job())
         modes: Mapping[str, Mode] = {"one launch": "one launch", "eager": "eager"}

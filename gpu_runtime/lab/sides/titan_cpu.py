@@ -1,10 +1,11 @@
 """
 Let TorchTitan run without an accelerator, over gloo, in tests and in the sweep of modes.
 
-TorchTitan asks torch for the kind of accelerator, and that kind's module for name, memory and
-number of devices. After the first step it shortens the timeouts of groups with a barrier that gloo
-lacks. Stand-ins for all this change no computation. The debug model gets an attention with a
-backward on a CPU, and random tokens as data.
+TorchTitan asks torch which accelerator is present, and asks that accelerator's module for names,
+memory and number of devices. After the first step, TorchTitan shortens the timeouts of process
+groups, which needs a barrier that gloo lacks. Stand-ins answer these calls; they change no
+computation. The debug model gets an attention whose backward runs on a CPU, and random tokens as
+data.
 """
 
 from __future__ import annotations

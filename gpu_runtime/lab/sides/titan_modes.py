@@ -2,7 +2,7 @@
 Llama's debug model in one of TorchTitan's modes, on a CPU, for the sweep.
 
 TorchTitan's own trainer takes the steps. The initial weights depend only on a parameter's name, not
-on the cut.
+on the division into stages.
 """
 
 from __future__ import annotations

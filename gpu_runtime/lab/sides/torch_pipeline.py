@@ -117,10 +117,11 @@ class NativePipeline:
 
     Args:
         schedule: The class's name.
-        stages: Fresh stages of the rank; the last lacks its loss, which torch computes.
+        stages: Fresh stages of the rank; the pipeline's last stage lacks its loss, which torch
+            computes.
         num_stages: Stages of the whole pipeline.
         order: The rank's row, which determines how gradients are summed.
-        microbatches: Microbatches of a step, over all walks.
+        microbatches: Microbatches of a step, over all runs of the schedule.
         walks: How often a step runs the schedule before its update, each time over an equal part of
             the microbatches.
         batch: The data.
@@ -231,7 +232,7 @@ class NativePipeline:
         self, share: Callable[[], None], agree: Callable[[bool], bool]
     ) -> Calibration | None:
         """
-        Calibrate a domain with epoch scales before the first step; do nothing for other domains.
+        Calibrate the scales before the first step if they move once per step; otherwise do nothing.
 
         Args:
             share: Called before scales move, if replicas share their scaling state.

@@ -32,25 +32,25 @@ class NullContract:
         self.epoch = epoch
 
     def enter(self, link: int) -> None:
-        """Accept."""
+        """Accept the call."""
 
     def join(self, link: int) -> None:
-        """Accept."""
+        """Accept the call."""
 
     def wait(self, link: int) -> None:
-        """Accept."""
+        """Accept the call."""
 
     def finalize(self, stage: int, link: int) -> None:
-        """Accept."""
+        """Accept the call."""
 
     @contextmanager
     def update(self, *, caller: Hashable, counted: object = None) -> Iterator[None]:
-        """Count."""
+        """Count the epoch; accept the update."""
         yield
         self.epoch += 1
 
     def outstanding(self) -> tuple[()]:
-        """Nothing is reserved."""
+        """Return nothing, because no resource is reserved."""
         return ()
 
 
@@ -98,7 +98,7 @@ class UnguardedActions:
                 graphs[stage].replay()
 
     def forward(self, key: TapeKey, inputs: Sequence[Tensor] | None = None) -> TapeRef:
-        """F."""
+        """Run F without guards."""
         memory, slot = self._slot(key)
         with self._on_graph_stream():
             if inputs is not None:
@@ -112,7 +112,7 @@ class UnguardedActions:
     def dgrad(
         self, key: TapeKey, ref: TapeRef, output_gradients: Sequence[Tensor] | None = None
     ) -> None:
-        """dI."""
+        """Run dI without guards."""
         memory, slot = self._slot(key)
         variant = memory.variants[key.microbatch]
         with self._on_graph_stream():
@@ -123,7 +123,7 @@ class UnguardedActions:
     def wgrad(
         self, key: TapeKey, ref: TapeRef, *, group: Sequence[tuple[TapeKey, TapeRef]] = ()
     ) -> None:
-        """dW."""
+        """Run dW without guards."""
         memory, slot = self._slot(key)
         variant = memory.variants[key.microbatch]
         others = [self._slot(other)[1] for other, _ in group]

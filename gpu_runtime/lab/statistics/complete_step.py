@@ -3,9 +3,9 @@ The paper's tables of the complete step, from trials: our numbers beside the pap
 
 A trial is one start of all ranks; its step time is the median of its rounds. Ratios are taken
 within a trial; the tables give their median over trials. No trial has both two and four ranks, so
-these are compared by medians over trials. As in the paper, the first three trials of a model on its
-ranks are the initial set, the others the replication. If both sets are shown, their times, speedups
-and break-even steps are never pooled. Memory is the maximum over all trials.
+two and four ranks are compared by medians over trials. As in the paper, the first three trials of a
+model on its ranks are the initial set, the others the replication. If both sets are shown, their
+times, speedups and break-even steps are never pooled. Memory is the maximum over all trials.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def setup_s(row: Raw) -> float:
 
 def derive_tables(raw: Raw) -> dict[str, Any]:
     """
-    Every measured row over its trials, and the paper's tables from them.
+    Summarize every measured row over its trials, and derive the paper's tables from these rows.
 
     Returns:
         `rows` (one for each measurement); `complete`, `attribution`, `resources`, `weak` and
-        `mapping`, with the paper's numbers if it prints some; `targets` and `errors`.
+        `mapping`, with the paper's numbers where the paper prints some; `targets` and `errors`.
     """
     groups: dict[tuple[Any, ...], list[_Pair]] = {}
     errors = []

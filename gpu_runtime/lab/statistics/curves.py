@@ -1,13 +1,14 @@
 """
 Figures that compare training runs: equal bits, non-inferiority, time to a loss.
 
-Two runs have one order if schedule, seed and head agree; native and guarded runs of one order must
-have the same losses. Another order leads to other FP8 scales, so such runs are compared by held-out
-perplexity over seeds. The paper's criterion is a margin of 5 %: perplexity at most 1.05 times the
-other's, shown with the variation between runs. The figures are the ratio of geometric means; the
-spread over the seeds of each side; and, with two or more seeds, the upper end of the ratio's
-one-sided 95 % interval, from the differences of logarithms of runs with the same seed (Student's
-t).
+Two runs count as runs of the same order if their schedule, seed and head agree. A native and a
+guarded run of the same order must have the same losses. Another schedule leads to other FP8 scales,
+so runs of different schedules are compared by held-out perplexity over seeds. The paper's criterion
+is a margin of 5 %: a schedule's perplexity is at most 1.05 times the base schedule's, shown with
+the variation between runs. There are three figures: the ratio of geometric means, the spread over
+the seeds of each side, and (with two or more seeds) the upper end of the ratio's one-sided 95 %
+interval. The interval comes from the differences of logarithms of runs with the same seed
+(Student's t).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ reached.
 
 def derive_curves(raw: Raw) -> dict[str, Any]:
     """
-    Derive figures of each run, of runs of one order, of schedules over seeds, and times to equal
-    losses.
+    Derive figures of each run, of runs with the same order, of schedules over seeds, and times to
+    equal losses.
     """
     runs = raw["runs"]
     return {
@@ -182,7 +183,7 @@ def _judged(pairs: Sequence[Sequence[float | None]]) -> dict[str, Any]:
 
 def upper_bound(values: Sequence[float]) -> float:
     """
-    The end of the one-sided 95 % interval of a mean, by Student's t.
+    The upper end of the one-sided 95 % interval of a mean, by Student's t.
 
     Args:
         values: Two or more values, assumed independent and normal.
@@ -289,7 +290,8 @@ def seconds_to_loss(
     Seconds of training until the smoothed loss is at most a level; None if this never happens.
 
     Args:
-        clock: The end of each block: steps done, and seconds; steps within a block count evenly.
+        clock: For each block of steps, the steps done and the seconds at its end. All steps of a
+            block are taken as equally long.
         mean: As `smoothed_losses` returns it.
         level: The loss.
 

@@ -258,9 +258,9 @@ def excess_over_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
     """
     How much longer a column's step is than its floor, by cause, in milliseconds.
 
-    The causes are the kernel time beyond the floor's, some of it copies between buffers, and the
-    step time beyond the column's own kernels. Kernels were profiled under another load than the
-    timed steps, so times of the same kernels can differ; on two streams, kernels overlap.
+    There are two causes: kernel time beyond the floor's (partly copies between buffers), and step
+    time beyond the column's own kernels. Kernels were profiled under another load than the timed
+    steps, so times of the same kernels can differ. On two streams, kernels overlap.
 
     Args:
         column: The column.

@@ -40,10 +40,10 @@ def derive_compare(raw: Raw) -> dict[str, Any]:
     """
     Totals of bit comparisons, by category and by reference.
 
-    `native_against_ours` is the evidence. `native_again` is the control: the library compared with
-    itself in another process. `eager_against_ours` covers the orders whose sum the library cannot
-    form, with split eager as the reference. `requirements` compares counts of a guarded run with
-    zero; its `mismatched` must be 0.
+    `native_against_ours` is the comparison of this runtime with the library. `native_again` is the
+    control: the library is compared with itself in another process. `eager_against_ours` covers the
+    orders whose sum the library cannot form; the reference is then eager execution with separate dI
+    and dW. `requirements` compares counts of a guarded run with zero; its `mismatched` must be 0.
     """
     categories: dict[str, dict[str, int]] = {}
     by_reference: dict[str, dict[str, int]] = {

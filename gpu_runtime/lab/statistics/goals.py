@@ -17,7 +17,7 @@ from .summary import goal_row
 
 GB = 1e9
 DIRECT = ("ours_per_microbatch", "ours_accumulate")
-"""Captured columns with direct placement."""
+"""Captured columns in which dW writes directly into the gradient destinations."""
 
 
 @attrs.frozen
@@ -220,8 +220,8 @@ def judge_cells(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def judge_sweep(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    With live slots, resources must not grow with microbatches as long as the number of live tapes
-    does not.
+    Judge resources with live slots: while the number of live tapes stays the same, more
+    microbatches must not need more resources.
 
     Graphs and arena bytes must be equal; peak memory may rise by at most a granule of the
     allocator (2 MiB).

@@ -18,7 +18,10 @@ GOALS: Mapping[tuple[str, str], float] = {
     ("h2048-s256-m4", "fp32"): 0.85,
     ("h4096-s1024-m8", "fp32"): 0.85,
 }
-"""By cell and type of destinations: the step time over today's, at most, in the better schedule."""
+"""
+Goal by cell and type of gradient destinations: in the better schedule, the step time divided by
+today's is at most this value.
+"""
 
 _SET, _SUM = ("cell", "schedule", "dtype"), ("cell", "dtype", "group")
 
@@ -28,12 +31,12 @@ def derive_groups(raw: Raw) -> dict[str, Any]:
     Derive every row's time and memory, and the ratio of each group's time to today's.
 
     Returns:
-        `products`, the times of one layer's matrices: joining and one product, over one product for
-        each microbatch; `rows`; `sets`, one for each cell, schedule and type; `digests`, one for
-        each cell, type and group; `targets`; and `errors`. In a set, `today_ms` covers the rounds
-        of both rows of today, `over_today` has the ratio of medians by group, and `best` is the
-        group with the smallest ratio. `alike` of a digest is None if fewer than two schedules have
-        a digest.
+        `products`, the times of one layer's matrices: joining plus one product, divided by one
+        product for each microbatch; `rows`; `sets`, one for each cell, schedule and type;
+        `digests`, one for each cell, type and group; `targets`; and `errors`. In a set, `today_ms`
+        covers the rounds of both rows of today, `over_today` has the ratio of medians by group, and
+        `best` is the group with the smallest ratio. `alike` of a digest is None if fewer than two
+        schedules have a digest.
     """
     rows = [row for row in raw["rows"] if row["error"] is None]
     sets = [_set(name, own) for name, own in _by(rows, _SET)]

@@ -1,5 +1,6 @@
 """
-Host times of single actions: each minus its bare replay, and the mean over all actions.
+Host times of single actions: each action's time minus its bare replay's (without guards and
+copies), and the mean over all actions.
 
 All numbers are microseconds of host time. A guarded action is an F, dI, dW or refresh. The calls
 between actions (bind, read and finish) are divided among the actions of the step.

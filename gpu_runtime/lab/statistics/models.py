@@ -87,8 +87,8 @@ def derive_models(raw: Raw) -> dict[str, Any]:
         `kinds` is the busiest GPU's time by kind of work, in milliseconds per step (None if nothing
         was profiled). Rows of native and of Megatron also have the loss of the initial weights.
         `megatron_over_this` is the time of Megatron's fastest mode whose loss is native's (within
-        `LOSS_WITHIN`). A row of several replicas has the ratio of one replica's time to its own
-        time; its tokens are the tokens of all replicas.
+        `LOSS_WITHIN`), divided by the row's time. A row of several replicas has the ratio of one
+        replica's time to the row's own time; the row's tokens are the tokens of all replicas.
     """
     rows, errors = [], []
     theirs = _fastest_megatron(raw)

@@ -35,7 +35,8 @@ def changed(row: Mapping[str, Any], factors: Mapping[str, Sequence[Any]]) -> str
 
 def numbers_of(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """
-    The values of the factors that change numbers by themselves, as the key of the row's reference.
+    The values of the factors that change numbers even in a correct run, as the key of the row's
+    reference.
     """
     return row_text({name: row[name] for name in names})
 

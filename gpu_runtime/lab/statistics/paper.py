@@ -36,7 +36,8 @@ SPEEDUP: Final[Mapping[str, Mapping[str, Mapping[str, float]]]] = {
     },
 }
 """
-From the same table: medians of ratios within a trial, which differ from the ratios of its medians.
+From the table of the complete step: medians of ratios within a trial. They differ from the ratios
+of the table's medians.
 """
 
 BREAK_EVEN: Final[Mapping[str, Mapping[str, float]]] = {

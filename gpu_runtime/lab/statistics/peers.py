@@ -20,7 +20,7 @@ __all__ = ["FAR", "combine_distances", "derive_peers", "has_owed_bits", "verdict
 
 FAR: Final = 0.25
 """
-The distance, relative to the norm of native's gradients, above which gradients are wrong.
+The distance, relative to the norm of native's gradients, above which gradients count as wrong.
 Megatron's rounding and head change them by about a sixth (`from_native` in `reports/peers.json`);
 leaving out or repeating one microbatch of eight changes them by a third.
 """
@@ -81,8 +81,8 @@ def verdict(row: Raw) -> str:
     Whether a mode's gradients are right.
 
     `failed`; `not compared`; `same bits` (equal to its own framework without graphs or, for our
-    modes, to native); `close`; or `wrong` (not finite, or farther than `FAR` from one of these
-    two).
+    modes, to native); `close`; or `wrong` (not finite, or farther than `FAR` from one of the
+    references).
     """
     if row["error"] is not None:
         return "failed"
@@ -99,8 +99,9 @@ def verdict(row: Raw) -> str:
 
 def has_owed_bits(row: Raw) -> bool:
     """
-    Whether one of our rows is right: it has the bits of its reference or, where it cannot have them
-    (under a schedule with other scales, with fp32 gradients, in groups), gradients that are close.
+    Whether one of our rows is right. A row is right if it has the bits of its reference. A row that
+    cannot have them (under a schedule with other scales, with fp32 gradients, in groups) is right
+    if its gradients are close.
 
     Args:
         row: A derived row of our pipeline or torch's.

@@ -75,8 +75,8 @@ class Measured:
         last: Times of the last stage, which has the loss.
         update: Time of a rank's update.
         replays_host: Host time of guarded replays per F, dI or dW.
-        launch_host: Host time of one launch, divided by the number of F, dI and dW, for a single
-            step; steps back to back take less.
+        launch_host: Host time of one launch, divided by the number of F, dI and dW. It is measured
+            for a single step; steps back to back take less time.
         message_bytes: Bytes of an activation between stages.
     """
 

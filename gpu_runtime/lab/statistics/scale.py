@@ -13,18 +13,27 @@ from .summary import DIGITS, Raw, busiest_ms, extremes, goal_row, ratio, rounded
 __all__ = ["BOUND_GOALS", "derive_scale"]
 
 BOUND_GOALS: Mapping[str, float] = {SMALL: 1.08, LARGE: 1.04}
-"""By cell: the largest ratio of a step to its bound."""
+"""
+Goal by cell: the step time divided by its lower bound (`runner.rank_parts.bound_ms`) is at most
+this value.
+"""
 NATIVE_GOALS: Mapping[int, Mapping[str, float]] = {
     2: {SMALL: 12.0, LARGE: 7.3},
     4: {SMALL: 16.0, LARGE: 9.8},
 }
-"""By ranks and cell: the least ratio of a native step to one launch."""
+"""
+Goal by ranks and cell: the time of a native step divided by the time of one launch is at least this
+value.
+"""
 REPLAYS_GOAL = 1.15
-"""The largest ratio of replays to one launch."""
+"""Goal: the step time of replays divided by the time of one launch is at most this value."""
 HOST_GOAL_MS = 0.3
-"""The largest host time of one launch, guards included, while the host is ahead of its device."""
+"""
+Goal: the host time of one launch, guards included, is at most this value while the host is ahead of
+its device.
+"""
 MEMORY_GOALS_GB: Mapping[str, float] = {SMALL: 0.5, LARGE: 1.0}
-"""By cell: the largest peak memory of replays above native's, in GB."""
+"""Goal by cell: the peak memory of replays minus native's is at most this value, in GB."""
 
 
 def derive_scale(raw: Raw) -> dict[str, Any]:

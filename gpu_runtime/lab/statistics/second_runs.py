@@ -17,9 +17,9 @@ def derive_second_runs(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     Count flips by place and end, and compute the ratios of times.
 
-    A flip is `wrong` if it was neither stopped nor harmless, if a weight was updated in spite of
-    the stop, or if the restarted step has other bits than an undisturbed step. A choice that found
-    no memory to flip does not count.
+    A flip is `wrong` in three cases: it ended neither as stopped nor as harmless, a weight was
+    updated in spite of the stop, or the restarted step has other bits than an undisturbed step.
+    Flips for which no memory was found are not counted.
     """
     flips = [one for one in raw["flips"] if one["flipped"]]
     ends: dict[str, Counter[str]] = {}

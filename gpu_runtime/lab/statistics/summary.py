@@ -135,7 +135,7 @@ def totals(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def step_ms(row: Raw) -> float:
-    """The median step time in milliseconds of a side over ranks, over its rounds."""
+    """The median over all rounds of the step time of a side over ranks, in milliseconds."""
     return float(exact_median(row["step_ms"]))
 
 

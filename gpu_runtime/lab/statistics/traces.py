@@ -2,9 +2,9 @@
 Read the device's work from a Chrome trace: kernel times, and copies with their sizes.
 
 The profiler's Chrome trace is read, because only this trace has the bytes of a copy. A
-matrix-gradient copy is a device-to-device copy of exactly the bytes of one unit of deferred work; a
-graph's copy nodes show up like any other. Kernels with a name for copying are listed separately,
-because a copy can also be a kernel, whose size is unknown.
+matrix-gradient copy is a device-to-device copy of exactly the bytes of one unit of deferred work;
+the copy nodes of a graph appear in the trace like other copies. Kernels with a name for copying are
+listed separately, because a copy can also be a kernel, whose size is unknown.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ KINDS: Final = {
     "other elementwise": r"elementwise|reduce|multi_tensor|embedding|index",
 }
 """
-Kinds of device work, by a pattern of its kernels' names (in any case); the first that is found
-decides. A kernel that computes an activation and quantizes it is of the activations.
+For each kind of device work, a pattern of kernel names (upper and lower case are equal); the first
+pattern that matches decides. A kernel that both computes and quantizes an activation counts as an
+activation.
 """
 OTHER: Final = "other"
 
@@ -157,7 +158,8 @@ def times_by_name(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, 
 
 def times_by_kind(by_name: Mapping[str, float]) -> dict[str, float]:
     """
-    Add up what `times_by_name` returns by `kind_of`, longest first; rounded to 0.0001 ms.
+    Add up the times of `times_by_name` for each kind (`kind_of`), longest first; rounded to 0.0001
+    ms.
 
     >>> times_by_kind({"sdpa_bprop": 2.0, "nvjet_sm90_qqtst": 4.0, "sdpa_fprop": 1.0})
     {'FP8 products': 4.0, 'attention': 3.0}

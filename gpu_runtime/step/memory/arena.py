@@ -1,10 +1,11 @@
 """
-Physical gradient destinations, described to the kernel at every bind.
+Physical gradient destinations, described to the contract at every bind.
 
 Three rules say where dW writes and what the optimizer then reads:
 
 `copied`
-    The library's own memory, cloned after every dW; summed at finalize. The conservative path.
+    The library's own memory, cloned after every dW; summed at finalize. This is the most
+    conservative rule.
 `per_microbatch`
     One fixed buffer per matrix and microbatch; summed at finalize. The paper's direct placement,
     `M * sum(sizeof(W))` bytes.
@@ -13,9 +14,9 @@ Three rules say where dW writes and what the optimizer then reads:
     buffer's size does not depend on the number of microbatches; its value depends on the order of
     dW.
 
-The kernel's arena ledger decides which microbatch may write, whether all microbatches have written,
-and whether the bound memory is the configured memory. This module holds the memory and describes
-its current state to the kernel: every bind reads shape, dtype, device and address again.
+The contract decides which microbatch may write, whether all microbatches have written, and whether
+the bound memory is the configured memory. This module holds the memory and describes its current
+state to the contract: every bind reads shape, dtype, device and address again.
 """
 
 from __future__ import annotations
@@ -150,15 +151,15 @@ class Arena:
         return located(self._configured)
 
     def configured(self) -> tuple[Destination, ...]:
-        """Every destination, as in the kernel's configuration."""
+        """Every destination, as in the contract's configuration."""
         return tuple(d for described in self._configured for d in described)
 
     def present(self, microbatch: int) -> tuple[Destination, ...]:
         """
-        Where a microbatch's dW would write now, for the kernel to compare with the configuration.
+        Where a microbatch's dW would write now, for the contract to compare with its configuration.
 
         Every call looks at the tensors again. If the tensors are unchanged, the call returns the
-        configured description itself, which the kernel compares by identity.
+        configured description itself, which the contract compares by identity.
         """
         index = 0 if self.rule == "accumulate" else microbatch
         return (
@@ -201,7 +202,7 @@ class Arena:
         return self._copies[microbatch] if held is None else held
 
     def spoil(self, microbatch: int) -> None:
-        """Forget a half-written copy; the ledger marks the epoch spoiled."""
+        """Forget a half-written copy; the contract marks the epoch spoiled."""
         self._copies.pop(microbatch, None)
 
     def total(self, order: Sequence[int]) -> dict[str, Tensor]:

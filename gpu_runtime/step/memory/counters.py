@@ -100,7 +100,7 @@ class DeviceCounters:
 
     def gate(self, expected: DeviceCounts) -> torch.Tensor:
         """
-        Compare on the device, behind all work of the current stream; do not wait.
+        Compare the counters on the device, behind all work of the current stream; do not wait.
 
         The compared counts are copied to the host; get them from `taken` before the next call.
 

@@ -40,8 +40,8 @@ def count(values: Tensor, terms: Tensor, factors: Tensor) -> None:
 
     Args:
         values: Counters, int64, on the device.
-        terms: As many int64.
-        factors: As many int64.
+        terms: One int64 value per counter.
+        factors: One int64 value per counter.
     """
     size = values.numel()
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
@@ -54,8 +54,8 @@ def compare(values: Tensor, expected: Tensor, read: Tensor, skip: Tensor) -> Non
 
     Args:
         values: Counters, int64, on the device.
-        expected: As many int64, in pinned host memory.
-        read: As many int64, in pinned host memory; overwritten.
+        expected: One int64 value per counter, in pinned host memory.
+        read: One int64 value per counter, in pinned host memory; overwritten.
         skip: Float32 scalar on the device; set to 1 if any counter differs, else 0.
     """
     size = values.numel()

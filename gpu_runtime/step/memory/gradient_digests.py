@@ -49,7 +49,7 @@ class GradientDigests:
 
         Args:
             gradients: By stage and name, without the gradients in `further`.
-            further: The tensors of the last names.
+            further: Tensors for the last of the names, after those in `gradients`.
         """
         named = self.names[: len(self.names) - len(further)]
         every = [*(gradients[stage][name] for stage, name in named), *further]
@@ -93,7 +93,7 @@ def digest(tensor: Tensor) -> Tensor:
     Return the digest of a tensor's bits as an int64 scalar on the tensor's device.
 
     Args:
-        tensor: Any tensor of real numbers; its shape does not count.
+        tensor: Any tensor of real numbers; its shape does not change the digest.
     """
     words = _words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -2,10 +2,10 @@
 Scaling state that all replicas of a process's stages share, instead of one state per replica.
 
 The replicas combine their states once per epoch, after the last F and dI: the largest of each amax
-entry and the smallest of each scale over all replicas. All replicas roll at the same actions, in
-the same order, so an entry stands for the same action on each replica. A scale is a constant
-divided by the largest amax of a window; so the last update would have computed the smallest scale
-from the largest amax.
+entry and the smallest of each scale over all replicas. All replicas roll their amax histories at
+the same actions, in the same order, so an entry stands for the same action on each replica. A scale
+is a constant divided by the largest amax of a window. So the smallest scale is the scale that the
+largest amax would have given.
 
 (If one replica's window has no amax, or an amax that is not finite, that replica's update keeps its
 earlier scale, and the smallest of this and the other replicas' scales is taken. If Transformer
@@ -35,7 +35,7 @@ class Collective(Protocol):
     """A started collective."""
 
     def wait(self) -> object:
-        """Make the current stream, or the host, wait until it is done."""
+        """Make the current stream, or the host, wait until the collective is done."""
 
 
 class SharedScaling:
@@ -78,7 +78,8 @@ class SharedScaling:
         Start to combine the replicas' scaling states.
 
         Args:
-            largest: Starts a collective that replaces each int32 word by its largest over replicas.
+            largest: Starts a collective that replaces each int32 word by its maximum over the
+                replicas.
         """
         with torch.no_grad():
             torch._foreach_copy_(self._held, self.live)

@@ -1,9 +1,10 @@
 """
-The physical side of a stage's slots: static buffers, retained tapes, and what F and dI left.
+The memory of a stage's slots: static buffers, retained tapes, and the results of F and dI.
 
 A table owns its slots' input and output-gradient buffers, so that a receive can fill them in place
 before F or dI. The table keeps outputs and input gradients alive until the slot is used again, so
-that a send can read them. The kernel decides which slot may be touched; the table decides nothing.
+that a send can read them. The contract decides which slot may be touched; the table decides
+nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Boundary:
 
     Args:
         stage: The stage's index.
-        what: Name of these tensors in messages.
+        what: Name of these tensors in error messages.
         specs: Specification of each tensor.
     """
 
@@ -82,7 +83,7 @@ class Slot:
     One slot.
 
     Args:
-        index: The slot's index in the process's pool, as the kernel counts.
+        index: The slot's index in the process's pool, as the contract counts.
         tape: Work retained between F and dW.
         inputs: Static buffers that F reads.
         output_gradients: Static buffers that dI reads.

@@ -60,7 +60,7 @@ def launches(sets: Sequence[Sequence[Tensor]]) -> tuple[Launch, ...]:
 
 
 def suits(sets: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether the kernel can add these: one supported type, contiguous, aligned, equal sizes."""
+    """Whether the kernel can add the sets: one supported type, contiguous, aligned, equal sizes."""
     first = sets[0][0]
     return first.dtype in DTYPES and all(
         term.dtype == first.dtype
@@ -128,7 +128,7 @@ class OrderedSum:
         Add every further set of buffers to the first, in order.
 
         Args:
-            sets: The same matrices in each, by microbatch.
+            sets: By microbatch, the buffers of the matrices; the same matrices in each set.
         """
         if len(sets) < 2:
             return

@@ -37,7 +37,7 @@ def _guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
 
 class TensorIdentity:
     """
-    The identity of some tensors, recorded now, and whether it still holds.
+    Records the address, shape, dtype and device of tensors now, for a later comparison.
 
     Args:
         tensors: The tensors that a captured graph writes.

@@ -3,7 +3,7 @@ Tied weights: which matrices are one parameter, and the destination that their p
 
 Two matrices, of one stage or of two stages, are tied if they are one `torch.nn.Parameter`. The
 gradient of tied matrices is one sum, written by every dW of both, and updates the parameter once.
-The first matrix owns the gradient; the second matrix has none. The kernel refuses two matrices of
+The first matrix owns the gradient; the second matrix has none. The contract refuses two matrices of
 one parameter that the configuration does not declare tied.
 """
 

@@ -79,7 +79,8 @@ def buckets_of(stage: StageBackend, copies: Copies) -> tuple[Bucket, ...]:
     """
     Buckets of a stage with copies: one per copied weight, by its name, and one for the rest.
 
-    A copy that is not a matrix has a bucket without matrices, which is complete once the stage is.
+    A copy that is not a matrix has a bucket without matrices, which is complete once the stage's
+    gradients are.
     """
     own = names_of(copies, stage.index)
     if not own:

@@ -15,4 +15,4 @@ SECOND = 0xC4CEB9FE1A85EC53 - 2**64
 SHIFT = 33
 """By how many bits the finalizer shifts."""
 LOW = (1 << (64 - SHIFT)) - 1
-"""The bits that such a shift leaves."""
+"""Mask of the bits that remain after a shift by `SHIFT`."""

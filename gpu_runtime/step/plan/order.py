@@ -49,7 +49,7 @@ class Order:
 
     Args:
         steps: The actions.
-        source: Where the actions come from, for messages.
+        source: Where the actions come from, for error messages.
     """
 
     steps: tuple[ComputeAction, ...]
@@ -130,8 +130,8 @@ class Order:
             group: Microbatches in each group; it divides the number of microbatches.
 
         Raises:
-            BackendError: The group does not divide the number of microbatches, or the dW of a
-                group are apart.
+            BackendError: The group does not divide the number of microbatches, or the dW of a group
+                do not follow one another.
         """
         try:
             require_group(group, self.num_microbatches)

@@ -1,11 +1,11 @@
 """
-One rank's row of a table with messages, with waits for its sends and with slots.
+One rank's row of a table with messages; `walked` adds waits for sends, `Row.of` adds slots.
 
 A table says when messages are posted; up to torch 2.14 it does not say when a send must be done.
-Every send from a slot must be done before a receive or an F takes the slot again. So the walked row
-has a wait directly before that action: not earlier, because a wait holds up the stream. The wait is
-an entry of the table, so that `qeffect check` sees it. A slot's lifetime begins when its receive is
-posted, not at F, and messages count among its consumers.
+Every send from a slot must be done before a receive or an F takes the slot again. So `walked` puts
+a wait directly before that receive or F: not earlier, because a wait holds up the stream. The wait
+is an entry of the table, so that `qeffect check` sees it. A slot's lifetime begins when its receive
+is posted, not at F, and messages count among its consumers.
 """
 
 from __future__ import annotations
@@ -116,10 +116,11 @@ def feeds_of(table: Schedule, rank: int) -> dict[int, int]:
 
 def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int = 1) -> Schedule:
     """
-    Return a table in the form that ranks walk; `qeffect check` accepts it before and after.
+    Return a table in the form that ranks run; `qeffect check` accepts the given and the new table.
 
     A full backward becomes its dI and its dW, and its sends are posted before the dW. If the table
-    does not await a send, the row awaits it before its slot is taken again, or at its end.
+    has no wait for a send, the row gets one before the send's slot is taken again, or at the row's
+    end.
 
     >>> from qeffect.schedule.infer import from_actions
     >>> rows = [["0F0", "0SEND_F0", "0RECV_B0", "0B0"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
@@ -134,7 +135,7 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int =
         group: Microbatches whose dW is one product; each group's dW then follow one another.
 
     Raises:
-        ScheduleRefusedError: `qeffect check` refuses the table, or the walk over it.
+        ScheduleRefusedError: `qeffect check` refuses the given table, or the new one.
         ScheduleError: Ranks or messages are missing, or the group does not divide the number of
             microbatches.
     """

@@ -1,5 +1,5 @@
 """
-How many slots a stage gets, and which microbatch uses which: a pure function of the order.
+How many slots a stage gets, and which microbatch uses which slot: a function of the order only.
 
 Live-slot provisioning reserves the order's peak of live tapes and reuses a slot as soon as its dW
 is done; the paper's provisioning reserves one slot per microbatch. The assignment does not depend
@@ -64,7 +64,8 @@ class SlotPlan:
         sharers: By stage, the other stage that writes the same destination of tied weights.
         walks: Largest number of walks over the order in an epoch. In walks after the first, every
             dW adds.
-        group: Microbatches whose dW is one product, at the place of the first of them.
+        group: Number of microbatches whose dW are computed as one product, at the place of the
+            first dW.
     """
 
     order: Order

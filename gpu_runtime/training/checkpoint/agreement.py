@@ -1,6 +1,6 @@
 """
-What all ranks agree on before a checkpoint: one epoch, nothing live or in flight, one cause if they
-stop.
+Agreement of all ranks before a checkpoint: on one epoch without unfinished work or messages, or on
+one cause to stop.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def stop(
         worker: This rank.
         error: The error on this rank. A `SharedError` is raised unchanged, because every rank has
             it.
-        group: The group to end, so that no rank waits for this one in it; None while an
-            asynchronous save of an earlier epoch still uses it.
+        group: The group to end, so that no other rank waits in it for this rank; None while an
+            asynchronous save of an earlier epoch still uses the group.
         at: What the ranks were doing between two steps; the cause names it.
     """
     if isinstance(error, SharedError):
@@ -107,7 +107,7 @@ def stop(
 
 def lost(error: Exception, at: str = "checkpoint", peer: int = -1) -> Exception:
     """
-    Turn the library's plain `RuntimeError` into a lost rank; return other errors unchanged.
+    Turn a plain `RuntimeError` of torch into a `LostError`; return other errors unchanged.
 
     Args:
         error: The error that was raised.

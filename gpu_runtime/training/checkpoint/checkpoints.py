@@ -114,9 +114,9 @@ class Checkpoints:
         Return the newest checkpoint; None if there is none.
 
         The newest checkpoint's manifest and the size of every file are checked; `load` also
-        compares the contents. A
-        damaged newest checkpoint is refused, not skipped: otherwise the run would silently go back
-        to an older checkpoint, and its saves up to the damaged checkpoint's epoch would be refused.
+        compares the contents. A damaged newest checkpoint is refused, not skipped: otherwise the
+        run would silently go back to an older checkpoint, and its saves up to the damaged
+        checkpoint's epoch would be refused.
 
         Raises:
             BackendError: The newest checkpoint is not whole; the message says what is wrong with
@@ -167,8 +167,8 @@ class Checkpoints:
             later.
 
         Raises:
-            StoppedError: A rank has live, in-flight or spoiled state, cannot tell, or is gone. All
-                ranks raise it with one cause, and no checkpoint is written.
+            StoppedError: A rank has live, in-flight or spoiled state, cannot tell whether it has,
+                or is gone. All ranks raise it with one cause, and no checkpoint is written.
             EarlierSaveError: An earlier asynchronous save failed. This save was still started.
             NonFiniteError: A weight, a moment or a scale is not finite on a rank. Earlier
                 checkpoints are unchanged.
@@ -289,7 +289,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """
-        Wait until a save under way is whole.
+        Wait until a save under way is complete.
 
         Raises:
             BackendError: The save failed; the message says why, and names the newest checkpoint.
@@ -298,7 +298,7 @@ class Checkpoints:
             raise BackendError(problem)
 
     def close(self) -> None:
-        """Wait for a save under way, then end the group of saves and loads; raises nothing."""
+        """Wait for a save under way, then end the group for saves and loads; never raises."""
         self._awaited()
         self._group.end()
 

@@ -25,7 +25,7 @@ __all__ = [
     "requirements",
 ]
 
-#: By the runtime's setting, how the facts spell which amax the scales come from.
+#: How the facts describe which amaxes set the scales, by the runtime's setting `amax`.
 AMAX = {"replica": "each replica its own", "replicas": "the largest of all replicas"}
 
 #: The beginning of the source of a torch table. torch's version is not part of a mapping.
@@ -41,7 +41,7 @@ def plain(value: Any, where: str) -> Any:
         where: The name of the value, for the error.
 
     Raises:
-        BackendError: JSON cannot hold a part of it; the message names the part.
+        BackendError: JSON cannot represent a part of the value; the message names the part.
 
     >>> plain({"sizes": (1, 2)}, "must")
     {'sizes': [1, 2]}
@@ -96,7 +96,7 @@ def mapping_of(worker: Worker) -> dict[str, Any]:
 
 
 def placement(mapping: Mapping[str, Any]) -> list[Any]:
-    """The processes of a mapping and the stages of each."""
+    """The processes of a mapping, and the stages of each process."""
     return [mapping[key] for key in ("ranks", "replicas", "stage_to_rank")]
 
 

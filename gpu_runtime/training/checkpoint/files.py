@@ -83,7 +83,7 @@ def partial_of(final: Path) -> Path:
 
 
 def canonical(value: Any) -> bytes:
-    """The one spelling of plain data."""
+    """Return plain data as JSON, always spelled the same way."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode()
 
@@ -287,7 +287,7 @@ def checkpoint_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def newest_name(folder: Path) -> str | None:
-    """Return the name of the newest checkpoint, whole or not; None if none is found or read."""
+    """Return the newest checkpoint's name, whole or not; None if none is found or readable."""
     try:
         return next((path.name for _, path in checkpoint_folders(folder)), None)
     except OSError:
@@ -319,7 +319,8 @@ def retain(folder: Path, keep: int, keep_every: int = 0) -> tuple[str, ...]:
     """
     Remove all but the newest checkpoints; each is renamed first, so that none is half removed.
 
-    Only folders with a sound manifest that names facts are removed; others are not checkpoints.
+    Only folders with a sound manifest that lists `facts.json` are removed; other folders are not
+    checkpoints.
 
     Args:
         folder: The folder of all checkpoints.
@@ -365,8 +366,8 @@ def manifest(path: Path) -> dict[str, FileDigest]:
     Return size and hash of a checkpoint's files, from a sound manifest.
 
     Raises:
-        BackendError: The folder is missing or holds whole checkpoints, or its manifest is missing,
-            damaged, or of another format.
+        BackendError: The folder is missing or is the parent folder of checkpoints, or its manifest
+            is missing, damaged, or of another format.
     """
     if not path.is_dir():
         raise BackendError(
@@ -381,7 +382,7 @@ def manifest(path: Path) -> dict[str, FileDigest]:
 
 def run_of(path: Path) -> list[str]:
     """
-    Return the identity of the run that saved a checkpoint, and those of the runs that it adopted.
+    Return the identities of the run that saved a checkpoint, and of the runs that it adopted.
 
     Returns:
         Empty if an earlier version, which knew no identities, saved the checkpoint.
@@ -442,7 +443,7 @@ def problem_of(path: Path, marks: Mapping[str, FileDigest], hashed: Sequence[str
     Args:
         path: The checkpoint.
         marks: The files of its manifest.
-        hashed: Names of the files whose content is compared; only the size of the others is.
+        hashed: Names of the files whose content is compared; of other files, only the size.
     """
     for name, mark in sorted(marks.items()):
         file = path / name

@@ -2,8 +2,8 @@
 Which run each checkpoint belongs to: a resumed run continues only its own checkpoints.
 
 A run's identity is drawn at random at its first start, or named by its training file. Every
-manifest has the identity, and a resumed run keeps it. A manifest also lists the runs that its run
-adopted.
+manifest has the identity, and a resumed run keeps it. A manifest also lists the adopted runs, whose
+checkpoints the run continued.
 """
 
 from __future__ import annotations

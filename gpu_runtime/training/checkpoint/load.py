@@ -1,5 +1,5 @@
 """
-The loading half of a checkpoint: compare it with this run, find each tensor, write the tensors.
+Load a checkpoint: compare it with this run, find each tensor, and copy the tensors.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ __all__ = [
 
 Replicas = Literal["same", "modulo"]
 """
-Which saved replica's scaling state replica r loads: ``same``: that of replica r, if the number of
-replicas is equal; ``modulo``: that of replica r modulo N, for any number N of saved replicas.
+Which scaling state replica r loads. With ``same``, replica r loads the state of saved replica r,
+and both runs need the same number of replicas. With ``modulo``, replica r loads the state of saved
+replica r modulo N, where N is the number of saved replicas.
 """
 
 
@@ -57,11 +58,11 @@ class HalfLoadedError(RuntimeError):
 @attrs.frozen(eq=False)
 class TensorSource:
     """
-    Where a tensor comes from.
+    The origin and the destination of a loaded tensor.
 
     Args:
         saved: The tensor's name in the checkpoint.
-        into: A tensor of this run with the shape and dtype that the saved one must have.
+        into: A tensor of this run, with the shape and dtype that the saved tensor must have.
     """
 
     saved: str

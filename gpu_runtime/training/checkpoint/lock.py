@@ -42,7 +42,7 @@ class FolderLock:
         folder: The folder; created if missing.
 
     Attributes:
-        began: Whether the training has begun; from then on the trainer writes how it ends.
+        began: Whether the training has begun; the trainer then writes how the run ends.
         problem: Why the folder could not be locked though no other run holds the lock. A second run
             in the folder is then not noticed. Empty if this process holds the lock.
 

@@ -1,5 +1,5 @@
 """
-The saving half of a checkpoint: the tensors and facts of one rank, and the comparison of all ranks.
+Save a checkpoint: collect the tensors and facts of each rank, and compare all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def clear_for(folder: Path, final: Path) -> tuple[str, ...]:
 
     Args:
         folder: The folder of all checkpoints.
-        final: The folder of the new one.
+        final: The new checkpoint's folder.
 
     Returns:
         What could not be removed, in words.

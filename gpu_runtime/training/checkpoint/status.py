@@ -44,7 +44,7 @@ def facts_of_run(
         run: The run's identity, if it is known.
         steps: Steps of the whole run.
         step: Steps taken; None if the run ended before its first step.
-        mismatches: Steps whose two runs differed.
+        mismatches: Number of steps that ran twice with different results.
         by: What ended the run, in one word.
         cause: What ended the run, in a sentence.
         resume: Whether the run may be resumed without a person's decision.
@@ -65,7 +65,7 @@ def facts_of_run(
 
 def next_start(facts: Mapping[str, Any], folder: Path | None) -> str:
     """
-    Say whether a run that was stopped may be resumed, and from what.
+    Say whether a run that was stopped may be resumed, and from which checkpoint.
 
     Args:
         facts: The run's status, from `facts_of_run`.

@@ -112,7 +112,7 @@ def commit_dgrad(st, slot, ticket, queued, updates, scales, draws, weight, parts
     """
     After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, `scales`
     the token of the F whose scales dI used, and `draws` says where dI began to draw when it
-    recomputed F. `weight` of `parts` is the microbatch's share of the epoch's gradient.
+    recomputed F. The fraction `weight`/`parts` is the microbatch's share of the epoch's gradient.
 
     Guards: ownership, order, epoch.
     Writes: ownership, order, completion, epoch.

@@ -250,8 +250,8 @@ def finish_gradients_read(st, stage, link):
 
 def next_walk(st, epoch):
     """
-    After every stage was finalized and before any reduction: the next walk adds to the same
-    gradients, with the same keys.
+    After every stage was finalized and before any reduction: begins the next walk, which adds to
+    the same gradients, with the same keys.
 
     Guards: ownership, epoch, completion, reduction.
     Writes: ownership, order, arena, epoch.
