@@ -243,8 +243,8 @@ def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, i
     Return the two stages that write each bucket, by name; a single stage is returned twice.
 
     Raises:
-        ValueError: More than two stages share a bucket, or two stages of different domains, or only
-            one of the two stages names the bucket.
+        ValueError: More than two stages share a bucket, or the two stages are of different domains,
+            or only one of them names the bucket in `buckets` (the other has this name by default).
 
     >>> share_buckets([StageConfig(4, microbatches=1, slots=1, reduces=True)])
     {4: (4, 4)}

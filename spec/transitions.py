@@ -41,8 +41,8 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "skip(key)",
-        "Before the first F of a walk: leaves the key's F, dI and dW out of the walk, which takes "
-        "fewer microbatches than configured.",
+        "Before the first F of a walk that takes fewer microbatches than configured: leaves out "
+        "the key's F, dI and dW.",
     ),
     _transition(
         "bind(key, destination)", "Before dI: binds the key to the destination of its gradients."

@@ -85,7 +85,7 @@ DEEPSPEED: Mapping[str, Trust] = {
 #: The guard of Megatron-core's loops.
 MEGATRON: Mapping[str, Trust] = {
     "data": Trust("the data iterator yields each microbatch once; its contents are not checked"),
-    "messages": Trust("a message that was sent arrives, and messages keep the order of the loop"),
+    "messages": Trust("every message that is sent arrives, in the order in which the loop sends"),
     "reductions": Trust("a reduction that was called reduces every gradient, over the right group"),
     "counters": Trust("no write to a weight bypasses its version counter, as through `.data`"),
     "reruns": Trust("if no update comes between two loops, the second loop is a rerun"),

@@ -264,8 +264,8 @@ class _Columns:
 
     def digests(self, n: int) -> slice:
         """
-        The places of the digests of the n-th step: two numbers each, padded to the rank with the
-        most.
+        The places of the digests of the n-th step. A digest is two numbers. Every rank has as many
+        places as the rank with the most digests.
         """
         return _slice(self._digests_at, n, self._digests)
 

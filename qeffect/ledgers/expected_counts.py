@@ -43,7 +43,8 @@ class ExpectedCounts:
         slot_stage: Stage of each slot.
         destinations: Where the dW of each key writes, as `qeffect.counts.located` numbers it; keys
             that are left out have number 0.
-        late: Whether a commit's counts are presented between this commit and the next.
+        late: Whether the counts of a commit are presented after that commit, before the next one.
+            If not, they are presented with the commit itself.
 
     Attributes:
         awaited: Expected counts of the last commit, until they are presented; None if no commit

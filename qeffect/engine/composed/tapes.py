@@ -73,8 +73,8 @@ def reserve(st, key, slot, link):
 
 def skip(st, key):
     """
-    Before the first F of a walk: leaves the key's F, dI and dW out of the walk, which takes fewer
-    microbatches than configured.
+    Before the first F of a walk that takes fewer microbatches than configured: leaves out the key's
+    F, dI and dW.
 
     Guards: ownership, version, order, epoch.
     Writes: ownership, order, epoch.
