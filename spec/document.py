@@ -284,7 +284,7 @@ def _transitions() -> str:
             "refusal. A clause that is listed twice is checked twice, on different parts of the",
             "state. If a stage leaves out a part, its guards are left out and the others keep",
             "their order. A key or slot that was never configured is refused when it is looked up;",
-            "the table omits these two clauses (`ownership.unknown-key`, `ownership.unknown-slot`).",
+            "the table omits both clauses (`ownership.unknown-key`, `ownership.unknown-slot`).",
             "",
             *_table(("transition", "its guards, in order"), guards),
             "",
