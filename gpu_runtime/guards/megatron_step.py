@@ -15,6 +15,7 @@ from qeffect.schedule.pairing import Work
 from .evidence import BackwardPasses, Weights, another_work, not_once, work_name
 from .megatron_caches import Caches
 from .megatron_plan import LoopPlan
+from .megatron_updates import BufferWrites
 from .works import Event, Works
 
 __all__ = ["LoopStep", "bucket_groups"]
@@ -86,6 +87,7 @@ class LoopStep:
         self._chunks = dict(zip(plan.stages, chunks, strict=True))
         self._caches, self._quantizes, self._scales = caches, quantizes, scales
         self._weights = dict(zip(plan.stages, weights, strict=True))
+        self._writes = {stage: BufferWrites(chunk) for stage, chunk in self._chunks.items()}
         self._watched: set[int] = set()  # the stages whose first forward has run
         #: By what a tensor is: a reference to it and whose it is, by its identity.
         self._made: dict[str, dict[int, tuple[weakref.ref[Any], Work]]]
@@ -215,6 +217,7 @@ class LoopStep:
             raise another_work("check_dgrad", "gradient", arrived, work)
         if given is not None and given != work:
             raise another_work("check_dgrad", "input", given, work)
+        self._writes[stage].before(work)
         self._before = self._passes.of(work), self._passes.total
         self._inside = work
         return ticket
@@ -231,6 +234,7 @@ class LoopStep:
                 raise another_work("commit_dgrad", "output", self._passes.last, work)
             if own != 1:
                 raise not_once("commit_dgrad", f"B of {work_name(work)}", own)
+        self._writes[stage].after(work)
         self._check_scaling("B", work, updates)
         self._works.commit(("B", stage, microbatch), ticket)
         self._backwards[stage] += 1

@@ -1,4 +1,4 @@
-"""Watch Megatron-core's updates, the gradients that updates leave behind, and checkpoints."""
+"""Watch Megatron-core's updates, gradients and their buffers, and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from functools import wraps
 from typing import Any
 
 from qeffect.refusals import refused
+from qeffect.schedule.pairing import Work
 
+from .evidence import work_name
 from .megatron_library import Library, Patches
 
-__all__ = ["Gradients", "Saves", "Updates"]
+__all__ = ["BufferWrites", "Gradients", "Saves", "Updates"]
 
 
 class Updates:
@@ -177,17 +179,81 @@ class Gradients:
                     )
 
 
+class BufferWrites:
+    """
+    Watches when the gradient buffers of a chunk are written in a step, by their version counters.
+
+    The `main_grad` of all parameters are views of a few buffers, and a view shares the counter of
+    its buffer. Layers that accumulate into `main_grad` in a kernel of their own move no counter.
+
+    Args:
+        chunk: The chunk; without `DistributedDataParallel` it has no such buffers.
+    """
+
+    def __init__(self, chunk: Any) -> None:
+        self._buffers = _buffers(chunk) or []
+        self._expected: list[int] | None = None
+        self._before: list[int] = []
+        self._writes = False
+        self._silent: Work | None = None
+
+    def _versions(self) -> list[int]:
+        return [buffer._version for buffer in self._buffers]
+
+    def before(self, work: Work) -> None:
+        """
+        Check before a backward that nothing was written since the chunk's last backward.
+
+        Raises:
+            Refused: ``arena.overwrite``.
+        """
+        self._before = self._versions()
+        if self._expected is not None and self._before != self._expected:
+            raise refused(
+                "arena.overwrite",
+                "check_wgrad",
+                f"B of {work_name(work)}: the gradient buffer was written since the stage's last "
+                "backward",
+                "writes to main_grad by the stage's backwards only, until the loop has ended",
+            )
+
+    def after(self, work: Work) -> None:
+        """
+        Check that a backward wrote gradients if the chunk's other backwards of the step did.
+
+        Raises:
+            Refused: ``epoch.device-count``.
+        """
+        self._expected = self._versions()
+        if self._expected == self._before:
+            self._silent = self._silent or work
+        else:
+            self._writes = True
+        if self._writes and self._silent is not None:
+            raise refused(
+                "epoch.device-count",
+                "commit_wgrad",
+                f"B of {work_name(self._silent)} wrote no main_grad",
+                "a write in each backward, as in the stage's other backwards of the step",
+            )
+
+
+def _buffers(chunk: Any) -> list[Any] | None:
+    """Return the gradient buffers of a chunk; None if its gradients are not in buffers."""
+    module = chunk
+    while module is not None:
+        buffers = getattr(module, "buffers", None)
+        if isinstance(buffers, list):  # otherwise a method of torch's modules
+            return [each.grad_data for each in (*buffers, *module.expert_parallel_buffers)]
+        module = getattr(module, "module", None)
+    return None
+
+
 def _gradients(chunk: Any) -> Iterator[tuple[str, Any]]:
     """Yield the buffers of gradients of a chunk, or the gradients of its parameters."""
-    module, buffers = chunk, None
-    while module is not None and buffers is None:
-        buffers = getattr(module, "buffers", None)
-        buffers = buffers if isinstance(buffers, list) else None  # a method of torch's modules
-        if buffers is not None:
-            for n, each in enumerate([*buffers, *module.expert_parallel_buffers]):
-                yield f"gradient buffer {n}", each.grad_data
-            return
-        module = getattr(module, "module", None)
+    if (buffers := _buffers(chunk)) is not None:
+        yield from ((f"gradient buffer {n}", each) for n, each in enumerate(buffers))
+        return
     for name, parameter in chunk.named_parameters():
         if parameter.grad is not None:
             yield f"the gradient of {name}", parameter.grad

@@ -326,6 +326,32 @@ def another_save_is_scheduled(run: Any, undo: Undo) -> None:
     run.update = one
 
 
+def gradients_zeroed(run: Any, undo: Undo) -> None:
+    """The gradients are zeroed between two backwards of a step."""
+
+    def inner(function: Any, call: int, *args: Any, **kwargs: Any) -> Any:
+        if call == 1:
+            run.model[0].zero_grad_buffer()
+        return function(*args, **kwargs)
+
+    around(run, undo, run.schedules, "forward_step", inner)
+
+
+def gradients_not_added(run: Any, undo: Undo) -> None:
+    """In a backward, parameters say that a kernel added their gradients already."""
+
+    def inner(function: Any, call: int, *args: Any, **kwargs: Any) -> Any:
+        parameters = [p for chunk in run.model for p in chunk.parameters()]
+        for parameter in parameters:
+            parameter.grad_added_to_main_grad = call == 1
+        found = function(*args, **kwargs)
+        for parameter in parameters:
+            parameter.grad_added_to_main_grad = False
+        return found
+
+    around(run, undo, run.schedules, "backward_step", inner)
+
+
 def gradients_kept(run: Any, undo: Undo) -> None:
     zero = run.zero
 
@@ -469,6 +495,8 @@ FAULTS: dict[str, Fault] = {
             "optimizer.step",
             harmless=True,
         ),
+        Fault(gradients_zeroed, (1,), "arena.overwrite", "B of stage 1"),
+        Fault(gradients_not_added, (1,), "epoch.device-count", "B of stage 1"),
         Fault(gradients_kept, (0, 1), "arena.stale-accumulation", "the beginning of the loop"),
     )
 }

@@ -121,7 +121,8 @@ class DistributedDataParallel(nn.Module):
             parameter.register_post_accumulate_grad_hook(hook)
 
     def _accumulated(self, group: Any, parameter: Any) -> None:
-        parameter.main_grad.add_(parameter.grad)
+        if not getattr(parameter, "grad_added_to_main_grad", False):
+            parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
         if group.ddp_config.overlap_grad_reduce:
             group.register_grad_ready(parameter)
