@@ -1,11 +1,11 @@
 """
 The guarded actions as `torch.library` operators: explicit tensors, the effect token as state.
 
-A graph compiler sees four operators. Each operator mutates a token of two integers on the CPU. They
-count the effects (F and dI) and all actions of the state domain in this epoch. The kernel checks
-the first number, and therefore refuses an operator that runs twice, was dropped or was moved.
-Because the mutation is declared, a compiler may not repeat, drop or move an operator. Outputs are
-independent of the runtime's static buffers.
+A graph compiler sees four operators. Each operator mutates a token of two integers on the CPU. The
+first integer counts the effects (F and dI) of the state domain in this epoch; the second counts all
+actions of the domain. The kernel checks the first integer, and therefore refuses an operator that
+runs twice, was dropped or was moved. Because the mutation is declared, a compiler may not repeat,
+drop or move an operator. Outputs are independent of the runtime's static buffers.
 
 Gradient memory is an argument too, and declared as mutated: dW writes its microbatch's destinations
 (`Session.destinations`), dI adds to the sums of the non-matrix gradients, and a refresh empties the
@@ -108,7 +108,10 @@ class Session:
         self._base = self._effects()
 
     def _go_to(self, token: Tensor) -> int:
-        """Return to the token's place, if that is allowed; return the token's effects."""
+        """
+        Go back to the point of the epoch that the token names, if `rehearsal` allows it; return the
+        token's count of effects.
+        """
         effects, position = token.tolist()
         if self.rehearsal and position != len(self._journal):
             past = self._journal[:position]
@@ -189,7 +192,9 @@ class Session:
         return found
 
     def wgrad(self, token: Tensor, arena: Sequence[Tensor], stage: int, microbatch: int) -> None:
-        """Run dW. A dW leaves the state domain alone, so only the token's second number rises."""
+        """
+        Run dW. A dW does not change the state domain, so only the token's second number rises.
+        """
         own = self.destinations(stage, microbatch)
         with _written(arena, own, f"destinations({stage}, {microbatch})"):
             self._go_to(token)

@@ -185,10 +185,11 @@ class Evaluation(_Guarded):
 
 class Forward(_Guarded):
     """
-    A guarded F; ``slot`` is reserved inside the block, ``ref`` valid after it.
+    A guarded F; read ``slot`` inside the block, and ``ref`` after the block.
 
-    Set each of these that the backend reports: ``filled`` as in a refresh, ``updates`` to the
-    number of scaling updates, ``draws`` to the position of the random generator when F began.
+    Three values may be set, each if the backend reports it: ``filled`` as in a refresh, ``updates``
+    to the number of scaling updates, ``draws`` to the position of the random generator when F
+    began.
     """
 
     __slots__ = ("draws", "filled", "key", "options", "updates")

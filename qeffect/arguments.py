@@ -29,12 +29,12 @@ class Arguments:
     The names that a process was configured with, and clear errors for all other names.
 
     The hot path does not check names beforehand: a wrong name fails in the transition's guards,
-    which write nothing, and `unusable` then finds what was wrong. Only negative indices and classes
-    are checked first. A list would count a negative index from its end. An object that merely
-    equals an integer or resembles a key would pass every guard and be stored.
+    which write nothing, and `unusable` then finds what was wrong. Only the type of an argument and
+    negative indices are checked first. A list would count a negative index from its end. An object
+    that merely equals an integer or resembles a key would pass every guard and be stored.
 
     Args:
-        cells: Every configured cell.
+        cells: Every configured cell (a key without its epoch).
         slots: Slots of each stage.
         num_links: How many links there are.
     """
@@ -184,8 +184,8 @@ class Arguments:
         Args:
             error: Python's exception; returned if no argument is at fault.
             transition: The transition.
-            arguments: The transition's arguments; None for an argument that the contract would have
-                chosen.
+            arguments: The transition's arguments; None for an argument that the contract chooses
+                itself.
         """
         given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
         try:

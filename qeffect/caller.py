@@ -28,8 +28,8 @@ class Caller:
         refs: By cell (a key without its epoch), the reference of its latest forward.
         scales: By cell, the effect token that names the scales of its latest forward.
         draws: By cell, the position at which its latest forward began to draw random numbers.
-        walks: Number of walks (passes over all microbatches) of an epoch. Over all of them, the
-            weights of a stage's gradients add up to `StageConfig.weights_sum`.
+        walks: Number of walks (passes over all microbatches) per epoch. The weights of a stage's
+            gradients from all walks add up to `StageConfig.weights_sum`.
 
     >>> from qeffect import StageConfig
     >>> caller = Caller(Contract([StageConfig(0, microbatches=1, slots=1, matrices=("w",))]))
@@ -51,7 +51,7 @@ class Caller:
         self._configs = {config.stage: config for config in self.contract.stages}
 
     def link(self, stage: int, caller: Hashable = "main") -> int:
-        """The link between a caller and the stage's graph stream."""
+        """Index of the link between a caller's stream and the stage's graph stream."""
         return self.contract.link(caller, self._configs[stage].domain)
 
     def key(self, stage: int, microbatch: int, block: int = 0) -> TapeKey:
@@ -111,7 +111,7 @@ class Caller:
         """
         Return the weight of one microbatch's gradient; None if the stage reports no weights.
 
-        Every microbatch has the same weight, and the epoch has `walks` walks.
+        Every microbatch has the same weight in each of the epoch's `walks` walks.
         """
         config = self._configs[stage]
         if config.weights_sum is None:

@@ -21,7 +21,7 @@ from .text import counted, is_name, shown
 
 __all__ = ["Configuration", "Graph", "Positions", "write_destinations"]
 
-#: The declared order of one domain: its name and its (``F`` | ``dI``, cell) pairs.
+#: The domain's name, and its (``F`` | ``dI``, cell) pairs in their declared order.
 Positions = tuple[Hashable, tuple[tuple[str, Cell], ...]]
 
 
@@ -39,7 +39,8 @@ class Configuration:
             slot by slot.
         declared: The declared order of each domain that declares one.
         generation_max: The last generation that a slot may reach.
-        reductions: The declared order of all buckets; empty if no order is declared.
+        reductions: Names of all buckets in the declared order of their reductions; empty if no
+            order is declared.
 
     >>> from qeffect import Contract, StageConfig
     >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], callers=("a", "b"))
@@ -64,13 +65,13 @@ class Configuration:
         st: Any,
     ) -> Configuration:
         """
-        Return the configuration for which a contract's memory was built.
+        Return the configuration from which a contract's state was built.
 
         Args:
             stages: The stages of the process.
             relations: Relations in force.
             callers: Names of the streams that call.
-            st: The memory; its configured columns give the rest of the configuration.
+            st: The contract's state, which gives the rest of the configuration.
         """
         local = [(config.stage, i) for config in stages for i in range(config.slots)]
         ranks = zip(GRAPHS, (st.forward_rank, st.dgrad_rank, st.wgrad_rank), strict=True)

@@ -67,12 +67,14 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         epoch: First weight epoch.
         observer: Called after every accepted transition. If the observer raises, the call has
             happened and the caller gets the observer's exception; see `outstanding`.
-        counted: Whether an update requires the devices' own counts of the actions that ran; see
-            `qeffect.counts`.
-        late: With ``counted``, whether the counts are presented after the commit, by
-            `present_counts`. The device itself must then skip the update if the counts differ.
+        counted: If True, an update requires the devices' own counts of the actions that ran; see
+            `qeffect.counts`. If False, no counts are compared.
+        late: With ``counted``, when the counts are presented. True: after the commit, by
+            `present_counts`; the device itself must then skip the update if the counts differ.
+            False: with the update (`check_update`, `commit_epoch`).
         registry: The gradient destinations of other contracts of the process, which must not
-            overlap this contract's destinations. By default they are not compared.
+            overlap this contract's destinations. By default, destinations are not compared with
+            those of other contracts.
 
     Raises:
         TypeError, ValueError: The configuration is unusable.

@@ -21,7 +21,7 @@ class Countdown:
     Args:
         things: What is counted, in the plural.
         total: How many there are.
-        clock: Gives seconds.
+        clock: Returns the current time in seconds.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ _MARKS: Final = 40
 
 def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0) -> int:
     """
-    Return an action's mark: a number that no other action or place has, for places below 2**37.
+    Return an action's mark: a number that no other arguments give, if ``place`` is below 2**37.
 
     Args:
         action: One of `COUNTED`.
@@ -74,11 +74,12 @@ def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0
 
 def located(destinations: Iterable[Sequence[Destination]]) -> list[int]:
     """
-    Number the places of a stage's destinations, from 0 in the order of their first occurrence.
+    Return, for each dW, the number of the place that it writes. Places are numbered from 0, in the
+    order of their first occurrence.
 
     Args:
         destinations: The destinations of each dW. Destinations without an address have no place of
-            their own: they all share one number.
+            their own: those of one matrix and device share a number.
 
     >>> own, other = Destination("w", address=64), Destination("w", 1, address=128)
     >>> located([(own,), (other,), (own,)])
@@ -158,7 +159,7 @@ def _stages(counts: Any, attribute: Attribute[Any], value: Any) -> None:
     if _are_counters(value):
         return
     if not isinstance(value, Mapping):
-        raise TypeError(f"{attribute.name} must be counters by stage, got {shown(value)}")
+        raise TypeError(f"{attribute.name} must map stages to counters, got {shown(value)}")
     for stage, numbers in value.items():
         if not isinstance(numbers, Sequence):
             raise TypeError(f"stage {stage} must have a sequence of counters, got {shown(numbers)}")

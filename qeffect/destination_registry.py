@@ -80,7 +80,7 @@ class DestinationRegistry:
                     "configure",
                     f"the destination {both[0]!r}, which another contract of the same registry "
                     "writes",
-                    "a destination of its own",
+                    "a destination that no other contract writes",
                 )
         self._claims[owner] = own
 

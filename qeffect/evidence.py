@@ -20,7 +20,7 @@ __all__ = [
     "sorted_names",
 ]
 
-#: The evidence of an action that filled no cache, or whose backend cannot say.
+#: The evidence of an action that filled no cache, or whose backend cannot report fills.
 NO_FILL: Final = ((), NEVER)
 
 #: The largest count that a refusal repeats as a number.
@@ -56,7 +56,9 @@ def readable_count(reported: Any) -> int:
 
 
 def printable_count(reported: Any) -> Any:
-    """Return a reported count for a refusal: itself, `NEVER` for None, or its text if unusable."""
+    """
+    Return a reported count as a refusal shows it: `NEVER` for None, an unusable value as text.
+    """
     if reported is None:
         return NEVER
     return reported if 0 <= readable_count(reported) <= _LARGEST else shown(reported)
@@ -68,7 +70,7 @@ def sorted_fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
 
     If some were filled from another epoch than the given one, the first such epoch is returned. If
     the report cannot be read, something was filled from unknown weights; the returned epoch is then
-    one that no guard accepts.
+    a value that no guard accepts.
     """
     try:
         pairs = list(filled.items() if isinstance(filled, Mapping) else filled)

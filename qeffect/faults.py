@@ -41,7 +41,8 @@ class FaultRow:
             same state before and after.
         result: The result in the paper's table, or a note that the violation was not refused in
             that way.
-        preserved: The state that was preserved, as its later use shows; or a note that it was not.
+        preserved: The state that was preserved, as its later use shows; or a note that this state
+            was lost.
         holds: Whether the violation was refused and the state preserved.
         accepted: Number of transitions accepted before the violation.
     """

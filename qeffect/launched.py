@@ -36,7 +36,7 @@ def trains(argv: Sequence[str]) -> bool:
     Whether a command line begins a training run under torchrun.
 
     Args:
-        argv: The words of a command line, in any position.
+        argv: The words of a command line; ``train`` may stand at any position.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ and "train" in argv
 
@@ -48,7 +48,7 @@ class Start:
     Attributes:
         place: What the rank is doing now, in words that the reported cause repeats.
         tell: Called with the cause and its kind, on the rank that reports; returns a line that says
-            whether to start the run again. None before the run is known.
+            whether to start the run again. None before the run's settings are known.
     """
 
     def __init__(self) -> None:
@@ -202,8 +202,8 @@ START = Start()
 
 PARENT = [os.getppid()]
 """
-Process id of this process's parent, read at the first import; from then on the parent's end is
-noticed.
+Process id of this process's parent at the first import. If this process later has another parent,
+this one has ended.
 """
 
 

@@ -20,7 +20,7 @@ class LocalEdges(NamedTuple):
     For each stage, the stage of the process that feeds it, and the stage that it feeds.
 
     Args:
-        sources: By stage, the stage that feeds it; the stage itself if there is none.
+        sources: By stage, the stage that feeds it; the stage itself if no stage feeds it.
         targets: By stage, the stage that it feeds; the stage itself if it feeds none.
     """
 
@@ -36,13 +36,15 @@ class LocalEdges(NamedTuple):
 
     def inputs(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
         """
-        Return, for each cell, the cell whose F makes its input; the cell itself if there is none.
+        Return, for each cell, the cell whose F makes its input; the cell itself if no such F
+        exists.
         """
         return _joined(cells, self.sources)
 
     def gradients(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
         """
-        Return, for each cell, the cell whose dI makes its gradient; the cell itself without one.
+        Return, for each cell, the cell whose dI makes the gradient of its output, or else the cell
+        itself.
         """
         return _joined(cells, self.targets)
 
@@ -59,10 +61,11 @@ def local_edges(stages: Sequence[StageConfig]) -> LocalEdges:
     Return the edges that the stages of a process declare.
 
     Raises:
-        ValueError: A stage feeds itself, a stage of another process, or a stage that another stage
-            feeds; the edges form a circle; the two stages have different numbers of microbatches,
-            or tapes of several blocks or invocations; the target's input is copied; a message is
-            received that no stage reads; or stages of different state domains have no messages.
+        ValueError: A stage feeds itself or a stage of another process; two stages feed the same
+            stage; the edges form a circle; the two stages of an edge have different numbers of
+            microbatches, or several blocks or invocations; the target has ``copies_input``; one
+            stage receives a message that the other stage does not send; or two stages of different
+            state domains exchange no messages.
 
     >>> stages = [StageConfig(0, 1, 1, feeds=3), StageConfig(3, 1, 1)]
     >>> local_edges(stages)

@@ -13,15 +13,16 @@ from .text import counted
 
 __all__ = ["SlotPlaces", "require_feasible"]
 
-#: Limit of the search: states per action of an order, and states in addition. Beyond the limit the
-#: order is accepted unproved. With one pool per slot the search needs one state per action.
+#: Limit of the search: `_EACH` states per action of an order, plus `_BESIDE` states. Beyond this
+#: limit the order is accepted without proof. With one pool per slot the search needs one state per
+#: action.
 _EACH: Final = 20
 _BESIDE: Final = 20_000
 
 
 class SlotPlaces(NamedTuple):
     """
-    The slots of tapes, and the capture memory of the slots.
+    The slots of each stage, with the pool and the capture order of their graphs.
 
     Args:
         slots: Slot indices of each stage.
@@ -102,8 +103,8 @@ no slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slot; ...
     raise ValueError(
         f"the declared order of domain {domain!r} cannot run to its end: after {furthest} of its "
         f"{len(order)} actions no slot of stage {cell[0]} can take {kind} of {cell}; the stage has "
-        f"{counted(number, 'slot')}; declare dI earlier, give the stage more slots, or each slot a "
-        "pool of its own"
+        f"{counted(number, 'slot')}; declare dI earlier, give the stage more slots, or give each "
+        "slot a pool of its own"
     )
 
 

@@ -1,5 +1,6 @@
 """
-The layout of a process: its memory, and the index of each configured name in it.
+The layout of a process: the contract's state (its memory), and the index of each configured name in
+it.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ __all__ = [
 @frozen
 class ProcessLayout:
     """
-    The memory of a process and the dense indices of its configured names.
+    The state of a process's contract, and the dense indices of the configured names.
 
     Args:
-        memory: The memory, in its initial state.
+        memory: The contract's state, with its initial values.
         slots: Slot indices of each stage.
         domains: Domain index by name.
         links: Link index by (caller, domain name).
@@ -74,7 +75,7 @@ def lay_out(
     generation_max: int = GENERATION_MAX,
 ) -> ProcessLayout:
     """
-    Build the memory of a process.
+    Build the contract's state for a process, and the index of each configured name.
 
     Args:
         stages: The stages of the process; each index once.
@@ -94,9 +95,9 @@ def lay_out(
         TypeError, ValueError: A stage is configured twice; a declared order is not a permutation
             or is infeasible with the slots and pools; or the configuration needs a relation that
             was left out; or stages feed each other in a way that cannot run.
-        Refused: A declared order runs against an edge within the process; destinations overlap; two
-            matrices share a destination without declaring it; or a matrix of a microbatch has no
-            destination, or two destinations.
+        Refused: A declared order contradicts an edge (one stage of the process feeds another);
+            destinations overlap; two matrices share a destination without being declared tied; or a
+            matrix of a microbatch has no destination or two destinations.
     """
     for config in stages:
         if not isinstance(config, StageConfig):
@@ -232,8 +233,8 @@ def _epoch_scales(stages: Sequence[StageConfig], domains: Mapping[Hashable, int]
         if first.scales != config.scales:
             raise ValueError(
                 f"stage {config.stage} has scales={config.scales!r}, but stage {first.stage} of "
-                f"the same domain {config.domain!r} has scales={first.scales!r}; one movement "
-                "moves all scales of a domain, so give its stages the same value"
+                f"the same domain {config.domain!r} has scales={first.scales!r}; all scales "
+                "of a domain are updated together, so give its stages the same value"
             )
     return [int(forms[name].scales == "epoch") for name in domains]
 
@@ -479,8 +480,8 @@ def placements(
     Return each cell's destinations, the index of their buffer, and the number of buffers.
 
     A buffer is a set of destinations that are written together: one per stage if they accumulate,
-    otherwise one per microbatch. The blocks and invocations of a microbatch share a buffer; the
-    first of them to write overwrites.
+    otherwise one per microbatch. All blocks and invocations of a microbatch share a buffer; the
+    first dW of the buffer overwrites it.
     """
     destination_of: dict[Cell, tuple[Destination, ...]] = {}
     buffer_of: dict[Cell, int] = {}

@@ -2,8 +2,8 @@
 Old import names, which keep working for one release with a `DeprecationWarning`.
 
 `install` takes a table of old and new names. A module that is imported by an old name is a
-stand-in: its attributes are those of the new module, the same objects. The tables below are the
-kernel's and the guards'; `qeffect.gpu_runtime.renamed` has those of the runtime.
+stand-in: its attributes are those of the new module, the same objects. The tables below are for the
+kernel and the guards; `qeffect.gpu_runtime.renamed` has the runtime's tables.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def environment(
         argv: The command's arguments, by default those of this process; folders are left out.
         commit_given: The commit, for code outside a git checkout.
         device: Entries that the runtime adds about its device.
-        out: The report's file. If the commit is unknown, standard error reports this once.
+        out: The report's file. If the commit is unknown, a line on standard error says so.
 
     Raises:
         UnusableError: The given commit is malformed, or the commit is unknown and the file is in
@@ -299,7 +299,7 @@ def require_place(path: Path | None, option: str = "--out") -> None:
         option: The option that named the file, for the message.
 
     Raises:
-        UnusableError: The path is a folder, its folder is missing, or it cannot be written.
+        UnusableError: The path is a folder, its folder is missing, or the file cannot be written.
     """
     if path is None:
         return

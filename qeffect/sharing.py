@@ -1,5 +1,5 @@
 """
-Tied weights: gradient destinations that two matrices write, and that both declare as tied.
+Tied weights: two matrices that write the same gradient destination, and are both declared tied.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tupl
 
     Raises:
         Refused: ``arena.overlapping-destinations``: a copy is not declared tied.
-        ValueError: A tied weight has no second matrix on any rank, or its copies are reduced in
-            different buckets.
+        ValueError: A tied weight has only one copy on all ranks together, or its copies are reduced
+            in different buckets.
 
     >>> from qeffect.stage_config import Bucket
     >>> tied = {"microbatches": 1, "slots": 1, "tied": ("w",), "buffers": {"w": "table"}}
@@ -174,7 +174,7 @@ def _require_way_out(name: str, config: StageConfig, matrix: str) -> None:
     """Require a named bucket for a tied weight whose partner is on another rank."""
     if not config.buckets:
         raise ValueError(
-            f"{_who(config, matrix)} is tied as {name!r}, but no other matrix of this process is; "
+            f"{_who(config, matrix)} is tied as {name!r}, but to no other matrix of this process; "
             "its gradient must be reduced in a bucket that both ranks name: set reduces and buckets"
         )
 

@@ -34,8 +34,8 @@ _MOST: Final = 1 << 20
 #: parts.
 UNWEIGHTED: Final = (NEVER, NEVER)
 
-#: Options that a stage's plain data omit while they have their default, so that older logs and
-#: checkpoints stay valid; by name, that default.
+#: By option, the default value. A stage's plain data omit these options at their defaults, so that
+#: older logs and checkpoints stay valid.
 ADDED: Final[Mapping[str, Any]] = {
     "copies_input": False,
     "feeds": None,
@@ -228,10 +228,10 @@ class StageConfig:
             update moves it once (`Contract.move_scales`); F and dI then report 0 updates, and the
             update reports 1. All stages of a domain have the same value.
         refresh_pool: Name of the capture-memory pool in which the graph of the stage's refresh was
-            captured, if slots share that pool (`pool` of this or another stage). The refresh then
-            keeps the pool's order of capture, in which ``capture_order`` names its graph as
-            (stage, "refresh"). The cache itself must lie outside the pool. None: the graph of the
-            refresh has a pool of its own.
+            captured, if slots share that pool (`pool` of this or another stage). The refresh must
+            then keep the pool's order of capture; ``capture_order`` names the graph of the refresh
+            as (stage, "refresh"). The cache itself must lie outside the pool. None: the graph of
+            the refresh has a pool of its own.
 
     Raises:
         TypeError: A count is not an integer, a flag not a ``bool``, a fraction not two positive

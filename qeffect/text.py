@@ -91,7 +91,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def near(word: object, names: Iterable[str]) -> str:
     """
-    Return a question with the most similar of some names, or nothing if no name is similar.
+    Return the words "; did you mean NAME?" with the most similar name; empty if no name is similar.
 
     >>> near("layres", ["layers", "hidden"]), near("x", ["layers"])
     ('; did you mean layers?', '')

@@ -25,13 +25,13 @@ SORTS: Final = {
     "stage": "a pipeline stage, or virtual chunk, of this process",
     "domain": "a state domain: stages that share scaling state and one graph stream",
     "link": "a pair of a caller's stream and a domain's graph stream",
-    "caller": "a stream that calls into the graph streams",
+    "caller": "a stream that enqueues work for graph streams and uses their results",
     "pool": "a capture memory pool",
     "buffer": "a gradient buffer",
     "bucket": "gradients that are reduced together",
     "int": "a count, or an epoch",
     "flag": "0 or 1",
-    "mask": "consumer bits",
+    "mask": "a set of bits: consumers, transfers or messages",
     "generation": "a count of releases",
     "ticket": "a serial number, or 0 for none",
     "opaque": "something that is only compared for equality",
@@ -95,8 +95,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "slot -> mask",
         0,
         "transfers under way: 1 a receive of the input, 2 a receive of the output's gradient, 4 a "
-        "read of the output, 8 a read of the input gradient, 32 a dW of another tape, whose one "
-        "product takes this tape too; a transfer of an aborted tape keeps the slot",
+        "read of the output, 8 a read of the input gradient, 32 a grouped dW of another tape, "
+        "which takes this tape too; a transfer of an aborted tape keeps the slot",
         "group_wgrad ungroup_wgrad post_receive finish_receive read finish_read restore",
     ),
     _state(
@@ -156,7 +156,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "forwarded",
         "cell -> int",
         NEVER,
-        "epoch of the cell's last forward, set by its check; -1 before the first of a walk",
+        "epoch of the cell's forward in this walk, set by the check of that forward; -1 before "
+        "that check",
         "check_forward next_walk commit_update restore",
     ),
     _state(
@@ -164,7 +165,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "skipped",
         "cell -> int",
         NEVER,
-        "epoch of the last walk that left the cell out; -1 for none since `next_walk`",
+        "epoch of the last walk that left the cell out; -1 if none did since `next_walk` or a "
+        "restore",
         "skip next_walk restore",
     ),
     _state(
@@ -289,7 +291,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "drawn",
         "domain -> int",
         NEVER,
-        "position at which the domain's latest F began to draw; -1 for none since a restore",
+        "position at which the domain's latest F began to draw; -1 if none did since the last "
+        "restore",
         "commit_forward restore",
     ),
     _state(
@@ -307,7 +310,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "bound",
         "cell -> int",
         NEVER,
-        "epoch in which the cell's destination was last bound; -1 before the first of a walk",
+        "epoch in which the cell's destination was last bound; -1 if it was not bound since "
+        "`next_walk` or a restore",
         "bind next_walk restore",
     ),
     _state(
@@ -332,7 +336,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "cursor",
         "pool -> int",
         0,
-        "capture rank of the pool's latest replay",
+        "place of the pool's latest replayed graph in the pool's order of capture",
         "check_refresh check_forward check_dgrad check_wgrad",
     ),
     _state(
@@ -489,8 +493,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "unseen",
         "link -> flag",
         0,
-        "1 from the optimizer's latest update until the link's caller has waited for a graph "
-        "stream, after this stream had waited for the update or the host had seen it finish",
+        "1 from the optimizer's latest update until the link's caller waits for the link's graph "
+        "stream; the wait counts only if the graph stream has already waited for the update, or "
+        "the host has seen the update finish",
         "wait check_update commit_update abort_update restore",
     ),
     _state(
@@ -557,7 +562,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "spoiled",
         "stage -> int",
         NEVER,
-        "last epoch that a failure, or the loss of a weight cache in use, spoiled; -1 for none",
+        "last epoch that was spoiled for the stage, by a failure or by the loss of a weight cache "
+        "in use; -1 for none",
         "abort_forward abort_evaluation abort_dgrad abort_wgrad drop invalidate fail_reduction "
         "fail restore",
     ),
@@ -652,8 +658,8 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "receives",
         "stage -> mask",
         "messages, or the copy of the input, that F and dI of a tape need, with bits as in "
-        "`arrived`; 4 if another stage of the process makes the input, 8 if another makes the "
-        "gradient",
+        "`arrived`; 4 if another stage of the process makes the input, 8 if another stage of the "
+        "process makes the output's gradient",
     ),
     _configured("matrices", "stage -> opaque", "matrices that a dW must cover, each exactly once"),
     _configured(
@@ -777,7 +783,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "tied_at",
         "bucket -> stage",
-        "the other stage that writes the bucket; the same stage if there is none",
+        "the other stage that writes the bucket; the stage in `stage_at` if there is none",
     ),
     _configured(
         "reduce_at",

@@ -135,7 +135,13 @@ def _relations(parts: tuple[Part, ...]) -> str:
         (str(number), part.title, part.hidden, part.without, part.holder)
         for number, part in enumerate(parts, 1)
     ]
-    header = ("", "part", "what is hidden", "what goes wrong without it", "what the part keeps")
+    header = (
+        "",
+        "part",
+        "what a dataflow graph does not show",
+        "what goes wrong without the part",
+        "what the part keeps",
+    )
     return "\n".join(["**The parts.**", "", *_table(header, rows), ""])
 
 
@@ -282,8 +288,8 @@ def _transitions() -> str:
             "",
             "**The order of the guards** is normative: the first guard that fails names the",
             "refusal. A clause that is listed twice is checked twice, on different parts of the",
-            "state. If a stage leaves out a part, its guards are left out and the others keep",
-            "their order. A key or slot that was never configured is refused when it is looked up;",
+            "state. If a stage leaves out a part, that part's guards are left out and the others",
+            "keep their order. A key or slot that was never configured is refused at its look-up;",
             "the table omits both clauses (`ownership.unknown-key`, `ownership.unknown-slot`).",
             "",
             *_table(("transition", "its guards, in order"), guards),
@@ -303,8 +309,8 @@ def _state() -> str:
         [
             "## State",
             "",
-            "The memory is a set of columns and nothing else. One sort of object indexes each",
-            "column.",
+            "The contract's memory consists of *columns*. A column is an array with one entry for",
+            "each object of one sort, for example for each slot. Its values, too, have a sort.",
             "",
             *_table(("sort", "meaning"), list(SORTS.items())),
             "",
@@ -349,16 +355,16 @@ def _paper(keeping: Mapping[str, Any]) -> str:
     lines = [
         "## The paper's invariants",
         "",
-        "Section III-F of the paper numbers four invariants. The abstract counts completion where",
-        "III-F counts persistence, and III-D adds, without a number, that every configured",
-        "microbatch is written exactly once. Each of these six has a name here and is the",
-        "conjunction of the promises listed under it (`qeffect.spec.promises.PAPER`). `qeffect",
-        "prove` proves each promise for any number of slots, microbatches and epochs.",
+        "Section III-F of the paper numbers four invariants; its fourth is persistence. The",
+        "abstract has completion as the fourth instead. III-D adds, without a number, that every",
+        "configured microbatch is written exactly once. Each of these six invariants has a name",
+        "here and is the conjunction of the promises under it (`qeffect.spec.promises.PAPER`).",
+        "`qeffect prove` proves each promise for any number of slots, microbatches and epochs.",
         "",
     ]
     for invariant in PAPER.values():
         needs = (
-            f" Claimed in full only where the contract has {_parts(invariant.needs)}."
+            f" Claimed in full only if the contract has {_parts(invariant.needs)}."
             if invariant.needs
             else ""
         )
@@ -407,7 +413,16 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         for w in WORDS.values()
     ]
     return "\n".join(
-        [*lines, "### Words for the world", "", *_table(("word", "meaning"), words), ""]
+        [
+            *lines,
+            "### Words for the world\n\n"
+            "A word names a number that follows what really happened, whatever the contract\n"
+            "recorded. An *arbitrary* slot, stage, link, ticket or reference is fixed but\n"
+            "unknown: what is proved about it holds for all of them.",
+            "",
+            *_table(("word", "meaning"), words),
+            "",
+        ]
     )
 
 

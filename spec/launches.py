@@ -38,7 +38,10 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "known": (("rank",), "the epoch up to which the host has read the devices' votes"),
     "voted": (("rank",), "the epoch up to which the rank's device has voted, yes or no"),
     "vote": (("rank",), "the epoch to which the device's last yes vote moves the weights"),
-    "heard": (("rank", "rank"), "the epoch of the vote that the first device last received"),
+    "heard": (
+        ("rank", "rank"),
+        "the epoch of the vote (yes or no) that the first device last received from the second",
+    ),
     "word": (
         ("rank", "rank"),
         "the epoch of the latest yes that the first device received from the second",

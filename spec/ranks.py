@@ -36,7 +36,7 @@ NOBODY: Final = -1
 
 #: Sorts of the indices and meaning of an entry, by column.
 RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
-    "attempt": (("one",), "attempts to run the job that have begun"),
+    "attempt": (("one",), "number of attempts (common starts of all ranks) that have begun"),
     "base": (("one",), "the epoch that the newest attempt began from"),
     "again": (("one",), "1 if the newest attempt began in place, not from a checkpoint"),
     "saved": (("one",), "the epoch that the newest whole checkpoint is named after"),
@@ -134,7 +134,8 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "messages": (("rank", "rank"), "configured: messages per step from the first to the second"),
     "total": (
         ("rank", "rank", "place"),
-        "configured: messages from the first to the second in as many steps as place says",
+        "configured: messages from the first rank to the second in as many steps as the index "
+        "`place` says",
     ),
 }
 

@@ -58,7 +58,10 @@ TRANSITIONS: tuple[Transition, ...] = (
         "abort_refresh(stage, ticket)", "After a refresh failed: poisons the domain.", "version"
     ),
     _transition(
-        "check_forward(key, slot, token, link, refresh)", "Before F: reserves slot and domain."
+        "check_forward(key, slot, token, link, refresh)",
+        "Before F: reserves slot and domain. "
+        "`refresh` is true if F fills the weight cache itself, and false if F reads the cache as "
+        "it is.",
     ),
     _transition(
         "commit_forward(slot, ticket, filled, fill_epoch, updates, draws)",
@@ -72,8 +75,8 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "check_evaluation(stage, link, cached)",
-        "Before a forward that trains nothing: reserves the stage and its domain. `cached` says "
-        "whether the evaluation reads the weight cache.",
+        "Before a forward that trains nothing: reserves the stage and its domain. `cached` is true "
+        "if the evaluation reads the weight cache, and false if it quantizes the weights itself.",
     ),
     _transition(
         "commit_evaluation(stage, ticket, fill_epoch, updates)",
@@ -118,25 +121,28 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "ungroup_wgrad(key, ref, covered)",
-        "After a grouped dW ended: counts this tape's part of the write. `covered` names the "
-        "matrices written. The tape's last consumer releases the slot.",
+        "After a grouped dW ended: counts the dW of this tape. `covered` names the matrices "
+        "written. The tape's last consumer releases the slot.",
         "arena",
     ),
     _transition(
         "post_receive(key, ref, message, link)",
-        "Before a stream receives the tape's input, or its output's gradient, into the slot.",
+        "Before a stream receives the tape's input, or its output's gradient, into the slot: the "
+        "receive is then under way.",
     ),
     _transition(
         "finish_receive(key, ref, message, link)",
-        "After the message has arrived and the link's caller has waited for the receive.",
+        "After the message has arrived and the link's caller has waited for the receive: ends the "
+        "receive.",
     ),
     _transition(
-        "read(key, ref, bit, link)", "Before a stream reads the output or the input gradient."
+        "read(key, ref, bit, link)",
+        "Before a stream reads the output or the input gradient: the read is then under way.",
     ),
     _transition(
         "finish_read(key, ref, bit, link)",
-        "After the read has ended and the link's caller has waited for it. The tape's last "
-        "consumer releases the slot.",
+        "After the read has ended and the link's caller has waited for it: ends the read for the "
+        "contract. The tape's last consumer releases the slot.",
     ),
     _transition("drop(key, ref)", "Aborts one tape. A purge drops every tape of an epoch."),
     _transition(
@@ -145,7 +151,10 @@ TRANSITIONS: tuple[Transition, ...] = (
         "a dI is still to come, spoils the epoch.",
         "version",
     ),
-    _transition("submit(link)", "After the caller enqueued work that later replays must wait for."),
+    _transition(
+        "submit(link)",
+        "After the caller enqueued work that later replays must wait for: counts that work.",
+    ),
     _transition("join(link)", "The graph stream waits for all work that the caller submitted."),
     _transition("wait(link)", "The caller waits for all replays of the graph stream."),
     _transition(
@@ -158,11 +167,13 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "start_reduction(bucket, link)",
-        "After the last dW of the bucket's stages, when a caller's stream enqueues the reduction.",
+        "After the last dW of the bucket's stages, when a caller's stream enqueues the reduction: "
+        "the bucket is then in flight.",
     ),
     _transition(
         "finish_reduction(bucket, link)",
-        "When the caller's stream, which will read the gradients, waits for the reduction.",
+        "When the caller's stream, which will read the gradients, waits for the reduction: the "
+        "bucket is then reduced.",
     ),
     _transition(
         "fail_reduction(bucket)",
@@ -199,8 +210,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "move_scales(stage, updates)",
-        "In an update, after the scales of the stage's domain moved; only if they move once an "
-        "epoch. `updates` counts how often they moved.",
+        "In an update, after the scales of the stage's domain moved: records their movement. The "
+        "call is accepted only if these scales move once an epoch. `updates` counts how often they "
+        "moved.",
     ),
     _transition(
         "commit_update(epoch, ticket)",
@@ -216,7 +228,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "epoch; after a fault of an epoch that was committed, or whose update is in flight, the "
         "weights are half updated until a restore.",
     ),
-    _transition("checkpoint()", "Before anything is saved."),
+    _transition("checkpoint()", "Before anything is saved: only checks, and changes nothing."),
     _transition(
         "restore(epoch, incarnation)",
         "After the numerical state was loaded: starts a new incarnation with stale caches.",

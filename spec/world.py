@@ -74,8 +74,8 @@ WORDS: Final[Mapping[str, Word]] = {
         acting="how many actions are in flight on the slot",
         queued="the deferred work that the tenant's dI left",
         fill_read="the fill of the weight cache that the tenant's F read",
-        scaled_by="the domain's `updates` just before the scales of the tenant's F were rolled: "
-        "just before that F, or at the last movement (0 for none) if scales move once an epoch",
+        scaled_by="which scales the tenant's F used: the domain's `updates` just before that F; if "
+        "scales move once an epoch, the `updates` at their last movement (0 for none)",
         rolls_seen="the domain's `rolls` just after the tenant's F",
         drew_at="where the tenant's F began to draw random numbers, if it reported that",
         in_pool="1 while the slot keeps memory in its capture pool",
@@ -134,8 +134,8 @@ WORDS: Final[Mapping[str, Word]] = {
         updates_of_walk="scaling updates in this walk",
         rolls="how often the domain's scales were ever rolled: by each F, or by each movement if "
         "scales move once an epoch",
-        gathers="if the domain's scales move once an epoch: the F and dI that gathered since the "
-        "scales moved",
+        gathers="if the domain's scales move once an epoch: how many F and dI gathered maxima "
+        "since the scales last moved",
         moves="how often the domain's scales moved since the last restore",
         drew_last="position at which the latest F that reports draws began to draw since the last "
         "restore; -1 for none",
@@ -159,7 +159,8 @@ WORDS: Final[Mapping[str, Word]] = {
     **_words(
         "pool",
         tapes="how many slots keep memory in the pool",
-        last_rank="the capture rank of the graph that the pool replayed last; 0 before the first",
+        last_rank="the place, in the pool's order of capture, of the graph that the pool replayed "
+        "last; 0 before the first replay",
     ),
     **_words(
         "link",
@@ -195,16 +196,16 @@ WORDS: Final[Mapping[str, Word]] = {
         stage="an arbitrary stage",
         clobbered="1 when an earlier graph overwrote memory that the arbitrary slot keeps in its "
         "pool",
-        seen="1 when the arbitrary link waited for the replay that wrote the arbitrary slot's "
-        "output",
-        clear="1 when the arbitrary link waited for every replay of the arbitrary slot's previous "
-        "tenant",
+        seen="1 when the arbitrary link's caller waited for the replay that wrote the arbitrary "
+        "slot's output",
+        clear="1 when the arbitrary link's caller waited for every replay of the arbitrary slot's "
+        "previous tenant",
         grouped="the dW that took the arbitrary slot's tape into its group: 0 none, 1 running, 2 "
         "done",
         trailing="1 while the graph stream has yet to wait for the arbitrary slot's transfer or "
         "copy on the arbitrary link",
-        seen_gradients="1 when the arbitrary link waited for the replay of the arbitrary stage's "
-        "latest dW",
+        seen_gradients="1 when the arbitrary link's caller waited for the replay of the arbitrary "
+        "stage's latest dW",
         seen_evaluation="1 when the arbitrary link's caller waited for the arbitrary stage's "
         "latest evaluation",
     ),

@@ -54,7 +54,8 @@ class Explore:
             "--slots",
             type=int,
             metavar="N",
-            help="explore a pool of N slots (default 3) instead of the standard scopes; at most "
+            help="explore a pool of N slots instead of the standard scopes (small contracts); N "
+            "is 3 if only --keys or --generations is given; at most "
             f"{MOST_STATES:,} states and {MOST_KEYS} keys",
         )
         parser.add_argument(
@@ -205,8 +206,8 @@ class Prove:
             "--only",
             metavar="TEXT",
             help="run no proofs; run only the mutants whose description (function, deleted code, "
-            "clause) contains TEXT, and print each counterexample as a program; for a clause, "
-            "also delete the updates, in the transitions that it guards, of the state that its "
+            "clause) contains TEXT, and print each counterexample as a program. If TEXT is part of "
+            "a clause's name, also run the mutants without an update of state that the clause's "
             "guards read",
         )
         parser.add_argument(

@@ -27,7 +27,7 @@ def require_deterministic(device: torch.device) -> None:
     On a GPU, call it before the libraries are imported: they read the variables once.
 
     Raises:
-        BackendError: On a GPU, the environment decides otherwise.
+        BackendError: On a GPU, an environment variable is already set to another value.
     """
     if device.type == "cpu":
         torch.set_num_threads(1)

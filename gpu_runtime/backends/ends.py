@@ -110,7 +110,7 @@ def stage_ends(
     if ends is not None and ends.embedding:
         if not first:
             raise ValueError(
-                "an embedding takes tokens, and no stage outputs tokens: pass first=True"
+                "an embedding takes tokens, which only the first stage receives: pass first=True"
             )
         takes = ends.tokens(config, device)
     if ends is not None and ends.head:
@@ -245,7 +245,9 @@ class LossShare:
 
 
 def weight_of(loss: object) -> tuple[int, int] | None:
-    """Return the factor by which a loss weights its microbatch; None if not a `LossShare`."""
+    """
+    Return the factor by which a loss weights its microbatch; None if the loss is not a `LossShare`.
+    """
     return loss.weight if isinstance(loss, LossShare) else None
 
 

@@ -41,7 +41,9 @@ class EpochScales(Protocol):
         """Close the open entry of every history, in both directions, and move each scale once."""
 
     def begin_forward(self, epoch: int, microbatch: int) -> None:
-        """Name the microbatch of the next F, from which dropout's numbers follow."""
+        """
+        Name the microbatch of the next F; dropout's random numbers follow from the microbatch.
+        """
 
 
 def require_scales(scales: str) -> None:

@@ -233,7 +233,8 @@ class Reports:
     def __attrs_post_init__(self) -> None:
         if self.tape_scales == "carried" and self.updates is None:
             raise ValueError(
-                "tape_scales='carried' needs updates=: dI names an F's scales by this number"
+                "tape_scales='carried' needs updates=, the number by which dI names the scales "
+                "of its F"
             )
 
     def captured(self) -> Reports:
@@ -357,7 +358,10 @@ class Accumulation:
         self._written: set[int] = set()
 
     def __call__(self, unit: WgradUnit, destination: Tensor | None) -> bool:
-        """Whether the next product adds; without a destination it gets fresh memory."""
+        """
+        Whether the next product adds to its destination; a product without a destination gets fresh
+        memory.
+        """
         if destination is None:
             return self.accumulate
         again = destination.data_ptr() in self._written

@@ -67,8 +67,8 @@ def require_probability(dropout: Any) -> None:
 
 def reported_draws(scales: Scales, *, draws: bool) -> bool | None:
     """
-    Return whether draws are reported, as in `Reports.draws`: numbers drawn by name, as with epoch
-    scales, have no position to report.
+    Return a value for `Reports.draws`: False if nothing is drawn, True if positions are reported,
+    None with epoch scales. With epoch scales numbers are drawn by name and have no position.
 
     Args:
         scales: When the domain's scales move.

@@ -281,7 +281,7 @@ class GuardedMegatron:
             if (reason := unguarded(self._lib, given, config)) is not None:
                 raise UnguardedScheduleError(
                     f"the guard of Megatron-core cannot see {reason}; remove the guard, or use "
-                    "manner='report', which then does not judge this loop"
+                    "manner='report', which then checks nothing in this loop"
                 )
             plan = plan_of(self._lib, name, given, config)
             self._begin(plan, chunks, config, before)
@@ -419,7 +419,7 @@ class GuardedMegatron:
             return
         self._told = True
         LOGGER.warning(
-            "forward_step runs outside of a guarded loop, and is not judged: call guard() before "
+            "forward_step runs outside of a guarded loop, and is not checked: call guard() before "
             "get_forward_backward_func()"
         )
 

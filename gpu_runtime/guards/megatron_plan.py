@@ -189,7 +189,7 @@ def _piped(
     except ScheduleError as error:
         if "the limit" not in str(error):
             raise
-        LOGGER.warning("%s; the order of actions and messages is not judged", error)
+        LOGGER.warning("%s; the order of actions and messages is not checked", error)
         return LoopPlan(source, rank, ranks, chunks, microbatches, None, messages=False)
     row = tuple(action for action in table.rows[rank] if action is not None)
     found = check(table).finding

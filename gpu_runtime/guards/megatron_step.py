@@ -361,7 +361,7 @@ class LoopStep:
             "order.reordered",
             "read" if kind.startswith("SEND") else "post_receive",
             f"one more {kind}" + ("" if maker is None else f", of {work_name(maker)}"),
-            f"as many as {self.plan.source} has",
+            f"no more {kind} than {self.plan.source} has",
         )
 
     def _finish_sends(self) -> None:
@@ -385,7 +385,7 @@ class LoopStep:
                     "start_reduction",
                     f"the reduction of bucket {name} during the backward of microbatch "
                     f"{self._inside[1]}, after {self._backwards[stage]} other backwards{also}",
-                    f"the gradients of all {self.plan.microbatches} backwards",
+                    f"a reduction of the gradients of all {self.plan.microbatches} backwards",
                 )
             if name in self._started:
                 raise refused(

@@ -119,8 +119,8 @@ def guard(
         if (other := getattr(stage, MARK, None)) is not None:
             raise ValueError(
                 f"stage {stage.stage_index} is guarded already, as part of a "
-                f"{type(other.schedule).__name__}: the actions of either schedule would count in "
-                "both; call remove() on the other guard, or build separate stages"
+                f"{type(other.schedule).__name__}: each schedule's actions would also count in the "
+                "other schedule; call remove() on the other guard, or build separate stages"
             )
     if not schedule._has_backward:
         raise ValueError(

@@ -176,7 +176,7 @@ class StageEvidence:
                 "reduction.incomplete",
                 "start_reduction",
                 f"gradients of stage {stage} reduced over its replicas by {_text(event)}: a "
-                "forward before the step armed DistributedDataParallel",
+                "forward before the step had prepared this reduction in DistributedDataParallel",
                 f"one reduction, by the last of {microbatches} backwards",
             )
 

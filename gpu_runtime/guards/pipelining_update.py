@@ -156,8 +156,8 @@ class Updates:
             raise refused(
                 "version.wrong-epoch",
                 "check_update",
-                "one optimizer of the container updates its weights without the others, after "
-                f"{_walks(self.walked)}",
+                "one optimizer of the container updates its weights without the other "
+                f"optimizers, after {_walks(self.walked)}",
                 "weights that do not change between the epoch's first F and its update",
             )
 

@@ -40,7 +40,7 @@ def check_release(name: str, found: str, *tested: str, manner: Manner, untested:
     said = f"this guard was tested with {name} {oldest} to {newest}; {found} is installed"
     if manner == "refuse" and not untested:
         raise UntestedReleaseError(
-            f"{said}; pass untested=True to guard it anyway, or manner='report'"
+            f"{said}; pass untested=True to put the guard on anyway, or manner='report'"
         )
     LOGGER.warning("%s", said)
 

@@ -91,7 +91,7 @@ class Reports:
         if not self._failed:
             self._failed = True
             LOGGER.error(
-                "the guard failed at %s and does not judge until the next step: %s: %s",
+                "the guard failed at %s and checks nothing until the next step: %s: %s",
                 place,
                 type(error).__name__,
                 error,

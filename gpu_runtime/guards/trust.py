@@ -37,7 +37,7 @@ PIPELINING: Mapping[str, Trust] = {
     "counters": Trust(
         "no write to a weight bypasses its version counter, as through `.data` or a fused kernel"
     ),
-    "messages": Trust("a message that was posted arrives, with the contents that were sent"),
+    "messages": Trust("all posted messages arrive, with the contents that were sent"),
     "function": Trust(
         "the function that is registered for {kind} performs its whole action",
         "a function is registered for a kind of action whose run leaves evidence",
@@ -51,7 +51,7 @@ PIPELINING: Mapping[str, Trust] = {
         "the stage has graphs of its own, as under TorchTitan's GraphPP",
     ),
     "sharded": Trust(
-        "no weight of stage {stage} is written in mid-step: its module is sharded",
+        "no weight of stage {stage} is written in mid-step; not checked, as its module is sharded",
         "FSDP, without `follow_optimizer`",
     ),
     "update": Trust(
@@ -59,7 +59,7 @@ PIPELINING: Mapping[str, Trust] = {
         "after `follow_optimizer`",
     ),
     "walks": Trust(
-        "the epoch has no other walks than those since the last update",
+        "the walks (passes over the schedule) since the last update are all walks of the epoch",
         "after `follow_optimizer` without `walks`",
     ),
 }
@@ -67,10 +67,10 @@ PIPELINING: Mapping[str, Trust] = {
 #: The guard of DeepSpeed's engine.
 DEEPSPEED: Mapping[str, Trust] = {
     "data": Trust("the data iterator yields each microbatch once; its contents are not checked"),
-    "messages": Trust("a message that was sent arrives, with the contents that were sent"),
-    "reductions": Trust("a reduction that was called reduces every gradient, over the right group"),
+    "messages": Trust("all sent messages arrive, with their contents unchanged"),
+    "reductions": Trust("each reduction that ran covers every gradient and the right ranks"),
     "counters": Trust("no write to a weight bypasses its version counter, as through `.data`"),
-    "methods": Trust("each method performs its whole instruction"),
+    "methods": Trust("each method of the engine performs its whole instruction"),
     "tied": Trust("ReduceTiedGrads reduces the gradients of tied weights", "tied layers"),
     "optimizer": Trust(
         "the optimizer reduces gradients by itself: ReduceGrads is switched off",
@@ -85,20 +85,21 @@ DEEPSPEED: Mapping[str, Trust] = {
 #: The guard of Megatron-core's loops.
 MEGATRON: Mapping[str, Trust] = {
     "data": Trust("the data iterator yields each microbatch once; its contents are not checked"),
-    "messages": Trust("every message that is sent arrives, in the order in which the loop sends"),
-    "reductions": Trust("a reduction that was called reduces every gradient, over the right group"),
+    "messages": Trust("all messages arrive, in the order in which the loop sends them"),
+    "reductions": Trust("each reduction that ran covers every gradient and the right ranks"),
     "counters": Trust("no write to a weight bypasses its version counter, as through `.data`"),
     "reruns": Trust("if no update comes between two loops, the second loop is a rerun"),
     "function": Trust("the forward step function does the whole forward"),
     "unmatched": Trust(
-        "all messages: an exchange has several tensors, or the order is too long",
+        "all messages, because an exchange has several tensors or the order is too long to check",
         "`adjust_tensor_shapes_fn`, or an order above the limit of `qeffect check`",
     ),
     "replays": Trust(
-        "a step that is replayed as one graph equals the captured step", "full iteration"
+        "a step that is replayed as one graph equals the captured step",
+        "full-iteration CUDA graphs",
     ),
     "updates": Trust(
         "updates by optimizers that the guard does not see",
-        "a loop followed another one, and the guard saw no update in between",
+        "a loop followed another loop, and the guard saw no update between the two",
     ),
 }

@@ -3,7 +3,7 @@ A pipeline over several ranks: one process per rank, over gloo (cpu) or NCCL (cu
 
 * `membership.py` lets the ranks meet; `worker_assembly.py` builds a `Worker` (`worker.py`) from a
   job (`job.py`).
-* `pipeline.py` walks one rank's row of the schedule: receive, F, send, receive, dI, send, dW.
+* `pipeline.py` runs one rank's row of the schedule: receive, F, send, receive, dI, send, dW.
   `channels.py` posts the messages, `side_stream_feed.py` brings the data.
 * `replicas.py` and `ties.py` sum gradients over replicas, and over copies of one weight.
 * `consent.py` ends a step: no rank updates its weights before all ranks agree. If one rank stops,

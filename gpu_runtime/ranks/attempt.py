@@ -31,7 +31,7 @@ from .bounded import bounded
 __all__ = ["UnreachableError", "agree_on_attempt", "first_line"]
 
 _OFFER, _CONFIRMED = "qeffect/offer", "confirmed"
-#: Seconds between two queries of the store: the first at least, or the second for each rank.
+#: Seconds between two queries of the store: the larger of the first and of ranks times the second.
 _POLL_S, _POLL_A_RANK_S = 0.02, 5e-4
 #: Seconds past the deadline after which a store that has not answered is given up.
 _MARGIN_S = 5.0

@@ -1,9 +1,10 @@
 """
-The calibration of a pipeline's scales: walks over the row without the contract, before epoch 0.
+The calibration of a pipeline's scales before epoch 0. A walk is one pass over the rank's row of the
+schedule; the contract does not check these walks.
 
-The walks move messages and device memory as a step does. The contract is not asked. Afterwards the
-contract sees a runtime with other scales, whose epoch 0 has not begun. Neither the event log nor
-the rank log records the walks, as with a second run of a step.
+The walks send messages and write device memory as a step does. Afterwards the contract sees a
+runtime with other scales, whose epoch 0 has not begun. Neither the event log nor the rank log
+records the walks, as with a second run of a step.
 """
 
 from __future__ import annotations

@@ -31,7 +31,10 @@ __all__ = [
 WEIGHT = "weight "
 """Prefix of the name of a weight that changed while a step ran twice."""
 _LOSSES = ("late", "ended", "lost")
-"""Kinds of verdicts of ranks without a reason of their own; a cause names the first kind first."""
+"""
+Kinds of verdicts of ranks without a reason of their own. If ranks have several of these kinds, the
+cause is of the kind that is listed first.
+"""
 
 
 class DisagreementError(RuntimeError):
@@ -46,8 +49,10 @@ class Difference:
     Args:
         rank: The rank that computed the gradient, state or weight.
         stage: Its stage.
-        name: The name within the stage, or a text in place of a name (`double_run`).
-        count: How many gradients of the rank differ, if only the first of them is known; else 1.
+        name: The gradient's name within the stage; for a weight, its name after the prefix
+            `WEIGHT`; for numerical state, the text `double_run.STATE`.
+        count: 1 if every difference of the rank has its own `Difference`. If only the first
+            difference of the rank is known, the number of all its differences.
     """
 
     rank: int
@@ -64,7 +69,7 @@ class MismatchError(RuntimeError):
         found: The gradients that differ.
 
     Attributes:
-        unrecoverable: Whether a weight has changed; the step cannot be restarted then.
+        unrecoverable: Whether a weight has changed. If so, the step cannot be restarted.
     """
 
     unrecoverable = False
@@ -141,9 +146,9 @@ class StoppedError(RuntimeError):
     """
     This rank stopped a step; all ranks that stop have the same `cause`.
 
-    The weights of two ranks may be one step apart, if one of them stopped before the last consent
-    or vote reached it. The cause is then not recoverable; after launches, `OneLaunch.rebuild` finds
-    the difference and raises.
+    If a rank stopped before the last consent or vote reached it, its weights may be one step behind
+    the weights of other ranks. The cause is then not recoverable; after launches,
+    `OneLaunch.rebuild` finds the difference and raises.
     """
 
     def __init__(self, cause: Cause) -> None:
@@ -157,11 +162,11 @@ class Verdicts:
     The reasons that ranks published for stopping a step, from which one cause is chosen.
 
     Args:
-        said: By rank, its verdict from `verdict_of`; a rank that published none is missing. A
-            verdict also has `row`, the rank's row in the table, or None.
+        said: By rank, its verdict from `verdict_of`; a rank without a verdict is missing. A verdict
+            also has `row`: the index of the rank's row in the table, or None.
         world: Number of ranks.
         every: Every channel of the world, in the same order on all ranks.
-        table: The table that the ranks walk.
+        table: The schedule table, of which each rank runs one row.
     """
 
     said: Mapping[int, dict[str, Any]]
@@ -235,7 +240,10 @@ class Verdicts:
         return len(self.said) == self.world and all(v["recoverable"] for v in self.said.values())
 
     def _differ(self) -> list[Difference]:
-        """Every gradient that differs between two runs; a rank knows its own best."""
+        """
+        Every gradient that differs between two runs. For a rank's gradients, its own report takes
+        precedence over other ranks' reports.
+        """
         found: list[Difference] = []
         for rank in range(self.world):
             own = self.said.get(rank, {}).get("differ", ())
@@ -258,13 +266,14 @@ class Verdicts:
 
     def _different(self, spoken: Mapping[int, dict[str, Any]], *, whole: bool) -> Cause | None:
         """
-        Return the first difference between the ends of a channel as a cause, or None.
+        Return the first difference between the sender and the receiver of a channel as a cause;
+        None without a difference.
 
         Args:
             spoken: The verdicts of the ranks that the cause may name, in ascending order. The cause
-                names the sender if it is among them, else the first of them.
-            whole: Whether both ends reached the end of their row; if not, one end may have more
-                messages than the other.
+                names the sender if it is among these ranks, else the first of these ranks.
+            whole: Whether sender and receiver both completed their rows. If not, one of them may
+                have posted more messages than the other.
         """
         said = self.said
         for ends in self.every:
@@ -335,9 +344,9 @@ def verdict_of(
     Args:
         error: The reason.
         epoch: The epoch of the error.
-        atom: The action of the error; None outside the row.
-        passed: Steps of its row that the rank has completed.
-        posted: Numbers of the messages that the rank posted in this step, by channel.
+        atom: The entry of the rank's row that raised the error; None if no entry raised it.
+        passed: Number of entries of its row that the rank has completed.
+        posted: By channel, the `Message.number` of each message that the rank posted in this step.
         at: What the rank was doing, if `atom` is None.
     """
     kind = "refused" if isinstance(error, Refused) else "raised"

@@ -118,7 +118,10 @@ class Transfer:
 
 @attrs.define(eq=False)
 class _Channel:
-    """One end of a channel: its group, this step's posted messages, the digest of past steps."""
+    """
+    A channel as this rank sees it: its group, this step's posted messages, the digest of past
+    steps.
+    """
 
     ends: ChannelEnds
     group: Any
@@ -135,7 +138,8 @@ class _Channel:
 
 def channels_of(table: Schedule, ranks: Sequence[int]) -> list[ChannelEnds]:
     """
-    Return every directed pair of ranks with messages in a table, in the same order on all ranks.
+    Return the channels of a table: every directed pair of ranks between which it has messages, in
+    the same order on all ranks.
 
     Args:
         table: The table.
@@ -160,7 +164,7 @@ def first_different_message(
     sent: Iterable[int], received: Iterable[int]
 ) -> tuple[int, Message | None, Message | None] | None:
     """
-    Return the first place where a channel's sender and receiver recorded different messages.
+    Return the first place (index from 0) where sender and receiver recorded different messages.
 
     >>> place, sent, received = first_different_message([3, 5], [3, 7])
     >>> place, sent.sent, received.received
@@ -186,8 +190,8 @@ class Channels:
     Args:
         rank: The global rank.
         groups: The process group of each channel on which this rank sends or receives.
-        host: Whether the host waits for a transfer, and tags take effect (gloo); otherwise the
-            current stream waits (NCCL).
+        host: True for gloo: the host waits for a transfer, and tags take effect. False for NCCL:
+            the current stream waits, and tags are ignored.
         deadline: Timeout of a host's wait, in seconds.
         tagged: Whether to use tags where they work; without tags, order alone pairs messages, as
             with NCCL.
@@ -226,7 +230,7 @@ class Channels:
         tagged: bool = True,
     ) -> Channels:
         """
-        Make a group for each channel, and send one number through each.
+        Make a group for each channel, and connect its two ranks by sending one number.
 
         Every rank of the world calls this method, with the same channels. On a GPU, a
         communicator's first transfer creates it and blocks the host until both ranks are there. So
@@ -259,7 +263,7 @@ class Channels:
 
     def meet(self, token: Tensor) -> None:
         """
-        Send one number through each channel.
+        Connect the two ranks of each channel of this rank, by sending one number.
 
         Args:
             token: The number, on the channels' device.
@@ -379,7 +383,9 @@ class Channels:
         return {ends: tuple(channel.posted) for ends, channel in self._channels.items()}
 
     def commit(self) -> None:
-        """Fold the step's messages into the digests, once both ranks of each channel agree."""
+        """
+        Fold the step's messages into the digests; call it once both ranks of each channel agree.
+        """
         for channel in self._channels.values():
             channel.digest = channel.roll()
             channel.posted.clear()
@@ -524,7 +530,7 @@ class Abort:
     The abort of an NCCL group that other ranks may have left, in a thread of its own.
 
     NCCL first releases the communicator's kernels, then waits for every graph that holds one of
-    them (`commDestroySync`). A graph runs until the kernels of *all* its communicators are
+    these kernels (`commDestroySync`). A graph runs until the kernels of *all* its communicators are
     released. So all groups are aborted at the same time, and meanwhile the graph is dropped.
 
     Args:

@@ -79,7 +79,7 @@ def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: floa
     Wait for this rank's device, but give up soon after another rank has stopped.
 
     Args:
-        done: An event after the work.
+        done: An event of the device, recorded after the work.
         consent: Reports whether another rank has stopped; None does not ask.
         deadline: Timeout of the work, in seconds.
         grace: Once another rank has stopped, the work gets a quarter of this time, in seconds: the
@@ -87,7 +87,7 @@ def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: floa
 
     Raises:
         LostError: The work did not finish in time.
-        UnansweredError: The store did not answer in that time either.
+        UnansweredError: The work did not finish in time, and meanwhile the store did not answer.
     """
     until = time.monotonic() + deadline
     given_up = None
@@ -120,14 +120,14 @@ class Consent:
     The agreement of all ranks to commit or to stop.
 
     Args:
-        store: A store that outlives every rank, with a prefix for this attempt only; torchrun's
-            agent keeps one.
+        store: A key-value store that outlives every rank, such as the store of torchrun's agent,
+            with a prefix for this attempt only.
         group: A gloo group of all ranks, used for consent only; None with one rank.
         rank: The global rank.
         world: Number of ranks.
         every: Every channel of the world, in the same order on all ranks.
         channels: The channels that end on this rank.
-        table: The table that the ranks walk.
+        table: The schedule table, of which each rank runs one row.
         ranks: Global rank of each of the table's ranks, in this replica.
         deadline: Timeout in seconds for all ranks to reach the commit.
         grace: Timeout in seconds for the other ranks to publish why they stopped.
@@ -136,10 +136,11 @@ class Consent:
         release: Drops a graph that holds kernels of the connections; otherwise, ending the
             connections would wait for the graph.
         ending: Whether this rank has begun to stop.
-        asks: This rank's request for the time after the step, as a number of at least 0.
-        heard: The largest request of any rank in the last agreement.
+        asks: This rank's request for what follows the step, a number of at least 0; training asks
+            to end the run in this way (`training/ending.py`). The next `agree` sends the number.
+        heard: The largest `asks` of any rank in the last agreement.
         waits: Counts the host's waits.
-        until: When a stop has to be over, in seconds of `time.monotonic`; None for no such time.
+        until: When a stop has to be over, in seconds of `time.monotonic`; None for no limit.
     """
 
     store: Any
@@ -186,8 +187,8 @@ class Consent:
 
         Raises:
             LostError: A rank is gone or late.
-            DisagreementError: Epochs differ, the two ends of a channel differ, or two replicas
-                have different finite sums of one part.
+            DisagreementError: The ranks' epochs differ, sender and receiver of a channel recorded
+                different messages, or two replicas have different finite sums of one part.
         """
         if self.world == 1:
             self.channels.commit()
@@ -285,8 +286,8 @@ class Consent:
         Args:
             error: The reason.
             epoch: The epoch of the error.
-            atom: The action of the error; None outside the row.
-            passed: Steps of its row that this rank has completed.
+            atom: The entry of the rank's row that raised the error; None if no entry raised it.
+            passed: Number of entries of its row that this rank has completed.
             at: What the rank was doing, if `atom` is None.
         """
         if isinstance(error, StoppedError):
@@ -321,8 +322,8 @@ class Consent:
 
     def claim(self, speaker: str) -> bool:
         """
-        Whether this thread reports why this process stops; only the first thread that asks reports
-        it.
+        Return whether the caller is to report why this process stops: True for the speaker that
+        called first, False for the other speaker.
 
         Args:
             speaker: ``main``, the thread that trains, or ``aside``, another thread.
@@ -338,7 +339,7 @@ class Consent:
 
     def publish(self, error: BaseException, epoch: int, at: str, *, seconds: float) -> None:
         """
-        Publish why this rank cannot continue, while its own thread waits in a library.
+        Publish why this rank cannot continue, while its main thread waits in a library.
 
         Nothing is closed. A store that does not answer in time is given up.
 
@@ -354,7 +355,7 @@ class Consent:
 
     def cause_aside(self, error: BaseException, epoch: int, at: str, *, seconds: float) -> Cause:
         """
-        Choose the cause of all ranks while this rank's own thread waits in a library.
+        Choose the cause of all ranks while this rank's main thread waits in a library.
 
         Args:
             error: Why this rank cannot continue, as published.

@@ -47,10 +47,11 @@ def is_due(every: int, epoch: int) -> bool:
 
 def first_of(word: int, count: int) -> tuple[int, int]:
     """
-    Decode a published word: the place of the first gradient that differs, and how many differ.
+    Decode a number that a gate published: index of the first gradient that differs, and how many
+    differ.
 
     Args:
-        word: The word, at least `WORD`.
+        word: The published number, at least `WORD`.
         count: Number of gradients of the rank.
 
     >>> first_of(3, 10), first_of(3 + 4 + 2 * 10, 10)
@@ -113,12 +114,13 @@ class DoubleRun:
         every: N, if every N-th step runs twice.
         names: By rank, what `compared` returned there.
         rank: This rank.
-        log: The digests for the step's log, if it has any; they are taken from the second run.
+        log: Where the digests for the training log are written, taken from the second run; None if
+            the log has no digests.
 
     Attributes:
         differs: Scalar of float64 on the device, after the second run. 0 if no gradient differs.
-            Otherwise the sum of 1, the place of the first gradient that differs, and the number of
-            all gradients times the number of further gradients that differ.
+            Otherwise 1 + i + n * k: `i` is the index of the first gradient that differs, `n` the
+            number of all gradients, `k` the number of further gradients that differ.
         between: Called between the two runs of a guarded step; for tests.
     """
 
@@ -198,7 +200,7 @@ class DoubleRun:
         self.differs.zero_()
 
     def warm(self, gradients: Gradients) -> None:
-        """Run every kernel once, since a capture can load none; nothing changes."""
+        """Run every kernel once, since a capture cannot load a kernel; no state changes."""
         self.begin()
         self.keep_first(gradients)
         self.restore()
@@ -208,7 +210,7 @@ class DoubleRun:
         self.forget()
 
     def again(self, pipeline: Walk) -> Gradients:
-        """Run the walk and the reductions once more, and return the gradients."""
+        """Run the row's actions and the reductions once more, and return the gradients."""
         with self._repeating(pipeline):
             self.repeat.begin()
             pipeline.run_actions()
@@ -235,7 +237,7 @@ class DoubleRun:
 
     def of_guarded(self, pipeline: Walk, gradients: Gradients) -> Gradients:
         """
-        The second run of a guarded step, after its first run; the device compares, no host waits.
+        Run a guarded step a second time; the device compares both runs, and no host waits.
 
         Args:
             pipeline: The pipeline.

@@ -21,7 +21,7 @@ def fall_back(whole: OneLaunch | None, stopped: StoppedError) -> str | None:
     Change from the launch to guarded replays, if a rank could not capture the step.
 
     Args:
-        whole: The launch that should have captured the step; None after it was given up.
+        whole: The `OneLaunch` that should have captured the step; None after it was given up.
         stopped: How the step ended, on every rank.
 
     Returns:

@@ -19,12 +19,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     Copy a tensor from the host to a device; the host does not wait for the device.
 
-    A plain ``tensor.to("cuda")`` waits, as its memory is pageable; this copies to pinned memory
-    first.
+    A plain ``tensor.to("cuda")`` waits, as its memory is pageable; `to_device` first copies to
+    pinned memory.
 
     Args:
         tensor: A tensor on the CPU.
-        device: The device; a CPU takes the tensor itself.
+        device: The device; for a CPU, the tensor itself is returned.
     """
     if device.type == "cpu":
         return tensor

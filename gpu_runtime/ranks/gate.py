@@ -142,7 +142,9 @@ class UpdateGate:
         self.updated.zero_()
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
-        """Learn from one step what each step adds to a counter, and how it maps the digest."""
+        """
+        Learn from one step what each step adds to a counter, and how each step changes the digest.
+        """
         first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
         factors, terms = advance(first, then)
         for tensor, numbers in ((self.wanted, first), (self.factors, factors), (self.terms, terms)):
@@ -157,8 +159,9 @@ class UpdateGate:
         Read the published results of the next unread step; the device must have finished that step.
 
         Returns:
-            The counts, and per rank: 0 for a yes, 1 for a no or a missing vote, `UNLIKE`, or more
-            if its two runs differ (`double_run.first_of`).
+            The counts, and a number per rank: 0 for a yes; 1 for a no or a missing vote; `UNLIKE`
+            if its replica's gradients differ; a larger number if its two runs differ
+            (`double_run.first_of`).
 
         Raises:
             LostError: The step was not published.

@@ -1,9 +1,9 @@
 """
 Three kernels of one thread block for a step that is one launch: compare, publish, and stamp.
 
-A rank votes yes with the number of the step, counted from 1, and no with 0, or with a number below
-0 that says why. An aborted communicator may leave behind a vote of an earlier step. A yes from an
-earlier step does not count for the current step.
+A rank votes yes with the number of the step, counted from 1. It votes no with 0, or with a number
+below 0 that says why. An aborted communicator may leave behind a vote of an earlier step. A yes
+from an earlier step does not count for the current step.
 """
 
 import torch
@@ -113,8 +113,9 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
         heard: Each rank's vote, float64, on the device; -1 if the reduced gradients of its replica
             differ from the first replica's; below -1 if the rank's two runs of the step differ.
         skip: Scalar of float32 on the device; 1 if any vote is not this step's yes, else 0.
-        ring: Rows of the step's number, its counters, and a number for each rank: 0 for this step's
-            yes, 1 minus the vote if the vote is below 0, else 1; int64, pinned.
+        ring: Rows of int64 in pinned memory. Each row has a step's number, its counters, and a
+            number for each rank: 0 for this step's yes, 1 minus the vote if the vote is below 0,
+            else 1.
         number: Scalar of int64 on the device: the step's number, advanced in place.
     """
     size, world = values.numel(), heard.numel()
@@ -141,7 +142,7 @@ def stamp(ring: Tensor, number: Tensor, place: int) -> None:
     Args:
         ring: Rows of stamps; int64, pinned.
         number: Scalar of int64 on the device: the step's number.
-        place: Place in the row.
+        place: Index in the row.
     """
     rows, width = ring.shape
     with torch.cuda.device_of(number):  # type: ignore[no-untyped-call]

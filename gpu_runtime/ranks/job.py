@@ -53,12 +53,14 @@ class Job:
         pp: Ranks of the pipeline.
         vpp: Stages per rank; None takes 1 for 1F1B and GPipe, 2 for the others.
         dp: Replicas.
-        microbatches: Microbatches per step and replica, over all walks.
-        walks: Walks over the table in a step; each takes an equal part of the microbatches.
+        microbatches: Microbatches per step and replica, over all walks (passes over the table).
+        walks: Walks (passes over the table) in a step; each takes an equal part of the
+            microbatches.
         layers: Layers per stage.
         history: Entries of an amax history.
-        rule: Where dW writes.
-        provisioning: How slots are counted.
+        rule: Where dW writes: `copied`, `per_microbatch` or `accumulate` (`step/memory/arena.py`).
+        provisioning: `live`: as many slots per stage as tapes are live at once; `static`: one slot
+            per microbatch.
         config: Dimensions of a layer.
         seed: Seed of parameters and data.
         amax: Source of the amax behind the scales: each `replica`, or all `replicas`.
@@ -237,7 +239,7 @@ class Job:
         return Clipping()
 
     def optimizer(self, stages: list[StageBackend], *, capturable: bool = False) -> Optimizer:
-        """Return the optimizer over a rank's stages; a graph can hold the update if capturable."""
+        """Return the optimizer of a rank's stages; if `capturable`, a graph can hold its update."""
         return Optimizer(stages, capturable=capturable)
 
     def prepare(self, step: int, optimizer: Optimizer) -> None:
@@ -251,7 +253,10 @@ class Job:
     def batch(
         self, device: torch.device, replica: int = 0
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        """Return a function of step and microbatch: its input and target, equal on all ranks."""
+        """
+        Return a function that takes step and microbatch, and returns input and target, the same on
+        all ranks.
+        """
         c = self.config
 
         def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -270,7 +275,7 @@ def mean_squared_error(hidden: Tensor, target: Tensor) -> Tensor:
 
 
 def loss_of(hidden: Tensor, target: Tensor, parts: int) -> Tensor:
-    """A share of a mean squared error."""
+    """Return the mean squared error divided by `parts`: a microbatch's share of the loss."""
     return mean_squared_error(hidden, target) / parts
 
 

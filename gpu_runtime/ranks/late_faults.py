@@ -20,12 +20,12 @@ def record_fault(runtime: Runtime, error: BaseException, epoch: int, rank: int) 
     """
     Tell the contract which stages an error may have affected; other errors change nothing.
 
-    An error of a device (`torch.AcceleratorError`) may come from the last update, since the host
-    does not wait for the update, and no later work of the process runs. So the last committed epoch
-    counts as failed, every action and checkpoint is refused until a `restore`, and the error is
-    marked as unrecoverable. If a weight changed between two runs of a step, the last epoch counts
-    as failed too. Any other difference between two runs spoils the step, if no device's gate has
-    skipped the step's update yet.
+    After an error of a device (`torch.AcceleratorError`), no later work of the process runs. The
+    error may come from the last update, since the host does not wait for the update. So the last
+    committed epoch counts as failed, every action and checkpoint is refused until a `restore`, and
+    the error is marked as unrecoverable. If a weight changed between two runs of a step, the last
+    epoch counts as failed too. Any other difference between two runs spoils the step, if no
+    device's gate has skipped the step's update yet.
 
     Args:
         runtime: The rank's runtime.

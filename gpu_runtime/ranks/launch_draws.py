@@ -48,7 +48,7 @@ class LaunchDraws:
         Record how many numbers a guarded step takes.
 
         Args:
-            runs: How often the step does its work.
+            runs: How often the step does its work: 2 if it runs twice, else 1.
         """
         before = drawn(self.device)
         yield
@@ -59,7 +59,7 @@ class LaunchDraws:
         Move the generator's position after the launches of a step.
 
         Args:
-            runs: How often the launches did the step's work.
+            runs: How often the launches did the step's work: 2 if the step ran twice, else 1.
         """
         if self.a_run:
             generator_of(self.device).set_offset(drawn(self.device) + runs * self.a_run)

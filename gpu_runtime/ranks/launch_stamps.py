@@ -18,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["LaunchStamps"]
 
-#: Stamps a place of a row, given the rows, the number of the step and the place.
+#: Writes the device's clock into a row; takes the rows, the step's number, and the index there.
 Stamp = Callable[[Tensor, Tensor, int], None]
 
 
@@ -40,7 +40,10 @@ class LaunchStamps:
         self.ring = torch.full((rows, width), -1, dtype=torch.int64, pin_memory=number.is_cuda)
 
     def mark(self, place: int) -> None:
-        """Queue a stamp on the current stream; a capture makes it a node."""
+        """
+        Queue a stamp on the current stream; during a capture, the stamp becomes a node of the
+        graph.
+        """
         self._stamp(self.ring, self._number, place)
 
     def warm(self) -> None:

@@ -58,7 +58,8 @@ class LaunchWaits:
 
     def confirm(self) -> None:
         """
-        Wait for the oldest launch, and read its verdict, if the contract awaits its counts.
+        If the contract awaits a launch's counts, wait for the oldest launch and read its verdict;
+        otherwise do nothing.
 
         Raises:
             Refused: The device did not run exactly the committed actions.

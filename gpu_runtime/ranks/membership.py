@@ -26,7 +26,7 @@ __all__ = ["Limits", "Member", "agree_on", "all_gather", "join", "launcher_ranks
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS, _MOST_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), 999_999_999
-#: How this process met the others; `join` may be called again.
+#: How this process met the other ranks; kept because `join` may be called again.
 _MET: list[tuple[str, str]] = []
 #: Seconds past a deadline after which a store that does not answer is given up.
 _MARGIN_S = 5.0

@@ -20,7 +20,7 @@ no host acts between two actions. What is checked, and when:
   this update and the update of every later launch. If a rank dies while votes are exchanged, some
   ranks may have received all votes and updated: then all ranks restart from a checkpoint.
 * *One step later, by the host*: the contract checks the device's counts. If a rank voted no, the
-  training ends on all ranks with one cause. No weights have moved since.
+  training ends on all ranks with one cause. Since that vote, no rank has updated its weights.
 
 A step that runs twice (`double_run.py`) is two launches: the first runs the work of the step and
 keeps the digests of its gradients; the second restores the state, runs the work again, compares,
@@ -157,7 +157,7 @@ class OneLaunch:
         self._guarded = True
 
     def _runs(self) -> int:
-        """How often the next step does its work."""
+        """How often the next step does its work: 2 if it runs twice, else 1."""
         double = self.pipeline.double
         return 2 if double is not None and double.due(self.runtime.epoch) else 1
 
@@ -250,8 +250,8 @@ class OneLaunch:
         assert self._captured is not None
         if not self._captured.unmoved():
             raise BackendError(
-                "the optimizer's state has moved, or one of its numbers has changed, since the "
-                "step was captured; make a new OneLaunch"
+                "the optimizer's state has other tensors, or one of its numbers has changed (such "
+                "as a learning rate), since the step was captured; make a new OneLaunch"
             )
 
     def _release(self) -> None:
@@ -268,7 +268,8 @@ class OneLaunch:
     @property
     def norm(self) -> Norm | None:
         """
-        The norm of the last step's gradients; None if gradients are neither clipped nor checked.
+        The norm of the last step's gradients; None if gradients are neither clipped nor checked for
+        values that are not finite.
 
         Waits for the device.
         """
@@ -290,8 +291,8 @@ class OneLaunch:
         """
         Return the device's milliseconds in one dW of each stage, for a launch that has a verdict.
 
-        These milliseconds contain no wait for another rank. NaN if the step was not a launch or ran
-        twice, or if its time was asked for before.
+        These milliseconds contain no wait for another rank. NaN in three cases: the step was not a
+        launch, it ran twice, or its time was asked for before.
         """
         return self._waits.weights_ms.pop(epoch, math.nan)
 

@@ -1,5 +1,6 @@
 """
-The walk over one rank's row of a table with messages; every action is a guarded one.
+The walk over one rank's row of a table with messages: a pass that runs the row's entries in order,
+each action under the contract's guards.
 
 A receive reserves its slot and fills the slot's static input in place. A send reads the result of F
 or dI in the slot until the transfer has been waited for. Two stages of one rank pass tensors on
@@ -92,7 +93,10 @@ class Passage:
 
 
 class Entry(NamedTuple):
-    """One entry of the program: what runs, on which passage, and its place in the table."""
+    """
+    One entry of a rank's program: the function to run, the passage to run it on, and the row's
+    entry.
+    """
 
     act: Callable[[Passage], None]
     passage: Passage
@@ -110,8 +114,9 @@ class Pipeline:
         feed: Data in, losses out.
         ranks: Global rank of each of the table's ranks, in this replica.
         consent: The verdict of all ranks; with None (a single rank), errors are raised unchanged.
-        clipping: How the update uses the norm of all gradients; the same on every rank. The host
-            then waits for the gradients before the commit, because it must report their norm.
+        clipping: How the update uses the norm of all gradients; the same on every rank. If the
+            update uses the norm, the host waits for the gradients before the commit, because it
+            must report their norm.
 
     Raises:
         BackendError: The runtime was made for another row, or a stage does not fit a pipeline.
@@ -331,7 +336,10 @@ class Pipeline:
                 self.position += 1
 
     def drawn(self, p: Passage) -> int:
-        """The microbatch's number in the step's data; each walk takes as many as the table has."""
+        """
+        The microbatch's number in the step's data; each walk takes as many microbatches as the
+        table has.
+        """
         return p.microbatch + self.walk * self.row.table.num_microbatches
 
     def _place(self, p: Passage) -> None:

@@ -98,7 +98,10 @@ def report_once(run: Callable[[], Outcome]) -> Outcome:
 
 
 def speaker_of(outcome: Outcome) -> int:
-    """The rank that prints an outcome: a rank that is cut off, else 0, or 1 if rank 0 is lost."""
+    """
+    The rank that prints an outcome: the rank that is cut off, if the outcome names one; otherwise
+    rank 0, or rank 1 if rank 0 is lost.
+    """
     cause = outcome.data.get("cause") or {}
     lost = cause.get("rank") == 0 and cause["kind"] in _LOST
     # A rank that cannot reach the store names itself, and no other rank knows.

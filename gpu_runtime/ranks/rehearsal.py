@@ -42,7 +42,7 @@ class CaptureRecord(Protocol):
 
     @property
     def wgrads(self) -> Mapping[Product, Any]:
-        """The evidence of each dW."""
+        """By dW, the evidence of its capture: the matrices that it covered."""
 
     @property
     def refreshed(self) -> Mapping[int, Effects]:
@@ -115,7 +115,9 @@ class RehearsalPerformer:
         """Do nothing: no gradient is kept."""
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
-        """Send nothing; the reduction ends where the last real reduction ended."""
+        """
+        Send nothing. Return an object to wait for only if the last real reduction was waited for.
+        """
         return _EndedReduction() if waited else None
 
 

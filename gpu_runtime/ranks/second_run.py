@@ -1,11 +1,10 @@
 """
 Run a step's device work again, without the contract, which has checked the first run.
 
-`SecondRun` takes the place of the runtime while the walk over the row runs again. The second run
-performs every action on the slot that the first run used, sums and reduces the gradients again, and
-does not ask the contract. The numerical state and the device's counters must be as they were before
-the first run (`double_run.py`). Weight caches need no copy: each run refreshes them from the
-weights.
+`SecondRun` takes the place of the runtime while the rank's row runs again. The second run performs
+every action on the slot that the first run used, sums and reduces the gradients again, and does not
+ask the contract. The numerical state and the device's counters must be as they were before the
+first run (`double_run.py`). Weight caches need no copy: each run refreshes them from the weights.
 """
 
 from __future__ import annotations
@@ -36,7 +35,10 @@ class _Place:
 
 
 class _Actions:
-    """As `GuardedActions`, for a walk that the contract has accepted already."""
+    """
+    The actions of `GuardedActions` without questions to the contract, which accepted all of them in
+    the first run.
+    """
 
     def __init__(self, run: SecondRun) -> None:
         self._run = run
@@ -134,13 +136,13 @@ class _Actions:
 
 class SecondRun:
     """
-    The parts of a runtime that a walk over a row uses, without the contract.
+    The parts of a runtime that a walk (a pass over the rank's row) uses, without the contract.
 
     Args:
         runtime: The runtime whose contract has accepted the step's actions.
 
     Attributes:
-        walk: How many walks of the run are over.
+        walk: How many walks (passes over the row) this run has completed.
     """
 
     def __init__(self, runtime: Runtime) -> None:

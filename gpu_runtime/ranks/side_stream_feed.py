@@ -70,7 +70,7 @@ class SideStreamFeed:
         microbatch: int,
     ) -> None:
         """
-        Make the inner feed's inputs, and copy them into a slot on a stream of its own.
+        Make the inner feed's inputs, and copy them into a slot on a separate stream for copies.
 
         The data are made on the side stream, so that no copy from the host waits for the slot. The
         caller's stream waits for the data. The copying stream waits for the caller's stream, on
@@ -93,7 +93,10 @@ class SideStreamFeed:
         return given
 
     def made_here(self) -> AbstractContextManager[Any]:
-        """A context on the side stream; it yields the caller's stream, which then waits for it."""
+        """
+        A context on the side stream; it yields the caller's stream, which waits for the side stream
+        at the end.
+        """
         return self.side.scope()
 
 

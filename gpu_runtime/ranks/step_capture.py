@@ -151,7 +151,10 @@ class StepCapture:
 
 
 def post_by_graph(pipeline: Pipeline, by_graph: bool) -> None:
-    """Set whether the graph posts the messages; the rank log has only the capture's messages."""
+    """
+    Set who posts the messages. If `by_graph` is True, the graph posts them, and the rank log has
+    only those of the capture. If it is False, the host posts and logs each message.
+    """
     pipeline.launched = by_graph
     pipeline.channels.log = None if by_graph else pipeline.log
 

@@ -17,8 +17,8 @@ class WaitClock:
 
     Attributes:
         seconds: The sum so far.
-        place: While the host waits: the action that waits, and the awaited rank, -1 for all ranks.
-            Another thread may read it.
+        place: While the host waits, the action that waits and the awaited rank (-1 for all ranks);
+            otherwise None. Another thread may read it.
     """
 
     def __init__(self) -> None:

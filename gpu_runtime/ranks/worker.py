@@ -206,7 +206,10 @@ class Worker:
         self.row = Row.of(self.table, place, config.provisioning, config.group)
 
     def _completed(self, config: RuntimeConfig) -> RuntimeConfig:
-        """The configuration with what follows from this rank's row, replicas and ties."""
+        """
+        The configuration, with the fields filled in that follow from this rank's row, replicas and
+        ties.
+        """
         copies = {tie.name: own for tie in self.ties if (own := tie.of(self.row.stages))}
         weights = config.weights_sum or (1, 1 if self.mean else self._replicas)
         config = attrs.evolve(config, copies=copies, weights_sum=weights)
@@ -304,8 +307,8 @@ class Worker:
         if stages and moves_once(stages[0].domain) and self.together and self._replicas > 2:
             problem = (
                 f"together=True sums several gradients of {self._replicas} replicas in one call. "
-                "The order of additions then depends on where the model is cut, which scales that "
-                "move once an epoch do not allow; leave together out"
+                "The order of additions then depends on where the model is cut; scales that "
+                "are updated once an epoch do not allow that; leave together out"
             )
         agree_on(self.member, problem, failed)
         self._require_alike(stages, config.dtype)
@@ -443,7 +446,10 @@ class Worker:
 
     @property
     def norm(self) -> Norm | None:
-        """The norm of the last step's gradients; None if they are neither clipped nor checked."""
+        """
+        The norm of the last step's gradients; None if gradients are neither clipped nor checked for
+        values that are not finite.
+        """
         return self.pipeline.norm
 
     def step(self) -> Gradients:
@@ -475,7 +481,9 @@ class Worker:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """While in this context, SIGTERM ends the step with a cause, after `heed_termination`."""
+        """
+        A context of a running step: SIGTERM ends it with a cause, if `heed_termination` was called.
+        """
         self._stepping = True
         try:
             yield
@@ -529,8 +537,8 @@ class Worker:
 
         Args:
             stopped: The stop.
-            epoch: The epoch to restart, if the device knows it better than the contract; all ranks
-                have to give the same epoch.
+            epoch: The epoch to restart, by the device's count of updates; all ranks have to give
+                the same epoch. None takes the contract's epoch.
             restore: Restarts the epoch in the runtime; `Runtime.rebuild` by default.
 
         Raises:

@@ -262,8 +262,9 @@ class Assembly:
         """
         A stage's buckets for the contract; empty if one bucket holds all its gradients.
 
-        The bucket of the scaling state is the last stage's. In a declared order it starts behind
-        every gradient's, so behind the last F and dI of all stages.
+        The bucket of the scaling state belongs to the last stage. In a declared order, this bucket
+        starts after the buckets of all gradients, and therefore after the last F and dI of all
+        stages.
         """
         index = memory.stage.index
         given = tuple(self.config.buckets.get(index, ()))
@@ -391,6 +392,7 @@ def _one_domain(stages: Sequence[StageBackend]) -> StateDomain:
     if {id(s) for s in domain.stages} != {id(s) for s in stages}:
         raise BackendError(
             f"the state domain has {len(domain.stages)} stages, the runtime was given "
-            f"{len(stages)}; an update of any stage covers all of them: pass all stages"
+            f"{len(stages)}; the domain updates the scales of all its stages together: pass them "
+            "all"
         )
     return domain

@@ -136,10 +136,11 @@ class EpochRuntime(RuntimeParts):
 
     def shorten_walk(self, microbatches: int) -> None:
         """
-        Take only the first microbatches in the walk that begins, as for a short last batch.
+        Let the next walk (pass over the order) take only its first microbatches, as for a short
+        last batch.
 
         Call it before the walk's first F, then run the order without the actions of the other
-        microbatches. The next walk takes all microbatches again, and so does a rebuilt epoch.
+        microbatches. The walk after that takes all microbatches again, and so does a rebuilt epoch.
 
         Args:
             microbatches: How many microbatches the walk takes, at least 1.
@@ -160,8 +161,9 @@ class EpochRuntime(RuntimeParts):
                 if first >= microbatches:
                     raise BackendError(
                         f"shorten_walk: the first dW of stage {index}, which overwrites the "
-                        f"gradients, is of microbatch {first}, and a walk of {microbatches} leaves "
-                        "this dW out; take an order whose first dW is of microbatch 0"
+                        f"gradients, is of microbatch {first}, and a walk of {microbatches} "
+                        "microbatches leaves this dW out; "
+                        "take an order whose first dW is of microbatch 0"
                     )
         self.contract.shorten_walk(microbatches)
 

@@ -36,9 +36,9 @@ class Runtime(EpochRuntime):
         reducer: Reduces a bucket's gradients in place over data-parallel ranks. The reducer takes
             the bucket's name and the gradients by name, and may return an object whose `wait` ends
             the reduction.
-        row: The row with its messages, for a process of a pipeline. The row determines the slots,
-            whose lifetimes include messages, and the stages that receive and send. Provisioning,
-            feeds and readers of `RuntimeConfig` are then ignored.
+        row: The row with its messages, for a process of a pipeline. The row determines the slots (a
+            slot's lifetime includes its messages), and which stages receive and send. With a row,
+            `provisioning`, `feeds` and `readers` of `RuntimeConfig` are ignored.
         rank: Rank of the process, for the event log.
         registry: Gradient destinations of the other runtimes of one training process. This
             runtime's destinations must not overlap those destinations; `close` releases this
@@ -52,8 +52,8 @@ class Runtime(EpochRuntime):
             the destinations.
 
     Attributes:
-        bound: Runs each wait for the device. By default a wait has no limit; a `Worker` gives it
-            one, since the device may wait for another rank.
+        bound: Runs each wait for the device. By default a wait has no time limit; a `Worker` sets a
+            limit, since the device may wait for another rank.
     """
 
     bound: Callable[[Callable[[], None]], None] = staticmethod(lambda wait: wait())

@@ -117,10 +117,10 @@ class RuntimeConfig:
             compares: it skips the update if the counts differ. The host does not wait, and refuses
             at the next `finalize` or `checkpoint`. The default is ``next step`` in mode ``one
             launch``, which accepts no other value, and None otherwise.
-        rule: Where dW writes.
-        walks: Largest number of walks over the order in an epoch, at least 1. `Runtime.next_walk`
-            begins the next walk, and gradients accumulate over the walks. More than 1 needs the
-            rule ``accumulate``, and a mode other than ``one launch``.
+        rule: Where dW writes: `copied`, `per_microbatch` or `accumulate` (`step/memory/arena.py`).
+        walks: Largest number of walks (passes over the order) in an epoch, at least 1.
+            `Runtime.next_walk` begins the next walk, and gradients accumulate over the walks. More
+            than 1 needs the rule ``accumulate``, and a mode other than ``one launch``.
         group: Number of consecutive microbatches whose weight gradients one product computes; must
             divide the microbatches of a walk. 1 computes each microbatch by itself. More than 1
             needs scales that move once an epoch (one product has one set of scales), the rule
@@ -128,12 +128,14 @@ class RuntimeConfig:
             (`qeffect.schedule.grouping`). In bf16 the number changes the bits: one rounding
             replaces several.
         dtype: Type of the destinations; needs master weights if the parameters have another type.
-        provisioning: How slots are counted.
+        provisioning: `live`: as many slots per stage as tapes are live at once; `static`: one slot
+            per microbatch.
         readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
             recorder). A slot is free only after its readers have finished.
         feeds: For each local stage whose output another local stage reads: that other stage. The
             slot is kept for this reader.
-        declared: Refuse any other order of F and dI than the plan's.
+        declared: Whether to refuse every order of F and dI other than the plan's. If False, the
+            order is not compared with the plan.
         callers: Names of the calling streams.
         feeder: Name of the caller whose stream copies data into the slots of stages that take data,
             one of `callers`; F then waits for that stream. The default, None, copies on the graph

@@ -93,14 +93,14 @@ def one_launch_obstacles(
         )
     if keeps_gradients:
         found.append(
-            "the scales move once an epoch and the table's dI are not in the order of "
+            "the scales are updated once an epoch and the table's dI are not in the order of "
             "microbatches, so gradients are kept outside of the slots' graphs: take a table whose "
             "dI are in the order of microbatches"
         )
     if draws:
         found.append(
-            "F draws random numbers, and every F in one graph of a step would draw the same ones: "
-            "take mode 'replays', or leave dropout out"
+            "F draws random numbers, and every F in one graph of a step would draw the same "
+            "numbers: take mode 'replays', or leave dropout out"
         )
     found += filter(None, (walks_obstacle(walks), nesting_obstacle(device)))
     return found

@@ -50,8 +50,8 @@ class _Place:
         opens: Whether its dW overwrites the destinations that its stage shares with another
             stage; None if the stage shares none.
         later: What its dW does in later walks of an epoch; None if an epoch has one walk.
-        group: The microbatches whose dW runs as one with this one's, itself included; empty if
-            another microbatch's dW takes it.
+        group: The microbatches whose dW runs as one product with this microbatch's dW, itself
+            included; empty if another microbatch's dW includes it.
     """
 
     memory: StageMemory
@@ -71,7 +71,7 @@ HALF_UPDATED: Final = (
 
 def _pairs(group: Any) -> tuple[tuple[TapeKey, TapeRef], ...]:
     """
-    The members of a group, once: they may come from a generator.
+    Read the members of a group once, since they may come from a generator.
 
     Raises:
         TypeError: The group is not a collection of pairs of key and reference.
@@ -105,14 +105,15 @@ def _not_grouped(
     where = f"dW of stage {key.stage}"
     if not expected:
         return (
-            f"{where}: the product of another microbatch's dW takes microbatch {key.microbatch}; "
-            "pass it in the group of the first microbatch of its group"
+            f"{where}: microbatch {key.microbatch} has no dW of its own, because another "
+            "microbatch's dW includes it; pass its key and reference in the group= of that dW"
         )
     found = [key.microbatch, *(other.microbatch for other, _ in group)]
     others = [str(other) for other, _ in group if other.stage != key.stage]
     return (
         f"{where}: expected one dW of microbatches {list(expected)}, as the configuration's group "
-        f"says, found {others or found}; pass the others as group=[(key, ref), ...]"
+        f"says, found {others or found}; pass the other "
+        "microbatches as group=[(key, ref), ...]"
     )
 
 
@@ -587,7 +588,9 @@ class GuardedActions:
         self._known(key)
         ref = self.contract.reference(key)
         if ref is None:
-            raise BackendError(f"{key} owns no slot, so it has no buffers; reserve or forward it")
+            raise BackendError(
+                f"{key} owns no slot, so it has no buffers; reserve a slot for it, or run its F"
+            )
         waits = self.contract.memory.consumers[ref.slot] == RESERVED
         if waits != reserved:
             wrong = "its forward has run" if reserved else "its forward has not run"

@@ -39,8 +39,8 @@ class StageMemory:
         arena: Its matrix-gradient destinations.
         slot_of: Index in the process's pool of the slot that each microbatch uses.
         variants: What the dW of each microbatch does.
-        later_variants: What the dW of each microbatch does in later walks of an epoch; empty if an
-            epoch has one walk.
+        later_variants: What the dW of each microbatch does in later walks (passes over the order)
+            of an epoch; empty if an epoch has one walk.
         places: Where each set of destinations lies, as the contract numbers places
             (`qeffect.counts.located`); empty if all sets count as one place.
         reports: What its backend reports about its actions.
@@ -166,7 +166,10 @@ class StageMemory:
         )
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Matrix names for the contract to compare: its own tuple if each matrix occurs once."""
+        """
+        Matrix names for the contract to compare: the contract's own tuple if each matrix occurs
+        once.
+        """
         found = tuple(sorted(names))
         return self.all_matrices if found == self.all_matrices else found
 
@@ -182,7 +185,10 @@ class Executor(Protocol):
     """Physical actions on slots."""
 
     marks_tail: bool
-    """Whether each action marks the handoff's tail itself, as a captured graph does."""
+    """
+    Whether each action itself marks the end of its work on the graph stream
+    (`Handoff.record_tail`), as a captured graph does. If False, the caller marks the end.
+    """
 
     def refresh(self, memory: StageMemory) -> Effects:
         """Quantize the stage's weights into their caches and open its epoch."""

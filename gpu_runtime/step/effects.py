@@ -94,7 +94,10 @@ class StageReports:
         self._tokens = {self.updates(): token}
 
     def pass_over(self, before: int) -> None:
-        """Ignore work since the count was `before`: work outside the contract's actions."""
+        """
+        Ignore fills and scaling updates since the count was `before`: they came from work outside
+        the contract's actions.
+        """
         self.take_filled()
         self._start += self.updates() - before
         if before in self._tokens:
@@ -110,7 +113,7 @@ class StageReports:
         return None if self.source.filled is None else tuple(self.source.filled())
 
     def updates(self) -> int:
-        """The backend's count of scaling updates, for `since`; 0 if not reported."""
+        """The backend's count of scaling updates, to pass to `since` later; 0 if not reported."""
         return 0 if self.source.updates is None else self.source.updates()
 
     def since(self, before: int) -> int | None:
@@ -118,7 +121,10 @@ class StageReports:
         return None if self.source.updates is None else self.source.updates() - before
 
     def token(self, scales: int | None) -> int | None:
-        """The contract's token that names the scales that were used; None if not reported."""
+        """
+        The contract's token for the backend's count `scales` of the used scales; None if not
+        reported.
+        """
         if self.source.tape_scales != "carried" or scales is None:
             return None
         if self.once:

@@ -37,8 +37,9 @@ def evaluated(
             forward, and the cache gets its former content back.
 
     Returns:
-        The outputs, detached, and the lasting effects on training. No cache counts as filled.
-        Scaling updates count only if the domain's state differs from the state before.
+        The outputs, detached, and the effects that remain after the restore. These effects name no
+        filled cache. They count scaling updates only if the restored state differs from the state
+        before.
     """
     stage = memory.stage
     reports = [(other.reports, other.reports.updates()) for other in others]

@@ -145,7 +145,8 @@ class GraphExecutor:
     """
     Replays the captured graphs, and returns the evidence that each capture recorded.
 
-    This evidence does not show how often a graph was replayed, if at all: the device counters do.
+    The evidence is an action's effects, and the matrices that it queued or covered. The evidence
+    does not show how often a graph was replayed, if at all: the device counters do.
     """
 
     marks_tail = True

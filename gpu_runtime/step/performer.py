@@ -60,7 +60,7 @@ class DevicePerformer:
         executor: Performs actions, eager or by graphs.
         handoff: The graph stream.
         order: The order of the step; gradients are summed in the order of its dI.
-        by_microbatch: Sum gradients in the order of microbatches instead.
+        by_microbatch: Sum gradients in the order of microbatches; if False, in the order of dI.
     """
 
     executor: Executor

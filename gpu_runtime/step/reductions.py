@@ -119,7 +119,8 @@ class Reductions:
         buckets: What `require_buckets` returned.
         gradients: Returns the summed gradients of a stage, by name.
         performer: Sends the reductions.
-        told: Whether reductions are reported to the contract; a backend may omit these reports.
+        told: Whether reductions are reported to the contract. False if the backend leaves out the
+            relation of reductions.
         copies: Copies of weights. After all other gradients, the reducer gets this process's copies
             of each weight under the weight's name, and leaves the same sum in each copy.
         scaling: The scaling state, if the replicas share it; reduced after all gradients.

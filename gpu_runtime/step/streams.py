@@ -55,7 +55,10 @@ class Handoff(Protocol):
         """A context in which the graph stream is the current one."""
 
     def cross(self) -> Any:
-        """After `wait_for_caller`, make the graph stream current; `cross_back` takes the result."""
+        """
+        Do what `wait_for_caller` does, then make the graph stream current. Pass the result to
+        `cross_back`.
+        """
 
     def cross_back(self, caller: Any) -> None:
         """Restore the stream that was current before `cross`, then call `caller_waits`."""

@@ -99,7 +99,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train; the outcome is `refused` if a bit differs or the contract was broken.
+    Train; the outcome is `refused` if the contract was broken, ranks disagree, two runs of a step
+    differ, or the run diverged.
 
     Rank 0 prints. All ranks end with the same exit code: 1 for a violation or if the run
     diverged (`divergence`), 2 if the run could not be made or was ended from outside

@@ -261,7 +261,8 @@ class Optimizing:
         weight_decay: Weight decay of matrices; norms, biases and embeddings have none.
         master: Whether the optimizer keeps fp32 copies of the parameters.
         clip_norm: Limit of the gradient norm over all ranks; 0 for no limit.
-        skip_nonfinite: Whether every rank skips an update whose gradient norm is not finite.
+        skip_nonfinite: Whether every rank skips an update whose gradient norm is not finite. If
+            false, such an update runs.
         stop_after_skips: Number of skipped updates in a row after which the run ends as diverged,
             with exit code 1; 0 for no limit.
     """
@@ -342,7 +343,8 @@ class Checkpointing:
             complete.
         keep_every: Checkpoints after a multiple of this number of steps are kept for ever, in
             addition to `keep`. 0 keeps no checkpoint for ever.
-        asynchronous: Whether the files of a checkpoint are written during the next steps.
+        asynchronous: Whether the files of a checkpoint are written during the next steps. If
+            false, the next step begins once the files are written.
         replicas: What happens if N replicas saved the checkpoint, each with its own scaling state,
             and this run has another number of replicas: `same` refuses the checkpoint; with
             `modulo`, replica r loads the state of saved replica r modulo N.

@@ -77,7 +77,8 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--any-version",
         action="store_true",
-        help="accept a standard library whose list of hashes is missing, or differs from it",
+        help="accept a standard library that QEffect has no list of hashes for, or whose files "
+        "differ from the list",
     )
 
 

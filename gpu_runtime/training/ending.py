@@ -46,7 +46,7 @@ Seconds from torchrun's SIGTERM to its SIGKILL; the defaults of Slurm and Kubern
 """
 #: Seconds after SIGTERM from which a running step counts as waiting for a rank that died or hangs.
 _STUCK_S = 10.0
-#: If the step ended in that time, seconds until the next step is checked too.
+#: If the step ended within `_STUCK_S`, seconds until the next step is checked in the same way.
 _NEXT_S = 5.0
 #: Seconds that an evaluation or a save may run after SIGTERM under torchrun.
 _LATEST_S = 16.0
@@ -58,7 +58,7 @@ _BACK_S = 2.0
 _DECIDE_S = 5.0
 #: Timeout of writing the status file.
 _TELL_S = 2.0
-#: Seconds that a silent rank stays alive after that, so that the printing rank can print.
+#: Seconds that a silent rank stays alive after the status is written; meanwhile one rank prints.
 _LAST_WORD_S = 3.0
 #: Seconds that the main thread has to begin to stop after a second signal; the stop has twice as
 #: long.

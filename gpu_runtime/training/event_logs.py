@@ -29,7 +29,7 @@ def set_aside(folder: Path, member: Member, where: str, *, one: bool = False) ->
         folder: The folder.
         member: This rank.
         where: The field that names the folder, for messages.
-        one: Keep only the newest folder of moved logs.
+        one: Keep only the newest folder of moved logs; if False, keep all.
 
     Returns:
         The file of this rank's event log.

@@ -55,7 +55,8 @@ def read_part(
     Args:
         path: The checkpoint's folder.
         part: The prefix, such as ``model`` or ``fp8.dp0``.
-        compared: Whether an earlier call, for another part, has already compared the hashes.
+        compared: Whether an earlier call, for another part, has already compared the hashes. If
+            False, this call compares them.
 
     Returns:
         The tensors by the rest of their names, on the CPU, and the checkpoint's facts.

@@ -170,7 +170,7 @@ class Saves:
             if "source" not in free:
                 changed.append(
                     "the checkpoint does not name its training file, so the run did not check "
-                    "whether the checkpoint is its own"
+                    "whether the checkpoint belongs to this run"
                 )
             line = {"resumed": str(path), "step": began, "changed": changed}
             self.log({**line, "run": run[0]})

@@ -229,13 +229,15 @@ class StepLog:
 
 class _Columns:
     """
-    The numbers of several steps, in the order in which a rank sends them after its memory.
+    The numbers of several steps, in the order in which a rank sends them, after the number of its
+    memory in bytes.
 
     Args:
         microbatches: Microbatches of a step.
         results: This rank's result of each step.
-        matrices: The number of gradients with digests on the rank that has the most.
-        stages: The number of stages checked for zero gradients on the rank that has the most.
+        matrices: The number of gradients with digests, on the rank with the most such gradients.
+        stages: The number of stages checked for zero gradients, on the rank with the most such
+            stages.
     """
 
     def __init__(
@@ -255,7 +257,7 @@ class _Columns:
         self._stages, self._zeros_at = stages, self._times_at + len(times)
 
     def losses(self, n: int) -> slice:
-        """The places of the losses of the n-th step."""
+        """Where the losses of the n-th step are, by microbatch."""
         return _slice(1, n, self._shares)
 
     def falls(self, n: int) -> slice:
@@ -275,7 +277,8 @@ class _Columns:
 
     def zeros(self, n: int) -> slice:
         """
-        Where the flags of the n-th step are: one per stage, padded to the rank with most stages.
+        Where the flags of the n-th step are: one per stage. Every rank has as many places as the
+        rank with the most stages.
         """
         return _slice(self._zeros_at, n, self._stages)
 

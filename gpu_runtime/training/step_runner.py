@@ -43,7 +43,8 @@ class StepResult:
 
     Args:
         losses: The losses by microbatch; empty on a rank without the last stage.
-        norm: The norm of all ranks' gradients; None if gradients are neither clipped nor checked.
+        norm: The norm of all ranks' gradients; None if gradients are neither clipped nor checked
+            for values that are not finite.
         saturation: The result of `GradientScales.take` on this rank.
         zeros: The result of `ZeroStages.take` on this rank, if there is no norm.
         times: The times of the step on this rank.
@@ -213,10 +214,11 @@ class StepRunner:
 
     def ending(self, step: int) -> int:
         """
-        Return on all ranks the largest number of an end request after a step (`Consent.asks`).
+        Return the largest end request of any rank after a step (`Consent.asks`), the same number on
+        all ranks.
 
         Guarded steps exchange the number in their consent. With launches, hosts exchange the number
-        after every eighth step; after other steps, this returns 0.
+        after every eighth step; after other steps, the result is 0.
 
         Args:
             step: Steps taken so far.

@@ -104,7 +104,8 @@ class Checks(ContractParts):
             slot: Slot to use; by default the slot that the key reserved, or a free slot.
             token: Effect token that the caller expects; by default the domain's current token.
             link: Link of the calling stream.
-            refresh: This F also refreshes the weight cache.
+            refresh: If True, this F also refreshes the weight cache; if False, the cache must be
+                current.
 
         Raises:
             Refused: A clause of ownership, version, order, capture or completion.
@@ -225,10 +226,12 @@ class Checks(ContractParts):
             key: Key of the execution, whose tape the reference must name.
             ref: Reference that the forward's commit returned.
             destination: The destinations to be written; by default the configured destinations.
-            first: Whether the write overwrites; by default true for the first write of an epoch.
-            first_of_tied: Whether the write overwrites the destinations that the stage shares with
-                another stage. By default true for the first write of these destinations in an
-                epoch; the same as ``first`` if the stage shares no destination.
+            first: Whether the write overwrites its destination (True) or adds to it (False); by
+                default true for the first write of an epoch.
+            first_of_tied: Whether the write overwrites (True) or adds to (False) the destinations
+                that the stage shares with another stage. By default true for the first write of
+                these destinations in an epoch; the same as ``first`` if the stage shares no
+                destination.
             link: Link of the calling stream.
             group: Keys and references of the further tapes that the same product takes. Their
                 gradients go to the same destination, and their F ran with the same scales
@@ -236,7 +239,7 @@ class Checks(ContractParts):
 
         Raises:
             Refused: A clause of ownership, version, order, arena, capture or completion, for the
-                tape or for one of its group; then nothing is reserved.
+                tape or for another tape of the group; then nothing is reserved.
         """
         if self._entered:
             raise ConcurrentCallError("check_wgrad")

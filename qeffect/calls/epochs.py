@@ -88,7 +88,7 @@ class EpochCalls(ContractParts):
 
         Call it for an asynchronous device error, or for a digest that is compared after the tape is
         gone. A fault of the current epoch spoils this epoch, which can then no longer commit. If
-        the update of the epoch has begun, or was committed, it used wrong gradients. The weights
+        the epoch's update has begun or was committed, that update used wrong gradients. The weights
         then count as half updated, and the run continues only after a `restore`.
 
         Args:
@@ -144,7 +144,8 @@ class EpochCalls(ContractParts):
     @exclusive_call
     def shorten_walk(self, microbatches: int) -> None:
         """
-        Take only the first microbatches in the walk that begins, as for a short last batch.
+        Run only the first microbatches in the walk (pass over all microbatches) that begins, as for
+        a short last batch.
 
         Call it before the walk's first F: at the start of an epoch, or after `next_walk`. The call
         leaves the other microbatches of every stage out (`skip`). A stage can be finalized after
@@ -157,8 +158,8 @@ class EpochCalls(ContractParts):
         Raises:
             Refused: ``ownership.walk-begun`` after the walk's first F; ``ownership.skipped`` in a
                 walk that is shortened already; ``order.declared`` for a declared order;
-                ``epoch.sole-writer`` if each microbatch has destinations of its own. No microbatch
-                is left out then.
+                ``epoch.sole-writer`` if each microbatch has destinations of its own. In all these
+                cases no microbatch is left out.
             TypeError, ValueError: The number is not an ``int``, or out of range.
 
         >>> from qeffect import Contract, StageConfig
@@ -191,8 +192,9 @@ class EpochCalls(ContractParts):
             caller: As in `check_update`.
             counted: As in `check_update`. Here a contract made with ``late=True`` accepts the
                 counts too, and compares them at once.
-            guards_alone: Run only the guards: compare no device counts, and do not ask whether the
-                counts of the last commit were presented.
+            guards_alone: If True, run only the guards: compare no device counts, and do not ask
+                whether the counts of the last commit were presented. If False, do all that
+                `check_update` does.
 
         Raises:
             Refused, TypeError, ValueError: What `check_update` would raise.
@@ -253,8 +255,9 @@ class EpochCalls(ContractParts):
         Record that the scales of a stage's domain moved in the update, once for the epoch.
 
         Call it between the check of an update and its commit, after the movement, once for each
-        domain whose stages have ``scales="epoch"``. Until all these domains have moved, a commit
-        of the update is refused and aborts the update, even if the weights do not change.
+        domain whose stages have ``scales="epoch"``. Until the scales of all these domains have
+        moved, a commit of the update is refused and aborts the update, even if the weights do not
+        change.
 
         Args:
             stage: Any stage of the domain.

@@ -33,7 +33,7 @@ class ContractParts:
     Attributes:
         stages: The stages of this process.
         transitions: The composed transitions in force.
-        memory: The columns that the transitions read and write.
+        memory: The contract's state: named lists (columns) that the transitions read and write.
     """
 
     stages: tuple[StageConfig, ...]

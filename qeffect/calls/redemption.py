@@ -192,9 +192,10 @@ class Redemption(Queries):
         """
         Redeem a ticket after its physical action failed.
 
-        The tape is dropped and the epoch spoiled: it can no longer commit. A failed F, dI, refresh
-        or evaluation also poisons the state domain, whose scaling state may be half updated (paper,
-        IV-E). A failed update leaves the weights half updated; then only a `restore` is accepted.
+        The tape is dropped, and the epoch is spoiled: the epoch can no longer commit. A failed F,
+        dI, refresh or evaluation also poisons the state domain, whose scaling state may be half
+        updated (paper, IV-E). A failed update leaves the weights half updated; then only a
+        `restore` is accepted.
 
         Raises:
             Refused: ``ownership.unknown-ticket``, ``version.unknown-ticket``,

@@ -36,7 +36,7 @@ class RestartCalls(Queries):
         Return the part of the state that persists, if nothing is live (paper, III-E; Invariant 4).
 
         Args:
-            state: Handle of the numerical state that the caller saves with it.
+            state: Handle of the numerical state that the caller saves with the checkpoint.
             recipe: Precision recipe, any JSON value.
 
         Raises:
@@ -54,7 +54,7 @@ class RestartCalls(Queries):
 
         Raises:
             Refused: ``persistence.configuration``, work is still in flight, or this contract
-                already had the incarnation.
+                already had an incarnation of that number.
             TypeError, ValueError: Not a `Checkpoint`, or the incarnation does not fit in 64 bits.
         """
         self._restarts.restore(self.configuration, checkpoint, incarnation=incarnation)

@@ -61,23 +61,24 @@ class StepCalls(Queries):
         """
         Ask whether `commit_step` would be accepted now; no state changes and nothing is logged.
 
-        If it would be, the caller may run the step. The step's update writes the weights, so no
-        checkpoint is accepted before `commit_step`, `withdraw_step` or the check of another action.
+        If `commit_step` would be accepted, the caller may run the step. The step's update writes
+        the weights, so no checkpoint is accepted before `commit_step`, `withdraw_step` or the check
+        of another action.
 
         The state that the step's transitions read is compared once; `qeffect.steps` explains why
         that replaces every guard of every action. If the state differs, the transitions run one by
         one over a copy of the state. The caller must know that the step would run the same actions
-        in the same order, slots and destinations, with the same evidence.
+        in the same order, with the same slots, destinations and evidence.
 
         Args:
             step: The recorded step.
-            guards_alone: Do not require the counts of the last commit.
+            guards_alone: If True, do not require that the counts of the last commit were presented.
 
         Returns:
             None if every transition would be accepted, with the recorded slots. Otherwise a
             difference, with the clause of the first refused transition. The clause is empty if the
-            incarnation has changed, the observer does not keep the step, or counts are compared at
-            the commit.
+            incarnation has changed, the observer does not keep the step, or the contract was made
+            with ``counted=True`` and without ``late=True``.
 
         Raises:
             TypeError, ValueError: The argument is not a recorded step, or not of this contract.
@@ -89,7 +90,8 @@ class StepCalls(Queries):
         """
         Report that a step accepted by `check_step` was not run and will not be run.
 
-        A checkpoint is then accepted instead. Without such a step the call does nothing.
+        Afterwards a checkpoint is accepted. If no accepted step awaits its commit, the call does
+        nothing.
         """
         self._steps.withdraw()
 

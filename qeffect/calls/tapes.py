@@ -26,8 +26,8 @@ class TapeCalls(ContractParts):
         Args:
             key: Key of the execution.
             slot: Slot to use; by default a free slot.
-            link: Link of the stream that will fill the buffer; that stream must have waited for
-                the slot's previous tenant.
+            link: Link of the stream that will fill the buffer; that stream must have waited for the
+                work of the slot's previous tape.
 
         Raises:
             Refused: A clause of ownership, version or completion.
@@ -37,7 +37,8 @@ class TapeCalls(ContractParts):
     @exclusive_call
     def skip(self, key: TapeKey) -> None:
         """
-        Leave one key's F, dI and dW out of the walk, before the walk's first F.
+        Leave one key out of the walk (pass over all microbatches): its F, dI and dW will not run.
+        Call it before the walk's first F.
 
         `shorten_walk` does this for all stages at once.
 
@@ -75,7 +76,7 @@ class TapeCalls(ContractParts):
         Args:
             key: Key of the execution; for an input, the key must have reserved the slot.
             ref: The reference that `reserve` or the forward's commit returned.
-            gradient: The message is the gradient of the output.
+            gradient: Whether the message is the gradient of the output (True) or the input (False).
             link: Link of the stream that receives.
 
         Raises:
@@ -90,14 +91,15 @@ class TapeCalls(ContractParts):
         """
         Record that a message has arrived completely.
 
-        Afterwards F (or dI) of the tape may run on the buffer's content. If a message can no
-        longer arrive, first `drop` the tape, so that nothing runs on it and its epoch cannot
-        commit; then call this to free the slot.
+        Afterwards F (or dI) of the tape may run on the buffer's content. If a message can no longer
+        arrive, first `drop` the tape, so that nothing runs on it and its epoch cannot commit; then
+        call `finish_receive` to free the slot.
 
         Args:
             key: Key of the execution.
             ref: The reference that the receive was posted with.
-            gradient: The message was the gradient of the output.
+            gradient: Whether the message was the gradient of the output (True) or the input
+                (False).
             link: Link of a stream that has waited for the message. The replay that uses the
                 message must wait for that stream.
 
@@ -111,7 +113,7 @@ class TapeCalls(ContractParts):
         Check that a stream may now read a tape's output (or input gradient), and begin the read.
 
         The slot stays reserved for the reader until `finish_read`, also if the tape is aborted. If
-        several streams read one buffer, call this once, before the first of them begins.
+        several streams read one buffer, call `read` once, before the first stream begins.
 
         Raises:
             Refused: A clause of ownership, or ``completion.graph-to-caller``.
@@ -133,7 +135,7 @@ class TapeCalls(ContractParts):
         Args:
             key: Key of the execution.
             ref: The reference that the read began with.
-            gradient: The input gradient was read.
+            gradient: Whether the input gradient (True) or the output (False) was read.
             link: Link of a stream that has waited for the end of the read. The slot's next forward
                 must wait for that stream.
 
@@ -164,7 +166,7 @@ class TapeCalls(ContractParts):
         Abort every live tape of an epoch; return how many there were.
 
         Raises:
-            Refused: ``ownership.in-flight`` if an action of one of them is in flight; then no
-                tape is aborted.
+            Refused: ``ownership.in-flight`` if an action of one of these tapes is in flight; then
+                no tape is aborted.
         """
         return self._tapes.purge(epoch)

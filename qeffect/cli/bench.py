@@ -119,7 +119,7 @@ def contract_of(slots: int, microbatches: int, omit: Iterable[str] = ()) -> Cont
 
 
 def priced_contract(omit: Iterable[str] = ()) -> Contract:
-    """Return a new contract with eight slots and microbatches, for which prices are measured."""
+    """Return a new contract with eight slots and eight microbatches, to measure prices with."""
     return contract_of(8, 8, omit)
 
 

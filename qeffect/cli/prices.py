@@ -41,8 +41,8 @@ ACTIONS: Final[Mapping[str, tuple[str, str]]] = {
     "dW": ("check_wgrad", "commit_wgrad"),
 }
 
-#: Rounds of a comparison; each gives one difference of medians. Many rounds average out the places
-#: of objects in memory, which change a time by about one percent.
+#: Rounds of a comparison; each gives one difference of medians. Many rounds average out where
+#: objects lie in memory, which changes a time by about one percent.
 ROUNDS: Final = 20
 
 #: Number of turns per side and round, of timed epochs per turn, and of untimed epochs before them.
@@ -51,7 +51,7 @@ TURNS: Final = 4
 EPOCHS: Final = 20
 BEFORE: Final = 8
 
-#: All optional relations together; and no relation, whose price should be zero.
+#: Names of two rows: all optional relations together; and no relation, whose price should be zero.
 ALL: Final = "all of them"
 NOTHING: Final = "nothing"
 
@@ -133,8 +133,9 @@ def in_turns(
     """
     Compare pairs of contracts: every round runs every pair, and both sides of a pair in turns.
 
-    Every round makes new contracts. In a random half of the rounds one side is made first, and in a
-    random half one side runs first, since either order changes a time by about one percent.
+    Every round makes new contracts. Which side is made first, and which side runs first, is drawn
+    so that each side comes first in half of the rounds; either order changes a time by about one
+    percent.
 
     Args:
         pairs: The pairs.

@@ -69,7 +69,8 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     named.add_argument(
         "--megatron",
         action="store_true",
-        help="Megatron-core's 1F1B schedule, interleaved with --vpp 2 or more, with its messages",
+        help="Megatron-core's 1F1B schedule and its messages; with --vpp 2 or more, the "
+        "interleaved schedule",
     )
     named.add_argument(
         "--deepspeed",
@@ -133,11 +134,11 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--queues",
         choices=tuple(QUEUES),
         help="which messages share a queue and therefore arrive in the order of their sends. "
-        "pair: one queue for each pair of ranks (default). direction: two queues for each pair, "
-        "for activations and for gradients (torch 2.14's pipeline_per_direction_p2p). edge: one "
-        "queue for each sender and receiver (torch 2.15's pipeline_per_edge_p2p). "
-        "edge-direction: two queues for each sender and receiver, for activations and for "
-        "gradients",
+        "pair: one queue for all messages between two ranks (default). direction: two queues "
+        "between two ranks, one for activations and one for gradients (torch 2.14's "
+        "pipeline_per_direction_p2p). edge: one queue from each sending rank to each receiving "
+        "rank (torch 2.15's pipeline_per_edge_p2p). edge-direction: two queues from each sending "
+        "rank to each receiving rank, one for activations and one for gradients",
     )
     schedule.add_argument(
         "--rendezvous",

@@ -7,8 +7,8 @@ refusal has one name and changes no state. A guard half named ``NAME_before_RELA
 before the guards of that relation instead of in its own relation's place.
 
 The halves are joined as syntax trees, not called one by one: a guarded action then costs a third
-less. The same function object guards a replay, is walked by the explorer, proved by Z3 and batched
-by NumPy.
+less. The same function object guards a replay, is run by the explorer, proved by Z3 and batched by
+NumPy.
 
 The composition of all relations is checked in as source, ``qeffect.engine.composed``; see
 ``qeffect.engine.generate``. Every other composition is made on first use.

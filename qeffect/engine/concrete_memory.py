@@ -22,7 +22,8 @@ class Memory:
 
     Args:
         columns: The columns, from the transitions that will run over this memory.
-        sorts: Members of each index sort: their number, or the cells themselves for ``cell``.
+        sorts: By index sort (type of index, such as ``slot``), the number of its members; for
+            ``cell``, the cells themselves.
         config: Value of each configured column, one entry per member of its index sort.
     """
 
@@ -75,7 +76,7 @@ class Memory:
         return twin
 
     def assign(self, other: Memory) -> None:
-        """Take over the contents of a copy; the columns stay the same objects."""
+        """Replace the contents by those of a copy; the columns stay the same objects."""
         for name in self._names:
             column, entries = getattr(self, name), getattr(other, name)
             if isinstance(column, dict):

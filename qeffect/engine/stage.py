@@ -97,8 +97,8 @@ def transitions(
 
     Args:
         omit: Names from ``OPTIONAL``.
-        replaced: Halves or helpers that replace the relations' own, by ``module.function``; makes
-            a mutant.
+        replaced: By ``module.function``, a function (half or helper) to use in place of a
+            relation's own; the result is a mutant.
 
     Raises:
         ValueError: A name is unknown, or names a relation that cannot be left out.

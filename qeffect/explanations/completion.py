@@ -62,7 +62,7 @@ def _unwaited_links(st: Any) -> list[int]:
     return [link for link, (caller, d) in pairs if caller == st.consumer[0] and st.unwaited[d] != 0]
 
 
-#: By clause.
+#: By clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "capture.out-of-order": lambda st, a: (
         _out_of_order(st, a),
@@ -75,7 +75,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "completion.caller-to-graph": lambda st, a: (
         f"a replay whose graph stream waited for {st.joined[a['link']]} of the caller's "
         f"{counted(st.submitted[a['link']], 'piece')} of work",
-        "a wait for all of them",
+        "a wait for all these pieces",
     ),
     "completion.graph-to-caller": lambda st, a: (
         f"a consumer whose stream waited up to replay {st.waited[a['link']]}",
@@ -85,7 +85,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"a replay on slot {slot_of(a)}, whose last transfer or copy was on link {_end(st, a)[0]}, "
         "as piece "
         f"{_end(st, a)[1]} of its caller's work",
-        f"a join of that link since; the graph stream has waited for pieces up to {_end(st, a)[2]}",
+        f"a join of link {_end(st, a)[0]} after this piece; the graph stream has waited for pieces "
+        f"up to {_end(st, a)[2]}",
     ),
     "completion.two-ends": lambda st, a: (
         f"the end of a transfer, or a copy, on link {a['link']}, after an earlier one on link "

@@ -48,7 +48,7 @@ def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str
     )
 
 
-#: By clause.
+#: By clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "order.in-flight": lambda st, a: (
         asked(a),

@@ -139,7 +139,7 @@ def _tenants(st: Any, a: Arguments) -> str:
     return "; ".join([*few, f"and {len(slots) - _FEW} more"] if slots[_FEW:] else few)
 
 
-#: By clause.
+#: By clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "ownership.pool-exhausted": lambda st, a: (
         f"{a['key']} with no free slot",

@@ -22,7 +22,7 @@ def _weights(epoch: int) -> str:
     return f"the weights of epoch {epoch}" if epoch >= 0 else "weights of no known epoch"
 
 
-#: By clause.
+#: By clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "version.wrong-epoch": lambda st, a: (
         f"{a['key']}",

@@ -63,7 +63,10 @@ def skipped_keys(st: Any, stage: int) -> int:
 
 
 def with_skipped(st: Any, stages: Iterable[int]) -> str:
-    """Say that a count includes the keys that the walk leaves out; empty if it leaves out none."""
+    """
+    Say that a count includes the keys that the walk leaves out; empty if the walk leaves out no
+    key.
+    """
     out = sum(skipped_keys(st, stage) for stage in stages)
     return f", counting {counted(out, 'key')} that the walk leaves out" if out else ""
 
@@ -86,12 +89,17 @@ def nonzero_entries(column: Any) -> str:
 
 
 def other_indices(column: Any, usual: int = 0) -> str:
-    """Spell the indices whose entry differs from the usual; by default, those of set flags."""
+    """
+    Spell the indices whose entry differs from ``usual``; by default, the indices of set flags.
+    """
     return ", ".join(str(index) for index, value in entries_of(column) if value != usual) or "none"
 
 
 def stages_of(st: Any, a: Arguments) -> list[int]:
-    """Return the stage of a call at the end of an epoch, and the stage that shares with it."""
+    """
+    Return a call's stage (or its bucket's), and the stage that shares gradient destinations with
+    it.
+    """
     if "bucket" not in a:
         return list(dict.fromkeys((a["stage"], st.sharer_of[a["stage"]])))
     return list(dict.fromkeys((st.stage_at[a["bucket"]], st.tied_at[a["bucket"]])))

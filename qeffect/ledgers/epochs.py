@@ -49,9 +49,9 @@ class Epochs:
         """
         Record that a bucket's reduction starts or has finished, on a caller's stream.
 
-        Without a link, the stream is the one that reads the gradients: the epoch's latest
-        `finalize` or `finish_reduction` named it. Before the epoch's first such call, it is the
-        first caller's stream.
+        Without a link, the stream is the reader of the gradients, which the epoch's latest
+        `finalize` or `finish_reduction` named. Before the epoch's first such call, the stream is
+        the first caller's.
 
         Raises:
             ValueError: No bucket has that name, or no link has that index.

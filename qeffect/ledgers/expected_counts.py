@@ -21,7 +21,7 @@ def places_of(
     stages: Iterable[StageConfig], destination_of: Mapping[Cell, Sequence[Destination]]
 ) -> dict[Cell, int]:
     """
-    Return where the dW of each key writes, as the device's marks number it.
+    Return, by cell, the number of the place that the dW writes; device marks use the same numbers.
 
     Args:
         stages: The contract's stages.
@@ -147,7 +147,8 @@ class ExpectedCounts:
 
         Args:
             counted: The device's counts; None if the contract was made with ``late=True``.
-            now: Compare the counts now, also if the contract was made with ``late=True``.
+            now: If True, compare the counts now, even if the contract was made with ``late=True``.
+                If False, a contract made with ``late=True`` refuses counts here.
 
         Raises:
             Refused: The counts are missing or differ, or the previous commit awaits its counts.
@@ -166,7 +167,7 @@ class ExpectedCounts:
         self.require_compared("check_update")
 
     def require_compared(self, transition: str) -> None:
-        """Require that no commit awaits its counts."""
+        """Require that the counts of every commit were presented and compared."""
         if self.awaited is not None:
             raise refused(
                 "epoch.uncounted",

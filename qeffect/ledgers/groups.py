@@ -29,7 +29,7 @@ class Groups:
 
     Args:
         runner: Runs the transitions.
-        pool: The free slots; a slot returns there when its tape's part has ended.
+        pool: The free slots; a slot returns there when the dW of its tape has ended.
 
     Attributes:
         open: By ticket, the members of each group in flight.
@@ -75,7 +75,7 @@ class Groups:
         return events
 
     def commit(self, serial: int, covered: Any) -> _Events:
-        """After the dW has committed: count the part of each other tape of its group."""
+        """After the dW has committed: commit the dW of each other tape of its group."""
         events: _Events = []
         for key, ref in self.open.pop(serial, ()):
             if self._runner.memory.spoiled[key.stage] == key.epoch:

@@ -50,7 +50,7 @@ class RecordedSteps:
 
         Args:
             step: The recorded step.
-            guards_alone: Do not require the counts of the last commit.
+            guards_alone: If True, do not require that the counts of the last commit were presented.
 
         Raises:
             TypeError: The argument is not a recorded step.

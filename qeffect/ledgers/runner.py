@@ -88,7 +88,8 @@ class Runner:
         Args:
             error: One of `FAILURES`, as the transition raised it.
             transition: The transition.
-            arguments: The transition's arguments; None if the contract would have chosen one.
+            arguments: The transition's arguments; None for an argument that the contract chooses
+                itself.
             memory: The memory that the transition would have changed; by default the contract's.
         """
         if isinstance(error, Refused):
@@ -99,9 +100,10 @@ class Runner:
 
     def on_link(self, transition: str) -> Callable[[int], None]:
         """
-        Return a transition whose one argument is a link, with its look-ups bound.
+        Return a function that runs a transition whose only argument is a link.
 
-        Every F, dI and dW calls it, so each look-up would cost measurable time.
+        Every F, dI and dW calls the function, so its look-ups are made once, here: each would cost
+        measurable time.
         """
         function, memory = self.transitions.functions[transition], self.memory
         num_links = self.arguments.num_links

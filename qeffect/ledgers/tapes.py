@@ -18,7 +18,7 @@ from .runner import FAILURES, Runner
 
 __all__ = ["Tapes"]
 
-#: The beginning or end of a transfer: key, reference, whether a gradient moves, and the link.
+#: Begins or ends a transfer, given key, reference, whether a gradient moves, and link.
 Transfer = Callable[[TapeKey, TapeRef, bool, int], None]
 
 
@@ -126,7 +126,7 @@ class Tapes:
 
     def shorten(self, microbatches: int) -> None:
         """
-        Leave every key from this microbatch on out of the walk; if one key is refused, leave out
+        Leave this microbatch and all later ones out of the walk; if one key is refused, leave out
         none.
         """
         self._arguments.integer("shorten_walk", "microbatches", microbatches)

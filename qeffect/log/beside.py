@@ -33,8 +33,8 @@ __all__ = ["compare_beside"]
 #: By event of a rank log that changes the epoch, the same event of an event log.
 _MOVES: Final[Mapping[str, str]] = {"commit": "commit", "rebuilt": "restore", "load": "restore"}
 _REMEDY: Final = (
-    "Give logs of one run. If they are of one run, a log was changed, or the process acted without "
-    "asking its contract."
+    "Give logs of one run. If all logs are of one run, a log was changed, or the process acted "
+    "without asking its contract."
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 __all__ = ["CELLS", "DECLARED", "PLACED", "STAGES", "require_affordable"]
 
-#: Most slots, most cells and most links that a header may configure.
+#: Maximum number of slots, of cells and of links that a header may configure.
 CELLS: Final = 1 << 18
 #: Maximum sum over all stages of the number of cells times the number of destinations (or of
 #: matrices, if a stage has more matrices): the destinations are searched for each cell.

@@ -30,8 +30,8 @@ class LogError(Exception):
 
 def parse(body: bytes, where: str) -> dict[str, Any]:
     """
-    Parse a line strictly: UTF-8 and JSON, an object, no name twice, no fractions, and the one
-    spelling that a log uses.
+    Parse a line strictly: a JSON object in UTF-8, in the one spelling that a log uses, without a
+    repeated name or a fraction.
 
     Args:
         body: The line without its digest and closing brace.

@@ -46,8 +46,8 @@ __all__ = [
 MAGIC: Final = "event-log"
 VERSION: Final = 3
 
-#: Fields of the lines about a recorded step, which record no transition: the step begins, is kept,
-#: is dropped, or was committed as one.
+#: By kind of line about a recorded step, its fields: the step begins, is kept, is dropped, or was
+#: committed in one call. Such a line records no transition.
 MARKS: Final[Mapping[str, tuple[str, ...]]] = {
     "begin_step": (),
     "keep_step": (),
@@ -196,9 +196,9 @@ class Field:
     Args:
         accepts: Whether a parsed value has the field's shape.
         expected: The expected shape in words, for an error.
-        spelled: Regular expression for the recorder's usual spelling, in a line that is known to be
-            JSON, which already refuses leading zeros. The checker accepts more: escapes and names
-            beyond ASCII, and destinations in full. Such lines take the reader's slow path.
+        spelled: Regular expression for the recorder's usual spelling. The line is known to be JSON,
+            so it has no leading zeros. The checker accepts more: escapes and names beyond ASCII,
+            and destinations in full. Such lines take the reader's slow path.
         choices: The allowed values, if they are few; empty otherwise.
     """
 
@@ -224,7 +224,7 @@ _REPORT: Final = Field(
 _MATRICES: Final = Field(_names, "a list of printable matrix names", _NAMES)
 _INCARNATION: Final = Field(_hex, "16 hexadecimal digits", '"[0-9a-f]{16}"')
 
-#: The fields of an event, by name. `qeffect.log.format.FIELDS` has those of each transition.
+#: The fields of an event, by name. `qeffect.log.format.FIELDS` lists the fields of each transition.
 EVENT: Final[Mapping[str, Field]] = {
     "seq": _NATURAL,
     "transition": Field(

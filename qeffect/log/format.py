@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 #: The first version. It has no evidence of fills, scaling updates or scales, and no stage that
-#: reports any of these; `SINCE_FIRST` has the values that its missing fields stand for.
+#: reports any of these; `SINCE_FIRST` gives the values that the missing fields stand for.
 FIRST: Final = 1
 SINCE_FIRST: Final[Mapping[str, Mapping[str, Any]]] = {
     "commit_refresh": {"filled": [], "fill_epoch": NEVER},
@@ -96,8 +96,9 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
         "spoiled",
     }
 )
-#: Columns of the first version that no longer exist, that described stages instead of buckets, or
-#: that did not count the optimizer's update as device work or the loss of a cache as a failure.
+#: Columns of the first version that are not compared: they no longer exist, or had another meaning.
+#: Some described stages instead of buckets; others did not count the optimizer's update as device
+#: work, or the loss of a cache as a failure.
 COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced", "undrained", "spoiled"})
 #: Columns that a log may lack because it was recorded before they existed: the header configures
 #: them, or configures no part that writes them.
@@ -126,7 +127,7 @@ COLUMNS_ADDED: Final = frozenset(
 KEPT_BEFORE_SKIPS: Final = "forwarded"
 #: A column that a restore did not reset in logs without the column ``gathered``.
 KEPT_BEFORE_MOVES: Final = "rolled_at"
-#: Transitions that name a stage in the first version, and no link.
+#: Transitions that name a stage and no link in the first version.
 OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})
 #: The second version. Its `commit_epoch` is the check and the commit of an update in one line, and
 #: takes no ticket.
@@ -210,9 +211,9 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
         rank: Rank of the process, for the reader of the log.
 
     Raises:
-        ValueError: A name is not printable, or a domain's, pool's or caller's is neither text nor
-            an integer; the contract is larger than a log may configure, or has already made a
-            transition.
+        ValueError: A name is not printable; the name of a domain, pool or caller is neither text
+            nor an integer; or the contract is larger than a log may configure, or has already made
+            a transition.
     """
     header = header_of(contract, rank)
     if rebuild(json.loads(compact(header))).snapshot() != contract.snapshot():
@@ -225,7 +226,7 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
 
 def upgraded(event: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return an event of the first version as this version writes it.
+    Return an event of the first version as the current version writes it.
 
     Raises:
         ValueError: The event has a field that the first version lacks.
@@ -240,7 +241,7 @@ def upgraded(event: Mapping[str, Any]) -> dict[str, Any]:
 
 def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return a header of the first version as this version writes it.
+    Return a header of the first version as the current version writes it.
 
     Raises:
         TypeError, ValueError: Not a header of the first version.
@@ -263,7 +264,7 @@ def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upgraded_header_of_second(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a header of the second version as this version writes it."""
+    """Return a header of the second version as the current version writes it."""
     return {**header, "version": VERSION}
 
 

@@ -419,8 +419,9 @@ def moves_of(
         files: The log's files, oldest first; a replay has accepted the log.
 
     Returns:
-        The rank, or -1. Each commit (of an epoch) and restore (to an epoch): the sequence number
-        of its line, its name, and the epoch. Whether the first file is there.
+        Three values. The rank, or -1 if the log names none. Each commit and restore, as the
+        sequence number of its line, its name, and the epoch that it ended or restored. Whether the
+        log's first file was given.
     """
     log = _Log.of(files)
     return log.rank, log.moves, log.whole

@@ -73,8 +73,8 @@ class Violation(Exception):  # noqa: N818 - it ends a replay with a report
         clause: The clause.
         line: Line of the log, counted from 1.
         field: Field to look at first.
-        found: What the line presented; escaped and cut.
-        expected: What was expected; likewise.
+        found: What the line presented, escaped and shortened.
+        expected: What was expected, escaped and shortened.
         action: Transition of the refused event, if it is one.
     """
 
@@ -104,7 +104,7 @@ class Player:
     Attributes:
         events: Events accepted so far, those of earlier files included.
         part: Number of the file in its series.
-        since: Events before this file.
+        since: Number of events before this file.
         began: Weight epoch with which the file begins.
         rank: Rank that the header names.
         digest: Digest of the last line.

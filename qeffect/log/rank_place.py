@@ -20,10 +20,11 @@ class RankPlace:
     Args:
         epoch: The weight epoch.
         again: Number of the worker's restarts, in place or from a checkpoint.
-        launches: Whether steps are one launch here. After a commit the last launch is then under
-            way, and its votes are still to be read.
+        launches: Whether the rank runs each step as one launch of a CUDA graph. If so, the last
+            launch is still under way after a commit, and its votes are still to be read.
         wrote: The epoch of the rank's newest part of a checkpoint; -1 before the first.
-        stepped: Whether a guarded step began since the worker began; a load then counts in `again`.
+        stepped: Whether a guarded step began since the worker began; if so, a load counts in
+            `again`.
 
     >>> place = RankPlace(4)
     >>> place.take({"event": "commit", "epoch": 4}), place.epoch

@@ -1,5 +1,5 @@
 """
-Rank logs in several files: joined to one log each, and cut so that all begin at one commit.
+The files of each rank log are joined to one log; the logs are cut to begin at the same commit.
 
 If the first files of a log were removed, the log begins in mid-run. The ranks' state there, which
 its header states, is taken on trust. If a rank was killed, the logs of one attempt may begin at

@@ -114,8 +114,9 @@ class Converters:
         Return how to apply each line.
 
         Args:
-            marks: What applies each line about a recorded step.
-            former: The log is of a former version: the check of an update also commits the update.
+            marks: By kind of line about a recorded step, the function that applies the line.
+            former: Whether the log is of an earlier version, in which the check of an update also
+                commits the update.
         """
         converts: dict[str, Callable[[Any], Any]] = {
             "key": self.key,
@@ -184,7 +185,9 @@ class Converters:
         self.begun.add(incarnation)
 
     def allowed(self, transition: str, field: str) -> frozenset[int]:
-        """Return the values that a field may have; a call that claims a slot may name no slot."""
+        """
+        Return the values that a field may have; calls that claim a slot may also have NO_SLOT.
+        """
         claims = field == "slot" and transition in ("reserve", "check_forward")
         return self.members[field] | ({NO_SLOT} if claims else set())
 

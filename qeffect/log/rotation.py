@@ -108,7 +108,8 @@ def load_columns(memory: Memory, columns: Mapping[str, Any], *, every: bool) -> 
     Args:
         memory: The memory.
         columns: The state, as `columns_of` returns it.
-        every: Whether `columns` must have every column of the state.
+        every: If True, `columns` must have every column of the state; if False, missing columns
+            stay as they are.
 
     Raises:
         ValueError: A column is missing, unknown, of another length, or has other entries.

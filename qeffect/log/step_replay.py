@@ -76,7 +76,7 @@ class StepReplay:
         self._steps: dict[int, _StepRecord] = {}
 
     def functions(self) -> dict[str, Callable[..., None]]:
-        """Return what applies each line about a step."""
+        """Return, by kind of line about a step, the function that applies the line."""
         return {
             "begin_step": self.begin,
             "keep_step": self.keep,
@@ -140,7 +140,10 @@ class StepReplay:
             del self._steps[old]
 
     def repeat(self, st: Memory, step: int) -> None:
-        """Run the transitions of a kept step, moved like the contract's counters."""
+        """
+        Run a kept step's transitions; their numbers move by as much as the contract's counters have
+        risen.
+        """
         kept = self._steps.get(step)
         if kept is None or kept.start.incarnation[0] != st.incarnation[0]:
             known = [n for n, k in self._steps.items() if k.start.incarnation == st.incarnation]

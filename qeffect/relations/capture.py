@@ -1,7 +1,7 @@
 """
 Capture memory: graphs that share a memory pool must be replayed in the order of their capture.
 
-A later graph uses the memory of tensors that an earlier graph freed as its scratch memory.
+A later graph uses, as its scratch memory, the memory of tensors that an earlier graph freed.
 """
 
 from __future__ import annotations

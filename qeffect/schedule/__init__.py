@@ -2,9 +2,9 @@
 Pipeline schedules: how tables are read, and what is checked before anything runs.
 
 `tables`, `torch_tables`, `megatron`, `deepspeed`, `te_order` and `infer` read schedules; `tables`
-also writes them. `ranks` makes the checks that need no kernel; a `transport` says how the runtime
-carries messages. `check` drives the contract through every action; a `pairing` says which retained
-work a dW gets. `plan` counts resources. `grid`, `timeline` and `trace` show a schedule.
+also writes them. `ranks` makes the checks that do not run the contract; a `transport` says how the
+runtime carries messages. `check` drives the contract through every action; a `pairing` says which
+retained work a dW gets. `plan` counts resources. `grid`, `timeline` and `trace` show a schedule.
 
 >>> from qeffect.schedule.check import check
 >>> from qeffect.schedule.tables import read_fixture

@@ -9,8 +9,8 @@ only when its receive is posted?
 More queues never make a table wrong. Take a table whose ranks all finish with buffered sends, and
 whose messages are in order in one-way queues. Its ranks also finish under rendezvous semantics if a
 send blocks only its queue: in a one-way queue only earlier sends can delay a send, and their
-receives come earlier in the other rank's row. So the cases that remain are two-way queues, and
-sends that block their rank.
+receives come earlier in the other rank's row. So two cases remain to be checked: queues that carry
+both directions, and sends that block their rank.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def channels(schedule: Schedule, findings: tuple[Finding, ...]) -> tuple[Channel
         findings: The findings of `qeffect.schedule.ranks.check_ranks` for the table.
 
     Returns:
-        An answer for each of `QUEUES`; empty if the table names no messages, lacks ranks, or has
-        another finding, which makes the table wrong for every way.
+        An answer for each of `QUEUES`; empty if the table names no messages, lacks ranks, or has a
+        finding that makes the table wrong for every way.
     """
     if not schedule.complete or not schedule.has_comms:
         return ()

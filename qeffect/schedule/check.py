@@ -6,9 +6,9 @@ Engine's modules do. Each stage has the number of slots that the plan computes, 
 is received long before its forward. The rank's row then runs as in a runtime:
 
 - a refresh comes before a stage's first forward;
-- both halves of the stream handshake surround every replay;
+- before and after every replay, the caller's stream and the graph stream wait for each other;
 - destinations are bound before dI;
-- receives are posted into slots and end when their computation begins;
+- a receive is posted into a slot, and ends when the computation that uses the message begins;
 - a send reads its tape, and ends where the table waits for the send; in a table without waits for
   sends, it ends at once;
 - gradients are finalized and reduced where the table has an entry for the reduction, or at the
@@ -155,8 +155,8 @@ def check(
             classes or a subclass).
         pairing: How the runtime pairs dW with retained work; see `qeffect.schedule.pairing`.
         steps: Number of optimizer steps to run.
-        shared_pool: All graphs of a rank share one capture-memory pool, in which all F are captured
-            first, then all dI, then all dW. By default each slot has its own pool.
+        shared_pool: If True, all graphs of a rank share one capture-memory pool, in which all F are
+            captured first, then all dI, then all dW. If False, each slot has its own pool.
         transport: How the runtime carries messages; by default as torch does.
 
     Raises:

@@ -1,5 +1,5 @@
 """
-DeepSpeed's instruction streams as tables; its schedule classes give them, and no engine is run.
+DeepSpeed's instruction streams as tables, read from its schedule classes without an engine.
 
 `deepspeed.runtime.pipe.schedule.PipeSchedule.steps()` yields the instructions of one rank, and each
 instruction names a buffer, not a microbatch. So this reader follows what the buffers hold:
@@ -10,7 +10,7 @@ instruction names a buffer, not a microbatch. So this reader follows what the bu
 * SendActivation and SendGrad send what the last ForwardPass or BackwardPass left in the buffer.
 
 A buffer is a slot of its stage. `qeffect.schedule.check` gives every tape the slot that its buffer
-names, so a write into a buffer that still holds a tape is `ownership.slot-busy`.
+names, so a write into a buffer that still holds a tape is refused as `ownership.slot-busy`.
 
 `phase=1` of an instruction means the second stage of a rank (DualPipeV): stage
 `2 * stages - 1 - rank`. With CommitP2P, sends and receives are queued; they are in the table at the
@@ -35,7 +35,7 @@ from .pairing import Work
 
 __all__ = ["INSTRUCTIONS", "deepspeed_schedule"]
 
-#: Module of DeepSpeed's own classes, which can be named without it.
+#: Module of DeepSpeed's own schedule classes; a user may name these classes without the module.
 MODULE = "deepspeed.runtime.pipe.schedule"
 _MESSAGES = {
     "SendActivation": Kind.SEND_F,
@@ -45,7 +45,7 @@ _MESSAGES = {
 }
 _BATCHES = "CommitP2P launches its messages together, so no send of a batch holds its rank"
 _BUFFERED = {*_MESSAGES, "LoadMicroBatch", "ForwardPass", "BackwardPass"}
-#: The instructions that are known.
+#: Names of the instructions that the reader knows.
 INSTRUCTIONS = {*_BUFFERED, "CommitP2P", "ReduceGrads", "ReduceTiedGrads", "OptimizerStep"}
 
 

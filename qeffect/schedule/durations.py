@@ -2,8 +2,8 @@
 Durations of actions and messages: the input of the step-time simulator, and its file.
 
 The file is one JSON object; its schema is ``durations.schema.json`` beside this module. Every
-number is a time in the file's `unit`. F, I and W are required; stages, ranks and links hold
-exceptions:
+number is a time in the file's `unit`. F, I and W are required; `stages`, `ranks` and `links` give
+other times for single stages, ranks and links:
 
 >>> given = {"unit": "ms", "F": 0.3, "I": 0.3, "W": 0.2, "stages": {"0": {"F": 1}}}
 >>> durations = parse_durations(given)
@@ -63,12 +63,12 @@ class Durations:
         times: Times by name: `F`, `I`, `W`, and any of `refresh`, `message`, `reduce`, `update`,
             `consent`, `host` and `launch`; zero if left out.
         unit: The unit of every time: s, ms or us.
-        stages: By stage, times that differ there: `F`, `I`, `W`, `refresh`, `reduce`.
-        ranks: By rank, times that differ there: `update`, `host`, `launch`.
-        links: By directed pair of ranks, the time of a message between them, if it differs.
+        stages: By stage, times that replace the general times: `F`, `I`, `W`, `refresh`, `reduce`.
+        ranks: By rank, times that replace the general times: `update`, `host`, `launch`.
+        links: By directed pair of ranks, the time of a message, in place of the general time.
         grouped: By number of microbatches, the time of one product over the dW of that many
             microbatches of a stage; it includes the packing of the operands.
-        grouped_stages: By stage, the times of `grouped` that differ there.
+        grouped_stages: By stage, times that replace those of `grouped`.
     """
 
     times: Mapping[str, Time]
@@ -88,8 +88,8 @@ class Durations:
         Time of one product over the dW of `group` microbatches of a stage.
 
         `None` if the durations do not give this time: neither for the stage, nor for all stages. A
-        stage with its own `W` needs its own time, because the time for all stages belongs to
-        another `W`.
+        stage with its own `W` also needs its own product time, because the general product time
+        belongs to the general `W`.
         """
         own = self.grouped_stages.get(stage, {}).get(group)
         if own is not None or Kind.WGRAD.value in self.stages.get(stage, {}):
@@ -114,7 +114,9 @@ class Durations:
 
     @property
     def consent(self) -> Time:
-        """Time of the agreement of all ranks; zero means that the step has no agreement."""
+        """
+        Time in which all ranks agree before any update; zero means that no rank waits for another.
+        """
         return self.times.get("consent", 0)
 
     def require(self, schedule: Schedule) -> None:

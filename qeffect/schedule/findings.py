@@ -116,5 +116,5 @@ def finding(
 
 
 def place(rank: int, atom: Atom, role: str) -> Place:
-    """The place of an indivisible step."""
+    """Return the `Place` of an indivisible step's entry."""
     return Place(rank, atom.step, str(atom.action), role)

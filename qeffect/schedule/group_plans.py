@@ -31,10 +31,10 @@ class GroupPlan:
     Args:
         group: Microbatches in each group.
         ranks: The needs of each rank.
-        slots: By stage, the slots in QEffect's own runtime; None if the runtime does not take the
+        slots: By stage, the slots in QEffect's own runtime; None if that runtime cannot run the
             table.
         timed: The simulated step, if there are durations.
-        untimed: Stages for whose product the durations give no time.
+        untimed: Stages without a time, in the durations, for their product of grouped dW.
     """
 
     group: int
@@ -131,7 +131,7 @@ def fastest(plans: Sequence[GroupPlan]) -> GroupPlan | None:
     """
     The plan with the shortest step; among equally short ones, the plan with the smallest group.
 
-    None if nothing was timed, or only one plan. A group is passed over if the durations lack the
+    None if fewer than two plans have all their times. A plan is ignored if the durations lack the
     time of one of its products.
     """
     timed = [one for one in plans if one.timed is not None and not one.untimed]
@@ -172,8 +172,8 @@ def comparison_lines(found: Sequence[GroupPlan], schedule: Schedule) -> Iterator
     yield from aligned(list(zip(*columns, strict=True)))
     if len(first.ranks) > _RANKS:
         yield (
-            "live tapes, deferred dW and slots: of the rank with the fewest, and of the rank with "
-            "the most; --json has every rank"
+            "live tapes, deferred dW and slots: lowest to highest number of any rank; "
+            "--json has every rank"
         )
     elif len(first.ranks) > 1:
         yield "live tapes, deferred dW and slots: by rank, rank 0 first"
@@ -201,13 +201,15 @@ def _untimed(one: GroupPlan) -> Iterator[str]:
     group, missing = one.group, f"no time for a product of {one.group} microbatches"
     field = f'"grouped_W": {{"{group}": TIME}}'
     if len(one.untimed) == sum(len(rank.stages) for rank in one.ranks):
-        yield f"group {group}: {missing}: {group} times W; add {field} to the durations"
+        yield f"group {group}: {missing}: assumed {group} times W; add {field} to the durations"
     else:
         names = ", ".join(map(str, one.untimed))
         several = len(one.untimed) > 1
         stages = f"{'stages' if several else 'stage'} {names}"
         place = "each stage" if several else "the stage"
-        yield f"group {group}: {missing} of {stages}: {group} times W there; add {field} to {place}"
+        yield (
+            f"group {group}: {missing} of {stages}: assumed {group} times W; add {field} to {place}"
+        )
 
 
 def _by_rank(numbers: Iterable[int]) -> str:

@@ -193,7 +193,7 @@ class _Shape:
         if 0 < rest < self.pp:
             raise ScheduleError(
                 f"Megatron-core refuses {self}: the last group has {rest} of {self.group} "
-                f"microbatches; expected a full last group, or one of at least pp={self.pp}"
+                f"microbatches; expected a full last group, or at least pp={self.pp} in it"
             )
 
 

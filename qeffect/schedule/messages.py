@@ -28,7 +28,7 @@ INPUTS = {Kind.FORWARD: (Kind.RECV_F, -1), Kind.DGRAD: (Kind.RECV_B, 1)}
 
 
 def check_inputs(index: Index) -> Iterator[Finding]:
-    """Every computation follows the arrival of its input on its rank."""
+    """Yield a finding for each computation that runs before its input has arrived on its rank."""
     comms = index.schedule.has_comms and index.schedule.complete
     for (kind, stage, microbatch), spot in index.first.items():
         if kind not in INPUTS:
@@ -64,7 +64,10 @@ def check_inputs(index: Index) -> Iterator[Finding]:
 
 
 def check_messages(index: Index) -> Iterator[Finding]:
-    """Every message has a counterpart, is sent after its computation, and goes to another rank."""
+    """
+    Yield a finding for each message that lacks a counterpart, precedes its computation, or stays on
+    its rank.
+    """
     if not index.schedule.complete:
         return
     for (kind, stage, microbatch), spot in index.first.items():
@@ -118,7 +121,10 @@ def check_messages(index: Index) -> Iterator[Finding]:
 
 
 def check_message_order(index: Index) -> Iterator[Finding]:
-    """Messages that share a queue are received in the order in which they are sent."""
+    """
+    Yield, for each queue, a finding for the first receive that would get another message than it
+    names.
+    """
     if not index.schedule.complete:
         return
     queue = index.transport.queue

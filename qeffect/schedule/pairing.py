@@ -51,7 +51,9 @@ class ByContract:
         self._retained.add(work)
 
     def pick(self, work: Work) -> Work | None:
-        """The weight gradient's own work, once."""
+        """
+        The weight gradient's own work; `None` if that work is missing or was already consumed.
+        """
         if work not in self._retained:
             return None
         self._retained.remove(work)
@@ -75,7 +77,7 @@ class OldestOfStage:
 
 
 class LatestOfStage:
-    """One place per stage, which every input gradient overwrites."""
+    """One item of work per stage, which every input gradient overwrites."""
 
     def __init__(self) -> None:
         self._latest: dict[int, Work] = {}

@@ -19,7 +19,8 @@ live, `StagePlan.peak_live - StagePlan.held_by_sends`.
 
 QEffect's own runtime keeps a tape live for longer (`runtime_slots`). A tape there begins with the
 receive of its input. If a stage hands over to the next stage on the same rank without a message,
-both stages read each other's results directly, and so both are readers of the other's tape.
+each of the two stages reads the other stage's results directly, and so is a reader of the other
+stage's tape.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def runtime_slots(schedule: Schedule) -> dict[int, int] | None:
         schedule: A table that `qeffect.schedule.grouping.group_wgrads` returned.
 
     Returns:
-        The slots by stage; `None` if the runtime does not take the table, because ranks or messages
+        The slots by stage; `None` if the runtime cannot run the table, because ranks or messages
         are missing.
     """
     several = len(set(schedule.stage_to_rank.values())) > 1

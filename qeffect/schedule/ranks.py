@@ -1,5 +1,5 @@
 """
-All checks of a schedule without the kernel, in time linear in its actions.
+All checks of a schedule that do not run the contract, in time linear in the schedule's actions.
 
 The first finding is the cause, and later findings may be its consequences. The order is: wrong
 places, repeated and missing actions, order on a rank, messages and waits for them, deadlock,

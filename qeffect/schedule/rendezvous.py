@@ -1,21 +1,21 @@
 """
 A dry run in which a send ends only when its receive is posted.
 
-A rank runs its row in order and posts each message at its place in the table. Each end of a queue
-holds the messages posted there, and only the first message at each end (the head) can move: if one
-head is a send and the other a receive, both end. So a send that is not yet received blocks all
-messages behind it. A rank stops at a computation whose input has not arrived, at a wait for a send
-that has not ended, and at its row's end until all its messages have ended. If a send blocks its
-rank, the rank also stops at the send.
+A rank runs its row in order and posts each message at its place in the table. A queue joins two
+ranks, and holds the posted messages of each. Only the first message of each rank (its head) can
+move: if one head is a send and the other head a receive, both messages end. So a send that is not
+yet received blocks all messages behind it. A rank stops at a computation whose input has not
+arrived, at a wait for a send that has not ended, and at its row's end until all its messages have
+ended. If a send blocks its rank, the rank also stops at the send.
 
-With one queue for both ways, two ranks that have both posted a send first wait for each other; with
-buffered sends, or a queue each way, they do not. Such a table *can* deadlock: whether a runtime
-blocks depends on the size of its buffers and on the messages that it posts together, which no table
-states.
+Suppose that two ranks have both posted a send first. With one queue for both directions they wait
+for each other; with buffered sends, or one queue per direction, they do not. A table with such
+sends *can* deadlock: whether a runtime blocks depends on the size of its buffers and on the
+messages that it posts together, which no table states.
 
-A rank stops for one message at a time, and each queue has its two ends on two ranks. So the run
-takes time linear in the table, and following the waits of a stopped rank leads either to two heads
-that do not match or into a cycle of ranks.
+A rank waits for one message at a time, and each queue joins only two ranks. So the run takes time
+linear in the table, and following the waits of a stopped rank leads either to two heads that do not
+match or into a cycle of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Stop:
         head: First message on the rank's side of that queue: `message` itself, or an earlier
             message.
         peer: The other rank of the queue.
-        across: First message of the queue on the other side; `None` if nothing was posted there.
+        across: First message of the other rank in that queue; `None` if the other rank posted
+            nothing.
     """
 
     rank: int
@@ -87,7 +88,7 @@ def rendezvous(index: Index, transport: Transport) -> tuple[Stop, ...]:
 
 
 def check_rendezvous(index: Index) -> Iterator[Finding]:
-    """If the transport's sends block, all ranks still reach the end of their rows."""
+    """Yield a finding if ranks deadlock because the transport's sends block."""
     transport = index.transport
     if transport.rendezvous is None or not index.schedule.complete:
         return

@@ -72,7 +72,8 @@ def simulate(index: Index, *, blocking: bool = True) -> Run:
 
     Args:
         index: The schedule.
-        blocking: Wait at a receive; otherwise wait at the computation that uses the message.
+        blocking: If True, ranks wait at a receive; if False, at the computation that uses the
+            message.
     """
     rows = index.schedule.atoms
     ran = [0] * len(rows)
@@ -113,7 +114,7 @@ def simulate(index: Index, *, blocking: bool = True) -> Run:
 
 
 def check_deadlock(run: Run) -> Iterator[Finding]:
-    """All ranks reach the end of their rows."""
+    """Yield a finding if ranks wait for each other."""
     if not run.cycle:
         return
     head = run.cycle[0]

@@ -16,12 +16,12 @@ A dry run gives a time to every action and message (`step_time`). It assumes:
   `queues` of `direction` or `edge-direction`, activations and gradients travel independently. The
   two directions of a pair of ranks never wait for each other, whatever `queues` says.
 * Sends are buffered: a message does not wait for its receive, and a receive blocks nothing. With
-  `rendezvous`, a message starts only when its receive is also reached, and with `rank` it blocks
-  its sender's row until it has arrived. A WAIT_SEND blocks its row until the message has arrived
-  and the receive is reached, as in the deadlock check.
-* A reduction overlaps computation, one at a time on a rank, and starts at its place in the row; in
-  a table without reductions, after the last W of its stage. WAIT_REDUCE_GRAD and the update wait
-  for it.
+  `rendezvous`, a message starts only when its receive is also reached; with `rendezvous` of `rank`,
+  the message also blocks its sender's row until it has arrived. A WAIT_SEND blocks its row until
+  the message has arrived and the receive is reached, as in the deadlock check.
+* Reductions run beside computations, one at a time on a rank. A reduction starts at its place in
+  the row or, in a table without reductions, after the last W of its stage. WAIT_REDUCE_GRAD and the
+  update wait for the reduction.
 * A rank's `host` issues one F, I or W after the other, ahead of the device; the device waits until
     an action is issued.
 * With grouped dW, one product computes the dW of g microbatches. Each of these dW takes 1/g of the
@@ -31,7 +31,8 @@ A dry run gives a time to every action and message (`step_time`). It assumes:
   reductions of all ranks, and the agreement. Sharding takes no time.
 
 The simulated step is as short as its schedule allows: more queues, faster messages or a shorter
-action never make it longer. With measured durations it is the bound for a measured step.
+action never make it longer. With measured durations, the simulated step is a lower bound for the
+measured step.
 
 >>> from qeffect.schedule.durations import Durations
 >>> from qeffect.schedule.tables import read_fixture
@@ -151,7 +152,8 @@ class StepTime:
     Args:
         schedule: The timed schedule.
         unit: The unit of the times.
-        spans: All parts of the step, lane by lane, in order within each lane.
+        spans: All parts of the step, lane by lane (a rank's row, host, reductions or queue of
+            messages), and in order within each lane.
         critical: The critical path: each span begins because the span before it ended.
     """
 
@@ -218,7 +220,7 @@ def step_time(
     if not schedule.complete:
         raise ScheduleError(
             f"{schedule.source}: a step's time depends on all ranks, and this table lacks "
-            "some; use the table of all ranks"
+            "some ranks; use the table of all ranks"
         )
     durations.require(schedule)
     require_group(group, schedule.num_microbatches)

@@ -18,7 +18,10 @@ _SHOWN = 8
 
 
 def check_places(index: Index) -> Iterator[Finding]:
-    """Every action names an existing stage on its rank, and a microbatch within range."""
+    """
+    Yield a finding for each action with an unknown stage, a stage of another rank, or a microbatch
+    out of range.
+    """
     schedule = index.schedule
     for spot in index.stray_stages:
         yield finding(
@@ -54,7 +57,7 @@ def check_places(index: Index) -> Iterator[Finding]:
 
 
 def check_repeats(index: Index) -> Iterator[Finding]:
-    """No computation and no message occurs twice."""
+    """Yield a finding for each computation or message that occurs again."""
     for spot, earlier in index.repeated:
         atom = spot.atom
         if atom.kind in WAITS:
@@ -73,7 +76,7 @@ def check_repeats(index: Index) -> Iterator[Finding]:
 
 
 def check_missing(index: Index) -> Iterator[Finding]:
-    """Every stage computes F, dI and dW for every microbatch."""
+    """Yield findings for stages that lack F, dI or dW of a microbatch."""
     schedule = index.schedule
     present: dict[tuple[Kind, int], set[int]] = defaultdict(set)
     for kind, stage, microbatch in index.first:
@@ -107,7 +110,9 @@ def check_missing(index: Index) -> Iterator[Finding]:
 
 
 def check_order(index: Index) -> Iterator[Finding]:
-    """F before dI before dW, for every stage and microbatch."""
+    """
+    Yield a finding for each dI that does not follow its F, and each dW that does not follow its dI.
+    """
     for (kind, stage, microbatch), spot in index.first.items():
         if kind is Kind.DGRAD:
             needs, name = Kind.FORWARD, "dgrad-before-forward"
@@ -132,7 +137,10 @@ def check_order(index: Index) -> Iterator[Finding]:
 
 
 def check_reductions(index: Index) -> Iterator[Finding]:
-    """A stage's gradients are reduced once, after everything else that the stage computes."""
+    """
+    Yield findings for stages whose gradients are reduced twice, too early or (while other stages'
+    gradients are reduced) never.
+    """
     schedule = index.schedule
     reduced: dict[int, Occurrence] = {}
     for spot in index.per_stage:
@@ -201,7 +209,9 @@ def check_reductions(index: Index) -> Iterator[Finding]:
 
 
 def check_sharding(index: Index) -> Iterator[Finding]:
-    """If a table says when stages are unsharded, they compute only while unsharded."""
+    """
+    Yield findings for stages that compute while resharded, and for UNSHARD and RESHARD out of turn.
+    """
     schedule = index.schedule
     sharded = {s.atom.stage for s in index.per_stage if s.atom.kind is Kind.UNSHARD}
     for rank, atoms in enumerate(schedule.atoms):

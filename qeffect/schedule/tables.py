@@ -62,7 +62,7 @@ def decode_table(
     Read a schedule table from the bytes of a file.
 
     Args:
-        data: The bytes, at most one more than the limit.
+        data: The bytes; a caller need not read more than one byte beyond the limit of 16 MiB.
         source: Origin of the bytes, for messages.
         num_stages: Stages of the pipeline; inferred from the table when left out.
         num_microbatches: Microbatches; inferred from the table when left out.
@@ -161,8 +161,8 @@ def fixture_names(*, refused: bool = False) -> tuple[str, ...]:
     Return the names of the tables shipped with the package, all written by torch 2.13.
 
     Args:
-        refused: The wrong tables, which torch draws but does not execute; by default the tables
-            that torch executes.
+        refused: If True, only the wrong tables, which torch draws but does not execute; if False,
+            only the tables that torch executes.
     """
     folder = _folder() / _REFUSED if refused else _folder()
     return tuple(sorted(p.name for p in folder.iterdir() if p.name.endswith(".csv")))
@@ -173,7 +173,7 @@ def read_fixture(name: str) -> Schedule:
     Read one of the shipped tables.
 
     Args:
-        name: One of `fixture_names`, of either sort.
+        name: A name that `fixture_names` returns, with either value of ``refused``.
 
     Raises:
         ScheduleError: No shipped table has that name.

@@ -5,7 +5,7 @@ F is blue, I teal, W green, B orange, an overlap purple, idle time white; a rank
 lighter. The refused entry is outlined in red, and its clause is written below the rows. If a
 pairing is refused, two arcs lead to the weight gradient: one from its own work, one from the work
 that it would be given. The legend names every colour, shade, outline and arrow in the picture. A
-message takes no time: if one is marked, a narrow box has its entry and step beside it.
+message takes no time: a marked message is a narrow box, with its entry and step beside the box.
 
 A schedule with a timed step is drawn whole and to scale. Arrows lead from the time at which a
 message is sent to the time at which it arrives; the entries of the critical path are outlined.
@@ -81,7 +81,8 @@ def timeline(
         finding: What to mark; without it the picture says that nothing was refused.
         window: Largest number of columns to draw; a longer schedule is cut around the refused
             entry. `None` draws all.
-        timed: The times of its step, to draw it to scale and whole; nothing is marked then.
+        timed: The times of the schedule's step; the schedule is then drawn whole and to scale, and
+            nothing is marked.
 
     Returns:
         The text of an SVG file.

@@ -54,7 +54,7 @@ def torch_schedule(
         pp: Number of ranks of the pipeline.
         microbatches: Number of microbatches per step.
         vpp: Stages (model chunks) per rank; by default 1 for 1F1B and GPipe, 2 for the others.
-        comms: Return the table with sends, receives and sharding.
+        comms: If True, return the table with sends, receives and sharding; if False, without them.
         drawn: For 1F1B and GPipe, return the class's `pipeline_order` instead of the executed loop.
         defer_receives: Place each receive just before the computation that uses it, as torch's
             `defer_pp_recv`; from torch 2.13 on.
@@ -156,8 +156,8 @@ def _check_arguments(
         raise ScheduleError(f"{what}: {cls_name} has exactly 2 stages per rank; expected vpp=2")
     if drawn and (comms or cls_name not in SINGLE):
         raise ScheduleError(
-            f"{what}: drawn needs 1F1B or GPipe without comms: only these have a drawn table, "
-            "and it has no messages"
+            f"{what}: drawn needs 1F1B or GPipe without comms: only these two have "
+            "a drawn table, and a drawn table has no messages"
         )
     # Three computations per stage and microbatch, and about as many messages.
     if pp * vpp * microbatches * 8 > MAX_ENTRIES:

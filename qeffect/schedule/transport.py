@@ -13,11 +13,11 @@ share a queue, when a send ends, and how many sends may be under way. Four ways 
 * `edge-direction`: one queue for the activations from one rank to another, and another one for the
     gradients.
 
-The messages of a queue are received in the order in which they are sent. With buffered sends, a
-table's correctness depends on the order of messages in each queue alone, and one queue for both
+The messages of a queue are received in the order in which they are sent. With buffered sends, only
+the order of messages within each queue decides whether a table is right, and one queue for both
 directions gives the same verdict as one queue per direction. Under rendezvous semantics a send ends
-only when its receive is posted, and until then nothing behind it in its queue moves. Then the
-verdicts can differ: in a queue for both directions, a rank's own receives can block its sends.
+only when its receive is posted, and until then it blocks all messages behind it in its queue. Then
+the verdicts can differ: in a queue for both directions, a rank's own receives can block its sends.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class Transport:
         return self.queues in ("pair", "direction")
 
     def queue(self, kind: Kind) -> str:
-        """The queue of a send, among the queues from one rank to another."""
+        """
+        Name of the queue that carries a kind of send, among the queues from one rank to another.
+        """
         return str(kind) if self.by_kind else "all"
 
     def require(self, schedule: Schedule) -> None:

@@ -22,7 +22,10 @@ _WAIT_OF = {start: wait for wait, start in WAITS.items()}
 
 
 def check_send_waits(index: Index) -> Iterator[Finding]:
-    """Each wait follows its send, once; if a table awaits a send, it awaits every send."""
+    """
+    Yield findings for waits without an earlier send, repeated waits, and sends without a wait in a
+    table that awaits sends.
+    """
     for spot, earlier in index.repeated:
         if spot.atom.kind in SEND_WAITS:
             yield _twice(spot, earlier)
@@ -35,7 +38,10 @@ def check_send_waits(index: Index) -> Iterator[Finding]:
 
 
 def check_reduction_waits(index: Index) -> Iterator[Finding]:
-    """Each wait follows its reduction, once; if a table awaits one, it awaits every reduction."""
+    """
+    Yield findings for waits without an earlier reduction, repeated waits, and reductions without a
+    wait in a table that awaits reductions.
+    """
     started: dict[int, Occurrence] = {}
     awaited: dict[int, Occurrence] = {}
     for spot in index.per_stage:
@@ -54,7 +60,10 @@ def check_reduction_waits(index: Index) -> Iterator[Finding]:
 
 
 def check_outstanding(index: Index) -> Iterator[Finding]:
-    """No rank exceeds the runtime's limit of outstanding sends; yields its first excess."""
+    """
+    Yield, for each rank, a finding for its first send beyond the runtime's limit of outstanding
+    sends.
+    """
     limit = index.transport.max_outstanding_sends
     if limit is None or not index.schedule.awaits_sends:
         return

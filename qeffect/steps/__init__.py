@@ -11,17 +11,17 @@ Why this gives the same result as running the transitions one by one:
 
 * *The entries read determine the step.* A transition is a function of the columns and of its
   arguments. Entries that no transition of the step reads before it writes them have no influence.
-* *The entries read equal the recorded start, moved.* Each entry of `counters.COUNTERS` belongs to a
-  family whose numbers are counted from one counter: epochs, tickets, effect tokens, replays, work
-  of a caller, generations. All entries of a family may have moved by the same amount as the
-  family's counter; every other entry must be unchanged. The arguments move alike: epochs of keys,
-  generations of references, tokens and tickets. With any other difference the step is not the
-  recorded step.
+* *The entries read equal the recorded start, except for risen counters.* Each entry of
+  `counters.COUNTERS` belongs to a family whose numbers are counted from one counter: epochs,
+  tickets, effect tokens, replays, work of a caller, generations. All entries of a family may have
+  moved by the same amount as the family's counter; every other entry must be unchanged. The
+  arguments move alike: epochs of keys, generations of references, tokens and tickets. With any
+  other difference the step is not the recorded step.
 * *Moving a family changes no guard's decision.* Transitions compare a family's numbers with each
   other, copy them, and add one. Beyond that they compare epochs and tickets with the number for
   "none", and generations with their maximum. The number for "none" does not move and lies below all
   others, since counters never fall; a step must not reach the maximum. So every guard decides as
-  before, and every write is the recorded write, moved.
+  before, and every write is the recorded write, moved by the same amounts.
 
 The last point is proved for every path of every transition that a step may contain, each family and
 any amounts (`qeffect.verification.proofs.recurring`). The last point is also tested: when a step is

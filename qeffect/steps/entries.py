@@ -72,7 +72,10 @@ class Entries:
         return self._made
 
     def stand_in(self, memory: Memory, amounts: tuple[int, ...]) -> bool:
-        """Whether the memory has the selected entries, each counter risen by its amount."""
+        """
+        Whether a memory's selected entries equal these values after each counter rose by its
+        amount.
+        """
         wanted, found = self.at(amounts), self._wholes(memory)
         if not self._parts:
             return bool(found == wanted)

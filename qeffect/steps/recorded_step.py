@@ -271,7 +271,7 @@ class RecordedStep:
 
     @property
     def counters(self) -> tuple[Group, ...]:
-        """Every counter of the contract: its family, and the member of the column's index."""
+        """Every counter of the contract, as pairs of the family's name and the counter's index."""
         return self._groups
 
     def moved_by(self, memory: Memory) -> Amounts:

@@ -25,7 +25,7 @@ class Difference:
         where: The entry that differs from the recorded start, as ``column[index]``; or the name of
             another part of the contract.
         found: The current value.
-        expected: The recorded value, moved like its counter.
+        expected: The recorded value, plus the amount by which its counter has risen.
         clause: The clause that would refuse the step's transitions; None if no clause would refuse
             them, or if no transition was tried.
 

@@ -135,10 +135,10 @@ really put the waits on the streams.""",
             id="completion.transfer-to-graph",
             number="6.5",
             title="A replay waits for the slot's transfers",
-            invariant="Before F, the graph stream has waited for the end of the slot's latest "
-            "transfer, or for the latest copy into the slot, whichever link reported that end or "
-            "copy. Before dI, the same wait is required if the stage receives its output's "
-            "gradient.",
+            invariant="Before F, the graph stream has waited for what came last in the slot: the "
+            "end of a transfer, or the copy of an input. The wait is required whichever link "
+            "reported that end or copy. Before dI, the same wait is required if the stage receives "
+            "its output's gradient.",
             transitions=("check_forward", "check_dgrad"),
             argument="link",
             unchanged=_STREAMS,
@@ -199,8 +199,9 @@ really put the waits on the streams.""",
             cause="The stream that `finalize` named waited for the gradients, but the optimizer "
             "runs on another stream that did not. The optimizer may read gradients that are still "
             "being written, and overwrite weights that are still being read.",
-            remedy="Name the stream of the finalized links as `caller` of `update`, `check_update` "
-            "or `commit_epoch`, and run the optimizer on it.",
+            remedy="Name the stream that waited for the gradients (the caller of the links in "
+            "`finalize`) as `caller` of `update`, `check_update` or `commit_epoch`, and run the "
+            "optimizer on it.",
         ),
         Clause(
             id="completion.update-to-graph",
@@ -263,10 +264,10 @@ really put the waits on the streams.""",
             id="completion.update-to-reader",
             number="6.13",
             title="Weights are read on other streams after the update",
-            invariant="A read of weights starts after the work of a caller's stream, and this work "
-            "comes after the optimizer's latest update. Either the caller's stream ran the update. "
-            "Or the caller's stream has waited for its graph stream, after the graph stream had "
-            "waited for the update or the host had seen the update finish.",
+            invariant="A read of weights starts after the work of a caller's stream. This stream "
+            "either ran the optimizer's latest update, or has waited for the link's graph stream "
+            "since that update. The wait counts only if the graph stream had already waited for "
+            "the update, or the host had seen the update finish.",
             transitions=("start_weights_read",),
             argument="link",
             unchanged=_STREAMS,

@@ -294,8 +294,8 @@ tested, not proved.""",
             id="epoch.sole-writer",
             number="8.13",
             title="Every destination keeps a writer",
-            invariant="A walk never leaves out the first configured cell that writes a gradient "
-            "buffer. So every walk writes every buffer.",
+            invariant="For each gradient buffer, no walk leaves out the first configured cell that "
+            "writes the buffer. So every walk writes every buffer.",
             transitions=("skip",),
             argument="key",
             unchanged="The destinations, and every stage's counts and marks.",

@@ -42,7 +42,8 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             number="3.1",
             title="One scaling update at a time",
             invariant="At most one F, dI, refresh or evaluation of a state domain is in flight. "
-            "Other clauses ensure that none of these is in flight at a commit or a restore.",
+            "Other clauses ensure that none of these is in flight at an update of the weights or "
+            "at a restore.",
             transitions=("check_refresh", "check_forward", "check_evaluation", "check_dgrad"),
             argument="",
             unchanged=_TOKEN,
@@ -160,8 +161,8 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             number="3.8",
             title="dI uses the scales of its own forward",
             invariant="If tapes carry scales, dI commits only if it used the scales of its own F. "
-            "dI names the scales that it used by a token: the token at which their F ran. If "
-            "scales move once an epoch, dI names the token at which the scales last moved since "
+            "dI reports its scales as a token: the token at which the F with these scales ran. If "
+            "scales move once an epoch, dI reports the token at which the scales last moved since "
             "the last restore (0 if they have not moved).",
             transitions=("commit_dgrad",),
             argument="scales",

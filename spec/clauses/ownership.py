@@ -86,8 +86,8 @@ once.""",
             id="ownership.slot-busy",
             number="1.3",
             title="An occupied slot is never preempted",
-            invariant="A slot takes a new tenant only if no consumer waits for the old tenant. A "
-            "reserved slot takes only the key that reserved it.",
+            invariant="A slot takes a new tape only after every consumer of the old tape has "
+            "finished. A reserved slot takes only a tape of the key that reserved it.",
             transitions=("reserve", "check_forward"),
             argument="slot",
             unchanged=_TENANT,
@@ -203,8 +203,9 @@ once.""",
             number="1.9",
             title="A reference is valid as long as its tape",
             invariant="The slot that a reference names is occupied and has the reference's "
-            "generation. There is one exception: a call that ends a transfer, or a tape's part in "
-            "a grouped dW, is also accepted after that tape was aborted or dropped.",
+            "generation. There is one exception. After a tape was aborted or dropped, the call "
+            "that ends its transfer is still accepted, and so is the call that takes the tape out "
+            "of a grouped dW.",
             transitions=(
                 "check_dgrad",
                 "check_wgrad",
@@ -377,8 +378,8 @@ once.""",
             cause="The send was posted twice. Or two streams read one buffer, and the caller "
             "reported a read for each.",
             remedy="Post one send. If several streams read, call `read` once before the first of "
-            "them begins, and `finish_read` once after the last has ended, on a stream that "
-            "waited for all.",
+            "them begins, and `finish_read` once after the last has ended, on a stream that waited "
+            "for all of them.",
         ),
         Clause(
             id="ownership.transfer-in-flight",
@@ -422,8 +423,8 @@ once.""",
             argument="message",
             unchanged=_TENANT,
             section="design",
-            cause="The stage was configured without `receives_input` or `receives_gradient`: it "
-            "stands at the pipeline's end, or its neighbour is on this rank.",
+            cause="The stage was configured without `receives_input` or `receives_gradient`: the "
+            "stage is the pipeline's first or last, or its neighbour is on this rank.",
             remedy="Configure the receive, or remove it.",
         ),
         Clause(
@@ -559,10 +560,9 @@ once.""",
             argument="key",
             unchanged=_TENANT,
             section="design",
-            cause="Chunks of one rank run in the wrong order, so that the chunk's input still "
-            "belongs to another microbatch. Or the feeding stage's tape was lost.",
-            remedy="Run F of the stage that feeds this one first; a declared order must place it "
-            "first.",
+            cause="Chunks of one rank run in the wrong order, so that the input that F would read "
+            "still belongs to another microbatch. Or the feeding stage's tape was lost.",
+            remedy="Run the feeding stage's F first; a declared order must place that F first.",
         ),
         Clause(
             id="ownership.gradient-not-made",
@@ -575,10 +575,9 @@ once.""",
             argument="key",
             unchanged=_TENANT,
             section="design",
-            cause="Chunks of one rank run their backward in the direction of the forward, so "
-            "the gradient still belongs to another microbatch.",
-            remedy="Run dI of the stage that this one feeds first; a declared order must place it "
-            "first.",
+            cause="Chunks of one rank run their backward in the direction of the forward, so the "
+            "gradient that dI would read still belongs to another microbatch.",
+            remedy="Run the fed stage's dI first; a declared order must place that dI first.",
         ),
         Clause(
             id="ownership.receive-before-read",
@@ -592,8 +591,8 @@ once.""",
             section="design",
             cause="The receive was matched with another message, or `finish_receive` was called "
             "before the send was posted.",
-            remedy="Begin the read (`read`) of the other stage's tape before the receive ends. If "
-            "the message can no longer arrive, drop the tape first.",
+            remedy="Begin the read (`read`) of the sending stage's tape before the receive ends. "
+            "If the message can no longer arrive, drop the tape first.",
         ),
         Clause(
             id="ownership.skipped",

@@ -111,7 +111,8 @@ never saved.""",
             number="9.7",
             title="A checkpoint fits the configuration that restores it",
             invariant="A checkpoint is restored only into the configuration that saved it: stages, "
-            "relations, callers, capture order, declared order, last generation, cache semantics.",
+            "parts of the contract, callers, capture order, declared order, last generation of a "
+            "slot, treatment of weight caches.",
             transitions=("restore",),
             argument="checkpoint",
             unchanged=_RUNNING,

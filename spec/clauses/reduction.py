@@ -15,11 +15,11 @@ PART = Part(
     without="the optimizer reads gradients that are partly reduced, or reduced twice",
     holder="a record per bucket: whole, in flight, or reduced in this epoch",
     intro="""\
-A stage that reduces divides its gradients into *buckets*; by default they form one bucket with the
-stage's name. Every dW covers every matrix of its stage, so a bucket is whole after the stage's last
-dW of the epoch. A bucket may be whole long before finalize, and long before other stages' buckets.
-Two stages of one state domain that name the same bucket share it: a destination that both write is
-reduced once, after the last dW of both.
+A stage whose gradients are reduced divides the gradients into *buckets*; by default they form one
+bucket with the stage's name. Every dW covers every matrix of its stage, so a bucket is whole after
+the stage's last dW of the epoch. A bucket may be whole long before finalize, and long before other
+stages' buckets. Two stages of one state domain that name the same bucket share it: a destination
+that both write is reduced once, after the last dW of both.
 
 The runtime reports a reduction by calls. `start_reduction` says that the reduction was enqueued,
 and on which stream. `finish_reduction` says that the stream which will read the gradients waits for
@@ -28,11 +28,11 @@ declared, every replica starts the reductions in that order, as collectives of o
 After a failed reduction the content of the gradients is unknown: the epoch cannot commit until it
 is rebuilt.
 
-No guard checks whether a dW writes a bucket during its reduction, or whether a bucket still holds
-an earlier epoch's gradients. The other guards exclude both cases: no dW follows the stage's last
-dW, no reduction starts before that dW, and no walk follows a reduction. The promises of this part
-state this exclusion, and are proved. A tape that is dropped during a reduction has already run its
-dW and waits only for readers: the drop leaves the buffers unchanged, but spoils the epoch.""",
+No guard checks whether a dW writes a bucket while the bucket is reduced, or whether a bucket still
+holds an earlier epoch's gradients. The other guards exclude both cases: no dW follows the stage's
+last dW, no reduction starts before that dW, and no walk follows a reduction. The promises of this
+part state this exclusion, and are proved. A tape that is dropped during a reduction has already run
+its dW and waits only for readers: the drop leaves the buffers unchanged, but spoils the epoch.""",
     clauses=(
         Clause(
             id="reduction.incomplete",

@@ -48,8 +48,8 @@ stale and does not refresh it is refused.""",
             number="2.2",
             title="The weight cache is current",
             invariant="F and dI run only if the stage's weight cache holds the weights of their "
-            "key's epoch, or if F refreshes the cache. An evaluation that reads the cache runs "
-            "only if the cache holds the current weights.",
+            "key's epoch. An F that refreshes the cache itself is also accepted. An evaluation "
+            "that reads the cache runs only if the cache holds the current weights.",
             transitions=("check_forward", "check_evaluation", "check_dgrad"),
             argument="key.epoch",
             unchanged=_CACHE,
@@ -79,8 +79,7 @@ stale and does not refresh it is refused.""",
             number="2.4",
             title="A refresh precedes the stage's forwards",
             invariant="A refresh happens before the stage's first committed forward of the epoch. "
-            "A stage that leaves the order part out does not check this, because that part counts "
-            "the forwards.",
+            "Without the order part, which counts the forwards, the contract does not check this.",
             transitions=("check_refresh", "check_forward"),
             argument="refresh",
             unchanged=_CACHE,

@@ -432,7 +432,7 @@ def saved_scales(st: State, h: History, a: Args, g: Index) -> Truth:
 @STEPS("order.new-draws", "commit_forward")
 def new_draws(st: State, h: History, a: Args) -> Truth:
     """If F must report where it began to draw random numbers, F commits only with a position that
-    is at least zero, and later than the position of the domain's previous such F since the last
+    is at least zero, and later than the last position reported in the domain since the last
     restore."""
     s = st.slot_stage[a.slot]
     after = (0 <= a.draws) & (h.drew_last[st.domain_of[s]] < a.draws)
@@ -627,8 +627,8 @@ def refresh_after_caller(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.filled-after-former-work", "reserve")
 def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """A slot is reserved only with a link of its stage's domain whose caller has waited for every
-    replay of the slot's previous tenant."""
+    """A slot is reserved only with a link of its stage's domain, and only after the link's caller
+    has waited for every replay of the slot's previous tenant."""
     mine = (a.link == h.link[0]) & (a.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -636,8 +636,8 @@ def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.received-after-former-work", "post_receive")
 def received_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """A receive is posted only with a link of its stage's domain whose caller has waited for every
-    replay of the slot's previous tenant."""
+    """A receive is posted only with a link of its stage's domain, and only after the link's caller
+    has waited for every replay of the slot's previous tenant."""
     mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)

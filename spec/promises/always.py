@@ -83,16 +83,16 @@ def cache_content(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("version.one-fill", needs="order", g="stage")
 def one_fill(st: State, h: History, g: Index) -> Truth:
-    """After a stage's first F of an epoch began, its weight cache is not filled again in that
-    epoch. So all F of the epoch read the same fill."""
+    """After a stage's first F of an epoch began, the stage's weight cache is not filled again in
+    that epoch. So all F of the epoch read the same fill."""
     same = implies(h.fill_of_epoch[g] != NEVER, h.fills[g] == h.fill_of_epoch[g])
     return same & (0 <= h.fills[g])
 
 
 @WORLD("order.token", d="domain")
 def token(st: State, h: History, d: Index) -> Truth:
-    """A domain's effect token counts the domain's F and dI since the last restore. Each of them
-    counts as often as it updated scales, or once if scales move once an epoch."""
+    """A domain's effect token counts the domain's F and dI since the last restore. Each F or dI
+    counts as often as it updated scales; if scales move once an epoch, each counts once."""
     return st.token[d] == h.updates[d]
 
 

@@ -103,8 +103,8 @@ def sharers_at_home(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("epoch.keepers-write", c="cell")
 def keepers_write(st: State, c: Index) -> Truth:
-    """A buffer's keeper (the cell that no walk leaves out) writes the buffer, and belongs to the
-    same stage as every cell whose own buffer this is."""
+    """A buffer's keeper (the cell that no walk leaves out) writes the buffer. Every cell whose own
+    buffer this is belongs to the keeper's stage."""
     keeper = st.keeper_of[st.buffer_of[c]]
     return (st.buffer_of[keeper] == st.buffer_of[c]) & (st.stage_of[keeper] == st.stage_of[c])
 

@@ -61,7 +61,7 @@ def test_the_comparison_follows_the_plan(
         "live tapes, deferred dW and slots: by rank, rank 0 first",
         "runtime slots: in QEffect's own runtime, where a receive takes the slot, and other stages "
         "of the rank also read the tape",
-        "group 4: no time for a product of 4 microbatches: 4 times W; "
+        "group 4: no time for a product of 4 microbatches: assumed 4 times W; "
         'add "grouped_W": {"4": TIME} to the durations',
         "fastest: group 2",
     ] == out.removeprefix(before).strip().splitlines()
@@ -151,7 +151,7 @@ def test_many_ranks_are_a_range(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert "    1          16      1 to 15     17       17 to 18\n" in out
     assert "    8    27 to 30     15 to 16     31             31\n" in out
-    assert "of the rank with the fewest, and of the rank with the most" in out
+    assert "lowest to highest number of any rank" in out
     assert [8, 8] == [len(one["ranks"]) for one in groups]
 
 
@@ -169,7 +169,7 @@ def test_products_of_some_stages(
     assert data["fastest_group"] is None
     assert "fastest" not in out
     assert (
-        "group 2: no time for a product of 2 microbatches of stage 1: 2 times W there; "
+        "group 2: no time for a product of 2 microbatches of stage 1: assumed 2 times W; "
         'add "grouped_W": {"2": TIME} to the stage' in out
     )
     assert [[], [1]] == [one["stages_without_product_time"] for one in groups]

@@ -331,7 +331,7 @@ class TestTrust:
         always = deepspeed.guard(PipelineEngine()).on_trust()
 
         assert 5 == len(always)
-        assert "a message that was sent arrives, with the contents that were sent" in always
+        assert "all sent messages arrive, with their contents unchanged" in always
 
     def test_a_reduction_that_is_switched_off(self) -> None:
         """Some optimizers of DeepSpeed reduce by themselves; the guard then trusts them."""

@@ -17,9 +17,10 @@ FORMED_AGAIN = (
     "dW, which only writes its gradient; each later dW adds to the gradient and takes longer."
 )
 PROFILED = (
-    "The first side was timed before the profiler was used in its process, every other side after. "
-    "Once used, the profiler slows each launch on the host, for native, replays and one launch. "
-    "It slows native most, so without it *native / this* is at most the ratio shown (≤)."
+    "The first side was timed before the profiler was used in its process; every other side was "
+    "timed after that. Once used, the profiler slows each launch on the host, for native, replays "
+    "and one launch. The profiler slows native most, so *native / this* without the profiler is at "
+    "most the ratio shown (≤)."
 )
 CUT = {
     ("tables_four.json", "df5819e4b527"): (
@@ -53,17 +54,18 @@ REMARKS = {
         "profiled."
     ),
     ("models_one_gpu_torch_loss.json", "e550a7144739"): (
-        "At that commit the loss was PyTorch's cross entropy. The run followed that of "
+        "At that commit the loss was PyTorch's cross entropy. This run followed the run of "
         "models_one_gpu.json on the same GPU. Nothing was profiled."
     ),
     ("models_megatron.json", "e550a7144739"): (
-        "At that commit our loss was PyTorch's cross entropy; Megatron's was Transformer Engine's, "
-        "which is ours too since then (models_loss.json). The cut was measured with our loss. "
+        "At that commit we used PyTorch's cross entropy, and Megatron used Transformer Engine's. "
+        "Since then we use Transformer Engine's too (models_loss.json). The cut was measured with "
+        "our loss. "
         "Nothing was profiled, and the rounds of native do not agree."
     ),
     ("models_loss.json", "c80b86f8a843"): (
-        "As models_megatron.json, with Transformer Engine's loss on both sides. Nothing was "
-        "profiled, and the rounds of native do not agree."
+        "The same as models_megatron.json, but with Transformer Engine's loss on both sides. "
+        "Nothing was profiled, and the rounds of native do not agree."
     ),
     ("models_3b.json", "6c8fd02c65c6"): (
         "Nothing was profiled, and the rounds of native do not agree."

@@ -30,7 +30,7 @@ class TestCallerToGraph:
                 rig,
                 "completion.caller-to-graph",
                 "waited for 0 of the caller's 1 piece ",
-                "all of them",
+                "all these pieces",
             ):
                 call()
         rig.contract.join()
@@ -53,7 +53,7 @@ class TestCallerToGraph:
             rig,
             "completion.caller-to-graph",
             "waited for 1 of the caller's 2 pieces",
-            "all of them",
+            "all these pieces",
         ):
             rig.contract.check_dgrad(rig.key(0), ref)
 
@@ -68,7 +68,7 @@ class TestCallerToGraph:
             rig,
             "completion.caller-to-graph",
             "waited for 1 of the caller's 2 pieces",
-            "all of them",
+            "all these pieces",
         ):
             rig.check_forward(0)
 

@@ -44,7 +44,7 @@ class TestTheWrongProgram:
             rig,
             "completion.transfer-to-graph",
             "whose last transfer or copy was on link 1, as piece 1",
-            "a join of that link since",
+            "a join of link 1 after this piece",
         ):
             rig.check_forward(0)
         rig.contract.join(rig.link(caller="loader"))

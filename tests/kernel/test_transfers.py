@@ -237,7 +237,7 @@ class TestStreams:
         rig.contract.wait(wire)
         rig.contract.read(rig.key(0), ref, link=wire)
         rig.contract.finish_read(rig.key(0), ref, link=wire)
-        with refused(rig, "completion.transfer-to-graph", "was on link 1", "a join of that"):
+        with refused(rig, "completion.transfer-to-graph", "was on link 1", "a join of link 1"):
             rig.contract.check_forward(rig.key(1))
         with refused(rig, "completion.caller-to-graph"):
             rig.contract.check_forward(rig.key(1), link=wire)

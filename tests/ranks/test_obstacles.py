@@ -42,14 +42,14 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gradients": (
         {"keeps_gradients": True},
-        "the scales move once an epoch and the table's dI are not in the order of microbatches, so "
-        "gradients are kept outside of the slots' graphs: take a table whose dI are in the order "
-        "of microbatches",
+        "the scales are updated once an epoch and the table's dI are not in the order of "
+        "microbatches, so gradients are kept outside of the slots' graphs: take a table whose dI "
+        "are in the order of microbatches",
     ),
     "draws": (
         {"draws": True},
-        "F draws random numbers, and every F in one graph of a step would draw the same ones: take "
-        "mode 'replays', or leave dropout out",
+        "F draws random numbers, and every F in one graph of a step would draw the same numbers: "
+        "take mode 'replays', or leave dropout out",
     ),
     "walks": (
         {"walks": 3},

@@ -260,7 +260,7 @@ class TestRefused:
             actions.wgrad(*pair[0])
         with pytest.raises(BackendError, match=r"found \[0, 2\]"):
             actions.wgrad(*pair[0], group=[pair[2]])
-        with pytest.raises(BackendError, match="another microbatch's dW takes microbatch 1"):
+        with pytest.raises(BackendError, match="microbatch 1 has no dW of its own"):
             actions.wgrad(*pair[1])
         assert len(run.runtime.contract.live()) == 4
         actions.wgrad(*pair[0], group=[pair[1]])

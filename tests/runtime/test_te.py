@@ -610,7 +610,7 @@ class TestStage:
         """Native accumulation into `.grad` wants a stage that does not fuse, and the reverse."""
         fused = stages_of(FUSED)[0]
 
-        with pytest.raises(BackendError, match="make it with False"):
+        with pytest.raises(BackendError, match="make the stage with False"):
             fused.native_bind(None)
 
 

@@ -76,7 +76,7 @@ class TestLegalRuns:
             own.train_step()
 
         assert 3 == guard.contract.epoch
-        assert any("no other walks" in claim for claim in guard.on_trust())
+        assert any("are all walks of the epoch" in claim for claim in guard.on_trust())
 
     @pytest.mark.parametrize("manner", ["refuse", "report"])
     def test_evaluations_between_steps(self, manner: str) -> None:

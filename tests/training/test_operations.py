@@ -608,7 +608,7 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     assert said(tmp_path, [run])[0][0] == 0
     kept = tmp_path / "kept"
     shutil.move(kept / "step-00000003", kept / "step-00000100")
-    with pytest.raises(BackendError, match="step-00000100 holds the checkpoint of step 3; give"):
+    with pytest.raises(BackendError, match="step-00000100 holds the checkpoint of step 3; rename"):
         Checkpoints(kept).latest()
     ((code, out, err),) = said(tmp_path, [run, "--resume"])
     assert code == 2

@@ -101,7 +101,7 @@ class Recomputation:
     What the recomputation of a layer's activations needs from its F.
 
     Args:
-        at: The domain's `rolls` when F ran.
+        at: The value of the domain's `rolls` when F ran.
         scales: Copies of the scales that F quantized with, by the identity of their state.
         position: Where F began to draw random numbers for the layer; it moves as dI draws again.
         microbatch: With epoch scales, the epoch and the microbatch of the F.
@@ -126,8 +126,8 @@ class ReferenceDomain:
             scales of the latest F, as old libraries did. The contract's configuration uses this
             value.
         scales: When scales move: ``action`` at the end of every F and dI; ``epoch`` once an epoch,
-            when `move_scales` is called. Dropout's random numbers then follow from layer,
-            microbatch and epoch.
+            when `move_scales` is called. With ``epoch``, dropout's random numbers follow from
+            layer, microbatch and epoch.
 
     Attributes:
         rolls: Scaling updates that the host has seen so far: one per F and dI, successful or not;
@@ -208,10 +208,11 @@ class ReferenceDomain:
     @contextmanager
     def forward_interval(self) -> Iterator[None]:
         """
-        One outermost region of a stage's F; leaving it rolls, also when F raised.
+        A region of a stage's F. Regions may be nested; leaving the outermost region rolls the
+        forward histories, also when F raised.
 
-        With epoch scales no history rolls: not at the region's end, and not in the first module's
-        backward.
+        With epoch scales no history rolls: not at the outermost region's end, and not in the first
+        module's backward.
         """
         by_action = self.scales == "action"
         if self._depth == 0:
@@ -301,7 +302,8 @@ class ReferenceDomain:
 
     def take_used(self) -> int | None:
         """
-        Position of the F whose scales dI used since the last call; None for no F or several F.
+        The value of `rolls` at the F whose scales dI used since the last call; None if dI used the
+        scales of no F or of several F.
         """
         used, self._used = self._used, set()
         return used.pop() if len(used) == 1 else None
@@ -320,8 +322,8 @@ class ReferenceDomain:
         """
         if self.scales != "epoch":
             raise BackendError(
-                "the scales of this domain move at the end of every F and dI; make it with "
-                "scales='epoch' to move them once an epoch"
+                "the scales of this domain are updated at the end of every F and dI; make the "
+                "domain with scales='epoch' to update its scales once an epoch"
             )
         self.rolls += 1
         self._close(forward=True)
@@ -358,7 +360,8 @@ class ReferenceDomain:
 
     def recipe(self) -> Mapping[str, Any]:
         """
-        The recipe as plain data: delayed scaling, HYBRID; and when scales move, if not at F and dI.
+        The recipe as plain data: delayed scaling, HYBRID. If scales do not move at every F and dI,
+        the recipe also says when they move.
         """
         found = {
             "recipe": "DelayedScaling",

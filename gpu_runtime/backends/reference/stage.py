@@ -178,7 +178,8 @@ class ReferenceStage(torch.nn.Module):
     @property
     def reports(self) -> Reports:
         """
-        Casts, scaling updates, which scales dI used, and by which factor the loss was weighted.
+        The stage reports casts, scaling updates, which scales dI used, and by which factor the loss
+        was weighted.
 
         The device never decides whether a captured cast or update runs, so each replay does what
         the capture recorded. Random numbers that follow from the microbatch have no position to

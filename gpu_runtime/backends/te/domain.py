@@ -64,7 +64,7 @@ def version_problem(found: str) -> str | None:
             return None
     return (
         f"Transformer Engine {found} is untested; tested: {tested_versions()}. The runtime reaches "
-        "into internals that change between versions: install a tested one, or set "
+        "into internals that change between versions: install a tested version, or set "
         "QEFFECT_UNTESTED_TE=1 and compare with native before trusting it"
     )
 
@@ -156,10 +156,10 @@ class TransformerEngineDomain:
         history_length: Entries of each amax history, for delayed scaling.
         device: The CUDA device; the current one if it is left out or has no index.
         scales: When scales move, for delayed scaling: ``action`` as the library moves them, at the
-            end of every F and dI; ``epoch`` once an epoch, by `move_scales`. Then the end of an FP8
-            region and the backward update no scales, and the casts gather each amax into the first
-            entry of its history. Dropout's random numbers then follow from layer, microbatch and
-            epoch.
+            end of every F and dI; ``epoch`` once an epoch, by `move_scales`. With ``epoch``, the
+            end of an FP8 region and the backward update no scales, and the casts gather each amax
+            into the first entry of its history. Dropout's random numbers follow from layer,
+            microbatch and epoch.
 
     Attributes:
         random: The random numbers of the domain's dropout.
@@ -231,7 +231,7 @@ class TransformerEngineDomain:
         """
         if self.frozen:
             raise BackendError(
-                f"stage {stage.index} joins a frozen state domain; build and warm every chunk "
+                f"stage {stage.index} joins a frozen state domain; build and warm every stage "
                 "of the process before capture, because a captured update covers a fixed set of "
                 "modules"
             )
@@ -255,7 +255,9 @@ class TransformerEngineDomain:
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """A region that the library treats as one under capture: nothing in it updates scales."""
+        """
+        A region that the library treats as a region under capture: nothing in it updates scales.
+        """
         with self._lib.te.autocast(enabled=True, recipe=self._recipe, _graph=True):
             # Otherwise the first module's backward would update all backward scales.
             self._lib.manager.quantization_state.is_first_fp8_module = False
@@ -270,8 +272,8 @@ class TransformerEngineDomain:
         """
         if self.scales != "epoch":
             raise BackendError(
-                "the library moves the scales of this domain at the end of every F and dI; make it "
-                "with scales='epoch' to move them once an epoch"
+                "the library updates the scales of this domain at the end of every F and dI; make "
+                "the domain with scales='epoch' to update its scales once an epoch"
             )
         for forward in (True, False):
             self._lib.manager.reduce_and_update_fp8_tensors(forward=forward)
@@ -434,7 +436,10 @@ class TransformerEngineDomain:
         }
 
     def recipe(self) -> Mapping[str, Any]:
-        """The recipe as plain data; and when scales move, if not at every F and dI."""
+        """
+        The recipe as plain data. If scales do not move at every F and dI, the recipe also says when
+        they move.
+        """
         if self.scaling != "delayed":
             return {"recipe": type(self._recipe).__name__}
         found = {

@@ -218,8 +218,9 @@ class TransformerEngineStage:
     @property
     def reports(self) -> Reports:
         """
-        The factor that weighted the loss, and the positions at which F draws random numbers. Casts
-        and scaling updates are not reported: the library decides about them in its own modules.
+        The stage reports the factor that weighted the loss, and the positions at which F draws
+        random numbers. Casts and scaling updates are not reported: the library decides about them
+        in its own modules.
         """
         draws = self.dropout > 0.0 and len(self.layers) > 0
         return Reports(
@@ -342,7 +343,7 @@ class TransformerEngineStage:
         self._install(tape.stores)
         if self.fuse:
             if tape.bound is None:
-                raise BackendError("no destination is bound; bind before dI")
+                raise BackendError("no gradient destination is bound; bind it before dI")
             self._set_main_grad(tape.bound)
         wanted = [x for x in tape.inputs if x.requires_grad]
         gradients = torch.autograd.grad(
@@ -488,7 +489,10 @@ class TransformerEngineStage:
         return look
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """Modes in which a graph would replay host decisions or streams of another library."""
+        """
+        Why this stage cannot be captured: modes in which a graph would replay host decisions or
+        streams of another library.
+        """
         found = []
         for name, module in self.root.named_modules():
             if not module.training:
@@ -512,15 +516,16 @@ class TransformerEngineStage:
 
     def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:
         """
-        Let the full backward accumulate into `main_grad`, or into `.grad` when None.
+        Let the full backward accumulate into `destinations` as `main_grad`; None means `.grad`.
 
         Raises:
-            BackendError: The stage was made for the other kind of accumulation.
+            BackendError: The stage accumulates into `main_grad` but got None, or into `.grad` but
+                got destinations.
         """
         if (destinations is not None) != self.fuse:
             raise BackendError(
-                f"this stage was made with fuse_wgrad_accumulation={self.fuse}; make it with "
-                f"{not self.fuse} for native accumulation into "
+                f"this stage was made with fuse_wgrad_accumulation={self.fuse}; make the "
+                f"stage with {not self.fuse} for native accumulation into "
                 f"{'main_grad' if destinations is not None else '.grad'}"
             )
         if destinations is not None:

@@ -52,14 +52,14 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--cells",
         nargs="+",
         metavar="CELL",
-        help="cells to measure, by index or name (default: the first three)",
+        help="cells (layer sizes) to measure, by index or name (default: the first three)",
     )
     parser.add_argument(
         "--columns",
         nargs="+",
         metavar="NAME",
-        help="columns to measure, by name or the beginning of a name (default: all columns of the "
-        "cell)",
+        help="columns (ways to run a step) to measure, by name or the beginning of a name "
+        "(default: all columns of the cell)",
     )
     parser.add_argument(
         "--microbatches",

@@ -108,7 +108,8 @@ def measure(rounds: int = 60) -> list[Price]:
     Measure each schedule; a process group of one rank must exist.
 
     Args:
-        rounds: Steps of each kind; a figure is their median.
+        rounds: Number of times that steps without and with the guard are timed; a figure is a
+            median over them.
     """
     collects = gc.isenabled()
     gc.disable()  # as trainers do, which collect at steps of their own

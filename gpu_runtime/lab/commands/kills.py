@@ -3,12 +3,12 @@
 bit.
 
 The command trains a small language model over two ranks with ``torchrun ... qeffect runtime train
---resume``. In each start except the last, one process is killed (SIGKILL). Usually this is a rank,
-during its start, a resume, a step, an evaluation or a save. Sometimes it is torchrun's agent, while
-a rank steps, evaluates or saves. Once every process has ended, the next start resumes from the
-newest checkpoint. At the end, the last checkpoint and every loss of the log are compared with an
-undisturbed run, bit for bit. The checkpoint holds weights, moments, master weights, scales,
-histories and random states.
+--resume``. In each start except the last, one process is killed (SIGKILL). Usually this process is
+a rank, during its start, a resume, a step, an evaluation or a save. Sometimes the killed process is
+torchrun's agent, while a rank steps, evaluates or saves. Once every process has ended, the next
+start resumes from the newest checkpoint. At the end, the last checkpoint and every loss of the log
+are compared with an undisturbed run, bit for bit. The checkpoint holds weights, moments, master
+weights, scales, histories and random states.
 """
 
 from __future__ import annotations
@@ -439,7 +439,7 @@ def compare_runs(whole: Path, other: Path, steps: int) -> dict[str, Any]:
     Args:
         whole: The folder of the undisturbed run, with ``kept`` and ``log.jsonl``.
         other: The folder of the other run.
-        steps: Steps of both.
+        steps: Number of steps of each run.
 
     Returns:
         The numbers of distinct tensors, losses and held-out losses; the names of those that differ

@@ -58,14 +58,14 @@ def add_modes_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="time limit per row in seconds (default 60)",
+        help="time limit per mode in seconds (default 60)",
     )
     parser.add_argument(
         "--at-once",
         type=int,
         default=1,
         metavar="N",
-        help="rows that run side by side (default 1)",
+        help="number of modes that run side by side (default 1)",
     )
     add_report_options(parser)
 

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _ROUNDS = (
-    ("--rounds", "rounds per side"),
+    ("--rounds", "rounds per side (compared pipeline)"),
     ("--steps", "steps per round for sides that replay graphs"),
     ("--native-steps", "steps per round for sides without graphs"),
 )

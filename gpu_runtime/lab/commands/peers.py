@@ -1,7 +1,7 @@
 """
 ``qeffect runtime report peers``: compare our pipeline with torch's own pipeline and Megatron-core.
 
-All of them run the same language model with one layer per stage and a bf16 head. They run over two
+All three run the same language model with one layer per stage and a bf16 head. They run over two
 ranks with two stages each, from the same initial bits. Each mode runs in its own processes under a
 time limit, and then in other processes under the profiler, so that a mode that hangs or dies loses
 only its own rows. Only Megatron's modes need Megatron-core (``pip install --no-deps
@@ -222,7 +222,7 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
         default=LIMIT_S,
         metavar="S",
         help=f"time limit in seconds for each of the two starts of a mode (default {LIMIT_S:g}); "
-        "ours has four times this limit",
+        "the mode ours has four times this limit",
     )
     add_rank_options(parser, rounds=3)
 

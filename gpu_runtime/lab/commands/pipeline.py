@@ -90,14 +90,15 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PROVISIONINGS,
         default="live",
         help="number of slots per stage. live (default): the largest number of tapes that are "
-        "live at the same time. static: one for each microbatch",
+        "live at the same time. static: one slot for each microbatch",
     )
     parser.add_argument(
         "--amax",
         choices=AMAX,
         default="replica",
         help="FP8 scales are computed from amaxes (largest absolute values). replica (default): "
-        "each replica uses its own amaxes. replicas: all replicas use the largest amax of all",
+        "each replica uses its own amaxes. replicas: all replicas use the "
+        "largest amaxes of all replicas",
     )
     for name, text in (
         ("layers", "layers per stage (default 1)"),

@@ -29,8 +29,8 @@ __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
 TIMEOUT_S = 300.0
 
-#: The problem that `derive_pools` reports if a shared pool corrupted nothing; on a CPU this is
-#: always so.
+#: The problem that `derive_pools` reports if a shared pool corrupted nothing; on a CPU, a shared
+#: pool never corrupts anything.
 HARMLESS = "the shared pool corrupted nothing, so the comparison proves nothing"
 
 

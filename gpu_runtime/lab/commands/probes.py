@@ -50,7 +50,7 @@ LOOKS = 2000
 ATTENTION = ((64, True), (64, False), (128, True))
 
 #: The lines that bind dW in the library's `_make_graphed_callables`. The chunk's counter advances
-#: with each captured dgrad, and a dW gets the graph before the counter.
+#: with each captured dgrad, and a dW gets the graph just before the counter's position.
 PAIRING = (
     "per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]",
     "bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]",

@@ -307,7 +307,8 @@ def resumed_row(
         whole: Results of the ranks of the run that never stopped.
         again: Results of the ranks of the resumed run.
         weighed: Bytes of the checkpoint, by part.
-        there: How the run resumed, if that differs from how it was saved.
+        there: Schedule and mode of the resumed run, if they differ from those of the run that
+            saved.
     """
     compared, differ = 0, []
     for a, b in zip(whole, again, strict=True):

@@ -161,7 +161,7 @@ def _fresh_check(arguments: dict[str, Any]) -> dict[str, Any]:
 def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `streams`."""
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="processes per handoff (default 3)"
+        "--processes", type=int, metavar="N", help="processes per kind of wait (default 3)"
     )
     parser.add_argument("--checks", type=int, metavar="N", help="checks per process (default 200)")
     parser.add_argument(
@@ -179,7 +179,7 @@ def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
         help="length of the producer's chain of matrix products (default 32)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="trial run: 1 process per handoff with 20 checks"
+        "--quick", action="store_true", help="trial run: 1 process per kind of wait, with 20 checks"
     )
     add_report_options(parser)
 

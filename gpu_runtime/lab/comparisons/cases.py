@@ -31,9 +31,9 @@ class Case:
 
     Args:
         name: Its name in reports.
-        schedule: A schedule class of torch, of whose table one rank's row is run; `random` for a
+        schedule: A schedule class of torch, to run one rank's row of its table; `random` for a
             random order; or `given` for the order in `cells`.
-        rank: The rank, or the seed of a random order.
+        rank: The rank whose row runs, or the seed of a random order.
         history: Entries of each amax history.
         rule: Where dW writes.
         dtype: Type of the destinations.
@@ -257,7 +257,8 @@ def shrink(case: Case) -> Case:
     return attrs.evolve(case, **_SMALL).with_steps(min(case.steps, 6))
 
 
-#: Shorter sequences cause an illegal memory access under capture: see `probes`.
+#: Minimum number of tokens; shorter sequences cause an illegal memory access under capture
+#: (`probes`).
 SHORTEST = 128
 
 

@@ -1,6 +1,6 @@
 """
 Gradients of the peers (our pipeline, torch's and Megatron-core): one mode saves its gradients, and
-later modes compare theirs with them.
+later modes compare their own gradients with the saved gradients.
 
 The learning rate is zero, so no weight changes, and scales repeat from step to step. Gradients of a
 later step can thus be compared even if modes capture differently. The update still runs as the last

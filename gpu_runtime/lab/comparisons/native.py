@@ -211,8 +211,8 @@ def empty_sums(stage: StageBackend, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def native_gradients(stage: StageBackend, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
-    The gradients after full backwards; gradients of matrices come from `sums` unless `sums` is
-    empty.
+    The gradients after full backwards: `.grad` of each parameter, replaced by those of `sums` for
+    matrices if `sums` has any.
 
     Raises:
         BackendError: A parameter has no gradient.

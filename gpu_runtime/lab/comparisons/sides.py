@@ -127,8 +127,8 @@ def run_native(
 
 def fuse_for(rule: Rule) -> bool | None:
     """
-    False for copied gradients, which must stay out of `main_grad`; otherwise None: the backend
-    chooses.
+    False for copied gradients, which must stay out of `main_grad`; otherwise None, which lets the
+    backend choose.
     """
     return False if rule == "copied" else None
 

@@ -32,7 +32,7 @@ def paths(folder: Path = FOLDER) -> list[Path]:
 
 def load(folder: Path = FOLDER, *, kind: str | None = None) -> Iterator[dict[str, Any]]:
     """
-    Reports of a folder, of one kind or of all.
+    Reports of a folder, of one kind or of all kinds.
 
     Raises:
         UnusableError: A file cannot be read, or is not a report.

@@ -192,7 +192,7 @@ class ColumnHandle(Protocol):
 
 class ColumnProcess:
     """
-    A session in a fresh process, which dies with this one.
+    A session in a fresh process, which dies with this process.
 
     Args:
         spec: The column.

@@ -58,7 +58,7 @@ class Kill:
         place: One of `PLACES`.
         rank: The rank at that place.
         folder: Folder in which the dying rank writes ``killed``.
-        launcher: Kill the rank's launcher instead of the rank.
+        launcher: If True, the rank's launcher is killed; if False, the rank.
         steps: Number of steps after which the kill is due; a kill in the start or a resume comes
             before the first step.
         part: For the place ``step``: the share of a step's time after which the process is killed.

@@ -20,8 +20,9 @@ def trace_steps(step: Callable[[], object], synchronize: Callable[[], None], ste
     """
     Return the device's events in a Chrome trace of some steps.
 
-    The profiler's library is released after the trace, because it makes the host visit every node
-    of every graph that is launched later. Some of that cost may remain, so time nothing afterwards.
+    The profiler's library is released after the trace, because this library makes the host visit
+    every node of every graph that is launched later. Some of that cost may remain, so time nothing
+    afterwards.
 
     Raises:
         RuntimeError: The profiler recorded no event on the device.

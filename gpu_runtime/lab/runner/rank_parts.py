@@ -85,8 +85,8 @@ def times_in_row(worker: Worker, gradients: Gradients, order: Order) -> tuple[Ti
     """
     Times of the actions of a whole row, replayed in order without messages.
 
-    A graph that is replayed alone finds its own data in the device's cache; in a row, the cache has
-    the data of the graph before it.
+    A graph that is replayed alone finds its own data in the device's cache; within a rank's row,
+    the cache has the data of the previous graph.
     """
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):

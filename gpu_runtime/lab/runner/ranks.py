@@ -85,13 +85,13 @@ def run_ranks(
     """
     Run a command once per rank under torchrun's environment variables, until all end.
 
-    Three seconds after a rank fails the others are killed, and all are killed at the limit or when
-    this call is interrupted. Only processes that were started here are killed.
+    Three seconds after a rank fails, the other ranks are killed. All ranks are killed at the time
+    limit, or when this call is interrupted. Only processes that were started here are killed.
 
     Args:
         command: The command line.
         world: Number of ranks.
-        limit: Time limit in seconds; infinite for none.
+        limit: Time limit in seconds; infinity for no limit.
         folder: Folder of the ranks' output files.
         name: Beginning of the names of these files.
         own: The only rank to start here, if torchrun started this process as that rank; None to

@@ -33,9 +33,9 @@ class RoundPlan:
     Args:
         rounds: Number of rounds, each of some steps back to back and one single step.
         steps: Steps per round, back to back.
-        settles: Whether rounds are added until the last `AGREEING` agree, up to `MOST` in total,
-            because the speed of a host-bound side, such as native, varies with the host. If
-            `rounds` is below `AGREEING`, no round is added.
+        settles: If True, rounds are added until the last `AGREEING` rounds agree, up to `MOST`
+            rounds in total, because the speed of a host-bound side, such as native, varies with the
+            host. No round is added if False, or if `rounds` is below `AGREEING`.
     """
 
     rounds: int
@@ -101,8 +101,8 @@ def time_side(
     Returns:
         Milliseconds by round (`step_ms`, `single_ms`, `host_ms`); by rank the peak of reserved
         bytes (`peak_bytes`) and `facts`; and `busy_ms`, empty until a profile is added. If rounds
-        may be added, only the last `AGREEING` count; `earlier_ms` has the step times of the rounds
-        before, and `settled` tells whether the last rounds agree.
+        may be added, only the last `AGREEING` count; `earlier_ms` has the step times of the earlier
+        rounds, and `settled` tells whether the last rounds agree.
     """
     for _ in range(WARMUP):
         step()

@@ -107,7 +107,7 @@ class _Training:
         Run every F and full backward in the table's order, with one autograd graph per stage.
 
         Args:
-            forward: Called with position, microbatch, input and whether it is the stage's first F.
+            forward: Called with position, microbatch, input and whether the F is the stage's first.
         """
         inputs: dict[tuple[int, int], Tensor] = {}
         outputs: dict[tuple[int, int], Tensor] = {}
@@ -261,7 +261,7 @@ class Graphed(_Training):
 
 
 def native_column(cell: BenchCell, settings: Settings, *, fused: bool) -> Native:
-    """Native eager, into `.grad` or fused into `main_grad`."""
+    """Native eager; gradients go into `.grad` or, with ``fused``, directly into `main_grad`."""
     return Native(cell, settings, fused)
 
 

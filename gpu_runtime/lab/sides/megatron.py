@@ -342,8 +342,8 @@ def measure_models(row: MegatronModelRow, plan: RoundPlan, findings: Findings) -
 
     Args:
         row: The row.
-        plan: How it is timed.
-        findings: Takes its times, its loss and its facts.
+        plan: How the model is timed.
+        findings: Takes the row's times, loss and facts.
     """
     member = meet(row.mode, row.pp)
 

@@ -193,7 +193,7 @@ def captured_column(
     two_streams: bool = False,
     counts: Counts | None = None,
 ) -> Ours:
-    """Captured on a GPU, eager on a CPU."""
+    """This runtime's column: captured on a GPU, eager on a CPU."""
     return Ours(
         cell,
         settings,
@@ -207,5 +207,5 @@ def captured_column(
 
 
 def eager_column(cell: BenchCell, settings: Settings, *, destination: Rule) -> Ours:
-    """Eager, with guards and live slots."""
+    """This runtime's eager column, with guards, and with slots for live microbatches only."""
     return Ours(cell, settings, destination, "live", "eager")

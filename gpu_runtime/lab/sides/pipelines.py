@@ -123,7 +123,7 @@ class NativeSide:
         return live_tensors(self.stages, self.optimizer)
 
     def facts(self) -> dict[str, Any]:
-        """Native has no graphs and no slots."""
+        """No facts: native has no graphs and no slots."""
         return {}
 
     def close(self) -> None:
@@ -325,7 +325,7 @@ def build_guarded(
         job: The pipeline.
         mode: How a step runs; None for graph replays on a GPU and eager calls on a CPU.
         optimizer: Makes the optimizer.
-        dtype: Type of accumulated gradients, and of master weights unless it is bf16.
+        dtype: Type of accumulated gradients; unless bf16, also of the master weights.
     """
     batch = drawn_batches(job, member.device)
     if dtype is not torch.bfloat16:
@@ -390,7 +390,7 @@ def build_worker_of(
 
 
 def build_side(member: Member, make: Callable[[], S]) -> tuple[S, float]:
-    """Build a side; return the side and the seconds that this took on this rank."""
+    """Build a side; return the side, and the seconds that building took on this rank."""
     began = time.perf_counter()
     side = make()
     member.synchronize()

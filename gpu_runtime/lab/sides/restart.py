@@ -55,7 +55,8 @@ class Trial:
         job: The model, its mapping and its data.
         device: `cpu` or `cuda`.
         mode: How a step runs.
-        masters: Accumulate gradients in float32, with float32 master weights.
+        masters: If True, gradients are float32, with float32 master weights; if False, gradients
+            are bf16, without master weights.
         limits: Time limits.
     """
 

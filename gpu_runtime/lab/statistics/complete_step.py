@@ -4,8 +4,9 @@ The paper's tables of the complete step, from trials: our numbers beside the pap
 A trial is one start of all ranks; its step time is the median of its rounds. Ratios are taken
 within a trial; the tables give their median over trials. No trial has both two and four ranks, so
 two and four ranks are compared by medians over trials. As in the paper, the first three trials of a
-model on its ranks are the initial set, the others the replication. If both sets are shown, their
-times, speedups and break-even steps are never pooled. Memory is the maximum over all trials.
+model on its ranks are the initial set, the other trials are the replication. If both sets are
+shown, their times, speedups and break-even steps are never pooled. Memory is the maximum over all
+trials.
 """
 
 from __future__ import annotations

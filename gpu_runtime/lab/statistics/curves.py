@@ -4,8 +4,8 @@ Figures that compare training runs: equal bits, non-inferiority, time to a loss.
 Two runs count as runs of the same order if their schedule, seed and head agree. A native and a
 guarded run of the same order must have the same losses. Another schedule leads to other FP8 scales,
 so runs of different schedules are compared by held-out perplexity over seeds. The paper's criterion
-is a margin of 5 %: a schedule's perplexity is at most 1.05 times the base schedule's, shown with
-the variation between runs. There are three figures: the ratio of geometric means, the spread over
+is a margin of 5 %: a schedule's perplexity is at most 1.05 times the base schedule's. The variation
+between runs is shown too. There are three figures: the ratio of geometric means, the spread over
 the seeds of each side, and (with two or more seeds) the upper end of the ratio's one-sided 95 %
 interval. The interval comes from the differences of logarithms of runs with the same seed
 (Student's t).

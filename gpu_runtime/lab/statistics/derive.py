@@ -222,7 +222,8 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
 
 def construction(column: Raw) -> dict[str, float | None]:
     """
-    Seconds of building a column before its first step, and of warm-up and capture within them.
+    Seconds of building a column before its first step, and how many of these seconds are warm-up
+    and capture.
 
     Construction is all work that only this column needs: for this runtime, slots, destinations, the
     contract, compiled sums, warm-up and capture. Warm-up and capture are host times, which only

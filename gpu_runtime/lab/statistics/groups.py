@@ -20,7 +20,7 @@ GOALS: Mapping[tuple[str, str], float] = {
 }
 """
 Goal by cell and type of gradient destinations: in the better schedule, the step time divided by
-today's is at most this value.
+that of the rows `today` is at most this value.
 """
 
 _SET, _SUM = ("cell", "schedule", "dtype"), ("cell", "dtype", "group")

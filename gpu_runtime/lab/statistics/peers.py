@@ -43,7 +43,7 @@ def combine_distances(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dic
     Returns:
         `compared` and `different` tensors, `not_finite` numbers, `relative` (distance divided by
         the norm of theirs) and `cosine` over all tensors, and `worst`, the tensor with the largest
-        relative distance; None if a number is not finite.
+        relative distance. The last three are None if a number is not finite.
     """
     tensors = {
         f"rank {n}: {name}": sums for n, rank in enumerate(ranks) for name, sums in rank.items()
@@ -100,8 +100,8 @@ def verdict(row: Raw) -> str:
 def has_owed_bits(row: Raw) -> bool:
     """
     Whether one of our rows is right. A row is right if it has the bits of its reference. A row that
-    cannot have them (under a schedule with other scales, with fp32 gradients, in groups) is right
-    if its gradients are close.
+    cannot have these bits (under a schedule with other scales, with fp32 gradients, in groups) is
+    right if its gradients are close.
 
     Args:
         row: A derived row of our pipeline or torch's.

@@ -49,7 +49,8 @@ class GradientDigests:
 
         Args:
             gradients: By stage and name, without the gradients in `further`.
-            further: Tensors for the last of the names, after those in `gradients`.
+            further: Tensors that belong to the last names of `names`, in order; all other names are
+                in `gradients`.
         """
         named = self.names[: len(self.names) - len(further)]
         every = [*(gradients[stage][name] for stage, name in named), *further]

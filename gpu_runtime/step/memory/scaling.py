@@ -8,9 +8,9 @@ is a constant divided by the largest amax of a window. So the smallest scale is 
 largest amax would have given.
 
 (If one replica's window has no amax, or an amax that is not finite, that replica's update keeps its
-earlier scale, and the smallest of this and the other replicas' scales is taken. If Transformer
-Engine skips an entry of exactly zero on one replica alone, that replica's other entries of the
-epoch are shifted by one place.)
+earlier scale, and the smallest of all replicas' scales is still taken. If Transformer Engine skips
+an entry of exactly zero on one replica alone, that replica's other entries of the epoch are shifted
+by one place.)
 """
 
 from __future__ import annotations

@@ -64,7 +64,9 @@ def require_copies(
         for stage, local in places:
             own = parameters(stages[stage]) if stage in stages else {}
             if local not in own:
-                raise BackendError(f"stage {stage} has no parameter {local!r}, named as a copy")
+                raise BackendError(
+                    f"stage {stage} has no parameter {local!r}, which is named as a copy"
+                )
             if stage in buckets:
                 raise BackendError(
                     f"stage {stage} has a copy of {name!r} and configured buckets; leave the "

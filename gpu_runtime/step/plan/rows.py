@@ -44,7 +44,7 @@ _WAIT_OF = {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
 
 class ScheduleRefusedError(ScheduleError):
     """
-    `qeffect check` refuses the table, so no rank may start to walk it.
+    `qeffect check` refuses the table, so no rank may start to run it.
 
     Args:
         finding: The first finding: the cause of the refusal.
@@ -63,7 +63,7 @@ class Row:
     Args:
         table: The whole table that `walked` returns.
         rank: The rank of this row.
-        atoms: The row's indivisible steps.
+        atoms: The row's entries: actions, posts of messages, and waits for sends.
         order: Its F, dI and dW.
         slots: Which slot each microbatch uses.
         feeds: Which local stage each local stage feeds without a message.
@@ -81,7 +81,7 @@ class Row:
         cls, table: Schedule, rank: int, provisioning: Provisioning = "live", group: int = 1
     ) -> Row:
         """
-        One rank's row of a table that `walked` returned, for the same provisioning and group.
+        One rank's row of a table that `walked` returned for the same provisioning and group.
 
         Raises:
             ScheduleError: The table has no such rank, or the rank does nothing.
@@ -131,7 +131,8 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int =
 
     Args:
         schedule: A table of all ranks, with messages if there is more than one rank.
-        provisioning: How slots are counted; sends from a slot that is not reused are awaited last.
+        provisioning: How slots are counted: `live` reuses slots; `static` gives each microbatch
+            its own. Sends from a slot that is not reused are awaited at the row's end.
         group: Microbatches whose dW is one product; each group's dW then follow one another.
 
     Raises:
@@ -185,5 +186,8 @@ def _steps(atoms: Sequence[Atom]) -> list[Event]:
 
 
 def _assign(table: Schedule, steps: Sequence[Event], *, reuse: bool) -> Assignment:
-    """Assign slots from the receive on; free once dW, local readers and messages are done."""
+    """
+    Assign each microbatch a slot from its receive on; the slot is free again once dW, local readers
+    and messages are done.
+    """
     return assign_walked(steps, awaits_sends=table.awaits_sends, reuse=reuse)

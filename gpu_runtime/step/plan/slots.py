@@ -62,8 +62,8 @@ class SlotPlan:
         slot_of: Local slot by stage and microbatch.
         num_slots: Slots by stage.
         sharers: By stage, the other stage that writes the same destination of tied weights.
-        walks: Largest number of walks over the order in an epoch. In walks after the first, every
-            dW adds.
+        walks: Largest number of walks (passes over the order) in an epoch. In walks after the
+            first, every dW adds.
         group: Number of microbatches whose dW are computed as one product, at the place of the
             first dW.
     """
@@ -78,7 +78,8 @@ class SlotPlan:
 
     def members(self, microbatch: int) -> tuple[int, ...]:
         """
-        The microbatches whose dW runs with that of `microbatch`, ascending and itself included.
+        The microbatches whose dW runs as one product with the dW of `microbatch`, ascending and
+        itself included.
 
         Empty if the dW of an earlier microbatch of its group includes it.
         """
@@ -110,7 +111,9 @@ class SlotPlan:
         return WgradVariant(0, False, self._joins(stage, microbatch, set(every)))
 
     def _joins(self, stage: int, microbatch: int, others: set[int]) -> bool:
-        """Whether the sharer of a stage has written one of these microbatches before this one."""
+        """
+        Whether, before this dW, the stage's sharer has written a destination of these microbatches.
+        """
         for step in self.order.steps:
             if step.kind is not Kind.WGRAD:
                 continue
@@ -142,7 +145,8 @@ def plan_slots(
 
     Args:
         order: The order of the actions.
-        provisioning: `live` or `static`.
+        provisioning: `live`: as many slots per stage as tapes are live at once; `static`: one slot
+            per microbatch.
         available: Largest number of slots per stage; unlimited for a stage that is not named.
         feeds: Which local stage each local stage feeds.
         group: Microbatches whose dW is one product.

@@ -167,8 +167,9 @@ class Checkpoints:
             later.
 
         Raises:
-            StoppedError: A rank has live, in-flight or spoiled state, cannot tell whether it has,
-                or is gone. All ranks raise it with one cause, and no checkpoint is written.
+            StoppedError: A rank has live, in-flight or spoiled state, cannot tell whether it has
+                such state, or is gone. All ranks raise it with one cause, and no checkpoint is
+                written.
             EarlierSaveError: An earlier asynchronous save failed. This save was still started.
             NonFiniteError: A weight, a moment or a scale is not finite on a rank. Earlier
                 checkpoints are unchanged.
@@ -321,8 +322,9 @@ class Checkpoints:
             naming: The model's names.
             must: Must equal the `must` of the save.
             extra_tensors: Destinations of the save's further tensors, by name.
-            replicas: The saved replica whose scaling state each replica loads; ``same`` refuses a
-                checkpoint with another number of replicas.
+            replicas: Which saved replica's scaling state replica r loads. With ``same``, that of
+                saved replica r; a checkpoint with another number of replicas is refused. With
+                ``modulo``, that of saved replica r modulo the saved number of replicas.
 
         Returns:
             The `free` data of the save.

@@ -66,7 +66,9 @@ def plain(value: Any, where: str) -> Any:
 
 
 def requirements(worker: Worker) -> dict[str, Any]:
-    """Facts that must be equal in both runs, because they decide what saved numbers mean."""
+    """
+    Facts that must be equal in the saving and the loading run: they decide what saved numbers mean.
+    """
     domain, masters = worker.runtime.domain, worker.optimizer.master_dtype
     config = worker.runtime.config
     # With scales that move once an epoch, how gradients are summed belongs to the recipe.
@@ -83,7 +85,7 @@ def requirements(worker: Worker) -> dict[str, Any]:
 
 
 def mapping_of(worker: Worker) -> dict[str, Any]:
-    """How stages and microbatches are mapped to ranks; the mappings of the two runs may differ."""
+    """How stages and microbatches are mapped to ranks; a loading run may have another mapping."""
     table = worker.table
     return {
         "schedule": _TORCH.sub("", Path(table.source).name),
@@ -106,7 +108,7 @@ def contract_of(worker: Worker) -> dict[str, Any]:
 
 
 def changes(worker: Worker, facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """The accepted differences between both runs, in words."""
+    """The accepted differences between the saving and the loading run, in words."""
     saved, own = facts["mapping"], mapping_of(worker)
     found = [f"{key}: {saved[key]} -> {own[key]}" for key in own if saved[key] != own[key]]
     if not found:

@@ -206,7 +206,7 @@ class Writer(FileSystemWriter):
         self.fs = self.hashed = _HashingFileSystem()
 
     def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy all tensors to the host now, so that later writes have their present values."""
+        """Copy all tensors to the host now: the files that are written later get these values."""
         self.per_thread_copy_ahead = 0
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state_dict.items()}
 
@@ -429,7 +429,7 @@ def _sealed(path: Path) -> dict[str, Any]:
     named = _epoch_of(path.name)
     if named is not None and named != held["epoch"]:
         raise BackendError(
-            f"{path} holds the checkpoint of step {held['epoch']}; give the folder its name back, "
+            f"{path} holds the checkpoint of step {held['epoch']}; rename the folder to "
             f"{checkpoint_name(held['epoch'])}"
         )
     found_in: dict[str, Any] = held
@@ -442,8 +442,9 @@ def problem_of(path: Path, marks: Mapping[str, FileDigest], hashed: Sequence[str
 
     Args:
         path: The checkpoint.
-        marks: The files of its manifest.
-        hashed: Names of the files whose content is compared; of other files, only the size.
+        marks: Size and hash of each file, from its manifest.
+        hashed: Names of the files whose content is compared; for all other files, only the size is
+            compared.
     """
     for name, mark in sorted(marks.items()):
         file = path / name

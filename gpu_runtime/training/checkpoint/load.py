@@ -149,7 +149,7 @@ def sources(
         if (dtype, size) != found:
             raise BackendError(
                 f"{path}: {one.saved} is {dtype} {size}, here {found[0]} {found[1]}; build the "
-                "model that it was saved from"
+                "model that was saved"
             )
     return found_at
 
@@ -203,7 +203,9 @@ def require_all_taken(
     """
     paths = {one["path"] for one in said}
     if len(paths) > 1:
-        raise SharedError(f"ranks load different checkpoints: {sorted(paths)}; name one for all")
+        raise SharedError(
+            f"ranks load different checkpoints: {sorted(paths)}; name the same one on every rank"
+        )
     taken = {name for one in said for name in one["names"]}
     for name in sorted(facts["tensors"].keys() - taken):
         kind, scope = name.split(".")[:2]
@@ -218,4 +220,4 @@ def _remedy(name: str) -> str:
     """What to do about a tensor that only the checkpoint has, or only this run."""
     if name.startswith(f"{NUMERICAL}.") and name.split(".")[2].startswith("process"):
         return "this state belongs to one rank: resume with the pp of the saved run"
-    return "build the model that it was saved from"
+    return "build the model that was saved"

@@ -72,7 +72,8 @@ def finalize(st, stage, link):
 
 def start_reduction(st, bucket, link):
     """
-    After the last dW of the bucket's stages, when a caller's stream enqueues the reduction.
+    After the last dW of the bucket's stages, when a caller's stream enqueues the reduction: the
+    bucket is then in flight.
 
     Guards: reduction, completion.
     Writes: completion, reduction.
@@ -105,7 +106,8 @@ def start_reduction(st, bucket, link):
 
 def finish_reduction(st, bucket, link):
     """
-    When the caller's stream, which will read the gradients, waits for the reduction.
+    When the caller's stream, which will read the gradients, waits for the reduction: the bucket is
+    then reduced.
 
     Guards: reduction, completion.
     Writes: completion, reduction.
@@ -346,8 +348,8 @@ def check_update(st, epoch, caller):
 
 def move_scales(st, stage, updates):
     """
-    In an update, after the scales of the stage's domain moved; only if they move once an epoch.
-    `updates` counts how often they moved.
+    In an update, after the scales of the stage's domain moved: records their movement. The call is
+    accepted only if these scales move once an epoch. `updates` counts how often they moved.
 
     Guards: order.
     Writes: order.

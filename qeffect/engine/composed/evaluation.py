@@ -14,8 +14,8 @@ __all__ = ["abort_evaluation", "check_evaluation", "commit_evaluation"]
 
 def check_evaluation(st, stage, link, cached):
     """
-    Before a forward that trains nothing: reserves the stage and its domain. `cached` says whether
-    the evaluation reads the weight cache.
+    Before a forward that trains nothing: reserves the stage and its domain. `cached` is true if the
+    evaluation reads the weight cache, and false if it quantizes the weights itself.
 
     Guards: version, order, completion, epoch.
     Writes: order, epoch, tickets.

@@ -14,7 +14,8 @@ __all__ = ["abort_forward", "check_forward", "commit_forward"]
 
 def check_forward(st, key, slot, token, link, refresh):
     """
-    Before F: reserves slot and domain.
+    Before F: reserves slot and domain. `refresh` is true if F fills the weight cache itself, and
+    false if F reads the cache as it is.
 
     Guards: ownership, version, order, capture, completion, epoch.
     Writes: ownership, version, order, capture, tickets.

@@ -14,7 +14,7 @@ __all__ = ["checkpoint", "restore"]
 
 def checkpoint(st):
     """
-    Before anything is saved.
+    Before anything is saved: only checks, and changes nothing.
 
     Guards: persistence, order.
     Writes: none.

@@ -11,7 +11,7 @@ __all__ = ["drain", "join", "submit", "wait"]
 
 def submit(st, link):
     """
-    After the caller enqueued work that later replays must wait for.
+    After the caller enqueued work that later replays must wait for: counts that work.
 
     Guards: none.
     Writes: completion.

@@ -25,7 +25,8 @@ __all__ = ["finish_read", "finish_receive", "post_receive", "read"]
 
 def post_receive(st, key, ref, message, link):
     """
-    Before a stream receives the tape's input, or its output's gradient, into the slot.
+    Before a stream receives the tape's input, or its output's gradient, into the slot: the receive
+    is then under way.
 
     Guards: ownership, completion.
     Writes: ownership, completion.
@@ -65,7 +66,8 @@ def post_receive(st, key, ref, message, link):
 
 def finish_receive(st, key, ref, message, link):
     """
-    After the message has arrived and the link's caller has waited for the receive.
+    After the message has arrived and the link's caller has waited for the receive: ends the
+    receive.
 
     Guards: ownership, completion.
     Writes: ownership, completion.
@@ -144,7 +146,7 @@ def finish_receive(st, key, ref, message, link):
 
 def read(st, key, ref, bit, link):
     """
-    Before a stream reads the output or the input gradient.
+    Before a stream reads the output or the input gradient: the read is then under way.
 
     Guards: ownership, completion.
     Writes: ownership, completion.
@@ -184,8 +186,8 @@ def read(st, key, ref, bit, link):
 
 def finish_read(st, key, ref, bit, link):
     """
-    After the read has ended and the link's caller has waited for it. The tape's last consumer
-    releases the slot.
+    After the read has ended and the link's caller has waited for it: ends the read for the
+    contract. The tape's last consumer releases the slot.
 
     Guards: ownership, completion.
     Writes: ownership, capture, completion.

@@ -202,8 +202,8 @@ def commit_wgrad(st, slot, ticket, covered):
 
 def ungroup_wgrad(st, key, ref, covered):
     """
-    After a grouped dW ended: counts this tape's part of the write. `covered` names the matrices
-    written. The tape's last consumer releases the slot.
+    After a grouped dW ended: counts the dW of this tape. `covered` names the matrices written. The
+    tape's last consumer releases the slot.
 
     Guards: ownership, arena.
     Writes: ownership, capture, completion, epoch.
