@@ -112,7 +112,7 @@ class WeightNames:
 
     def other(self, name: str) -> tuple[str, bool]:
         """
-        Return a weight's other name, and whether it is transposed.
+        Return a weight's name in the other program, and whether the matrix is transposed there.
 
         Raises:
             BackendError: No line names the weight.
@@ -127,10 +127,10 @@ class WeightNames:
 
     def others(self, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
         """
-        Return the other name of each weight.
+        Return, for each weight, its name in the other program and whether the matrix is transposed.
 
         Raises:
-            BackendError: A weight has no line, or two weights would get the same other name.
+            BackendError: A weight has no line, or two weights would get the same name.
         """
         found = {name: self.other(name) for name in names}
         taken: dict[str, str] = {}

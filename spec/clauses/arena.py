@@ -204,8 +204,8 @@ microbatch exactly once. A stage may instead copy its gradients out of dW, witho
             id="arena.overlapping-destinations",
             number="4.12",
             title="Only declared tied destinations overlap",
-            invariant="Two destinations have different names and do not overlap in memory, "
-            "unless both matrices are declared tied and name one destination.",
+            invariant="Destinations have different names and do not overlap in memory. Only "
+            "matrices that are declared tied may name the same destination.",
             transitions=("configure",),
             argument="destination.address",
             unchanged=_NOTHING,

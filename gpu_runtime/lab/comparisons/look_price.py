@@ -40,7 +40,7 @@ def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict
     Time a run's check for non-finite values beside its steps.
 
     Args:
-        config: The training file, of one process.
+        config: The training file; its run must take one process.
         device: The device; by default the file's.
         rounds: Number of timed rounds, after three untimed rounds.
 

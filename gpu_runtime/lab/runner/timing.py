@@ -1,5 +1,6 @@
 """
-Time a side over ranks, round by round: steps back to back, and single steps.
+Time a side (a program that a measurement compares, such as this runtime or native) over ranks,
+round by round: steps back to back, and single steps.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def time_side(
         member: This rank.
         step: One step.
         plan: Rounds and steps.
-        construction_s: Seconds that building the side took on this rank.
+        construction_s: Seconds that this rank took to build the side.
         facts: Further results of this rank.
 
     Returns:
