@@ -5,6 +5,7 @@ they know.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from qeffect.cli import main
 from qeffect.gpu_runtime.ranks.causes import Cause, Verdicts
 from qeffect.gpu_runtime.ranks.channels import ChannelEnds, Message
 from qeffect.gpu_runtime.ranks.job import Job
@@ -19,6 +21,7 @@ from qeffect.schedule.actions import SENDS
 from qeffect.verification.ranks.launches import LAUNCHES
 from qeffect.verification.ranks.protocol import TRANSITIONS
 from qeffect.verification.ranks.replayed_state import ReplayedState
+from tests.ranks import bodies as stop_bodies
 from tests.ranks import cause_bodies as bodies
 from tests.ranks.ranks import launch
 
@@ -120,6 +123,19 @@ def test_a_rank_that_the_launcher_ended_is_not_named_by_a_rank_that_disagreed(
     assert (cause["kind"], cause["rank"], cause["action"]) == ("disagreed", 1, "commit")
     assert "channel from rank 0 to rank 1: the sender posted 0SEND_F1" in cause["text"]
     assert not cause["recoverable"]
+
+
+def test_a_reason_may_be_published_and_not_logged(tmp_path: Path) -> None:
+    """Both ranks find that messages differ; rank 0 is killed before it logs that it said so."""
+    job = Job(schedule="zbv", pp=2, microbatches=4)
+    said = launch(2, tmp_path, stop_bodies.exchange, job, "0SEND_F0", "0SEND_F1", True)
+    assert said.words[1]["cause"]["rank"] == 0
+    log = said.logs[0]
+    lines = log.read_text().splitlines()
+    stop = next(n for n, line in enumerate(lines) if json.loads(line).get("event") == "stop")
+    for kept, code in ((stop + 1, 0), (stop, 1)):
+        log.write_text("\n".join(lines[:kept]) + "\n")
+        assert code == main(["replay", "--quiet", *map(str, said.logs)])
 
 
 @pytest.mark.ci

@@ -92,7 +92,8 @@ class OrderSearch:
             return True
         if sum(self.at) > self._furthest:
             self._furthest, self._blocked = sum(self.at), blocked
-        seen = (*self.at, *sorted(self.state.cause.entries.items()))
+        columns = self.state.cause, self.state.said
+        seen = (*self.at, *(tuple(sorted(each.entries.items())) for each in columns))
         if seen in self._seen or next(self._orders) > _MOST_ORDERS:
             return False
         self._seen.add(seen)

@@ -71,7 +71,8 @@ class EventsOfAttempt:
 
     def rows(self, r: int, span: Span, number: int) -> list[list[LoggedStep]]:
         """
-        Return the steps of a rank, of its saves, and of its device: three rows.
+        Return the steps of a rank, of its saves, of its device, and of its unlogged reason: four
+        rows.
 
         Args:
             r: The rank.
@@ -82,7 +83,21 @@ class EventsOfAttempt:
         saver: list[LoggedStep] = []
         for step in self._steps(r, span, number):
             (saver if step.name == "publish" else own).append(step)
-        return [own, saver, list(self.launches[r].device(partial(step_of, span)))]
+        device = list(self.launches[r].device(partial(step_of, span)))
+        return [own, saver, device, self._unlogged_reason(r, span)]
+
+    def _unlogged_reason(self, r: int, span: Span) -> list[LoggedStep]:
+        """
+        Return the step that publishes a rank's reason, if the rank may have been killed after it
+        published the reason and before it logged this.
+        """
+        if not (span.leaves and span.events and span.events[-1]["event"] == "stop"):
+            return []
+        return [step_of(span, None, "say", lambda: self._say_unless_gone(r))]
+
+    def _say_unless_gone(self, r: int) -> None:
+        if self.state.up[r]:
+            TRANSITIONS["say"].run(self.state, r)
 
     def _steps(self, r: int, span: Span, number: int) -> Iterator[LoggedStep]:
         st = self.state
