@@ -70,7 +70,7 @@ def environment(
         argv: The command's arguments, by default those of this process; folders are left out.
         commit_given: The commit, for code outside a git checkout.
         device: Entries that the runtime adds about its device.
-        out: The report's file. If the commit is unknown, a line on standard error says so.
+        out: The report's file. If the commit is unknown, a line on standard error reports this.
 
     Raises:
         UnusableError: The given commit is malformed, or the commit is unknown and the file is in
@@ -124,7 +124,7 @@ def program(
     words: Sequence[str] = tuple(sys.orig_argv), environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """
-    Return the words of a command line before the command's own arguments, without folders.
+    Return the part of a command line before the command's own arguments, without folders.
 
     Args:
         words: The interpreter's own command line, its program first.

@@ -783,7 +783,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "tied_at",
         "bucket -> stage",
-        "the other stage that writes the bucket; the stage in `stage_at` if there is none",
+        "the other stage that writes the bucket; without another stage, the stage in `stage_at`",
     ),
     _configured(
         "reduce_at",

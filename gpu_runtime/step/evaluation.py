@@ -2,7 +2,7 @@
 Evaluations: forwards of the backend that leave training as it was.
 
 An eager evaluation moves scaling state, as every F does. So `evaluated` restores the state
-afterwards and compares the restored state with the state before. The contract is told the result.
+afterwards and compares the restored state with the state before. The contract gets the result.
 """
 
 from __future__ import annotations

@@ -197,8 +197,8 @@ tested, not proved.""",
             unchanged=_COUNTED,
             section="design",
             cause="The graph of another slot or another stage was replayed. Or the dW graph that "
-            "adds was replayed instead of the one that overwrites, or the order of commits differs "
-            "from the order of launches.",
+            "adds was replayed in place of the dW graph that overwrites. Or the order of commits "
+            "differs from the order of launches.",
             remedy="Launch the graph of the ticket's slot. For dW, launch the graph that "
             "overwrites or adds as the check's argument `first` says. Commit in launch order.",
         ),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -267,7 +266,7 @@ class Place:
     device: str = "cpu"
     limit_s: float = 60.0
 
-    def environment(self, rank: int, world: int, port: int) -> dict[str, str]:
+    def environment(self, rank: int, world: int) -> dict[str, str]:
         """The environment variables of a rank."""
         folders = [str(Path(qeffect.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         if self.packages is not None:
@@ -278,8 +277,6 @@ class Place:
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -295,7 +292,7 @@ class Place:
         """
         command = [self.python, "-m", _RANK, "versions", framework, self.device]
         done = subprocess.run(
-            command, env=self.environment(0, 1, 0), capture_output=True, text=True, check=False
+            command, env=self.environment(0, 1), capture_output=True, text=True, check=False
         )
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -365,11 +362,8 @@ def _launch(
     Run rows in fresh ranks; return the results of the first rows, at least of one, and what the
     ranks of a failed row printed last.
     """
-    with tempfile.TemporaryDirectory(prefix="qeffect-modes-") as name, socket.socket() as free:
+    with tempfile.TemporaryDirectory(prefix="qeffect-modes-") as name:
         folder = Path(name)
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
         asked = {"framework": framework, "device": place.device, "rows": list(rows)}
         (folder / "rows.json").write_text(json.dumps(asked))
         texts = [folder / f"rank{rank}.txt" for rank in range(world)]
@@ -378,7 +372,7 @@ def _launch(
         for rank in range(world):
             with texts[rank].open("w") as out:
                 command = [place.python, "-m", _RANK, "run", str(rank), str(world), name]
-                environment = place.environment(rank, world, port)
+                environment = place.environment(rank, world)
                 ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
         try:
             answers = _await(ranks, outs, len(rows), place.limit_s)

@@ -109,7 +109,7 @@ class MemoryPoll:
             self._first = self._peak = self._latest
 
     def rise(self) -> int | None:
-        """The peak since `mark`, minus the reading at `mark`; None if there was no reading."""
+        """The peak since `mark`, minus the reading at `mark`; None without a reading."""
         with self._sampled:
             return None if self._given_up or not self._samples else self._peak - self._first
 
