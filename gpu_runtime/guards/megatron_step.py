@@ -372,6 +372,8 @@ class LoopStep:
 
     def start_reduction(self, group: Any) -> None:
         """Check the reduction of a bucket of gradients, before it starts."""
+        if self._inside is not None:
+            self._writes[self._inside[0]].reducing()
         if (found := self._buckets.get(id(group))) is None:
             return
         name, stage = found

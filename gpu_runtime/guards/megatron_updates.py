@@ -184,7 +184,9 @@ class BufferWrites:
     Watches when the gradient buffers of a chunk are written in a step, by their version counters.
 
     The `main_grad` of all parameters are views of a few buffers, and a view shares the counter of
-    its buffer. Layers that accumulate into `main_grad` in a kernel of their own move no counter.
+    its buffer. Layers that accumulate into `main_grad` in a kernel of their own, and replayed graphs,
+    move no counter. A reduction that overlaps with the last backward moves it at any time, so what
+    this backward writes later is not judged.
 
     Args:
         chunk: The chunk; without `DistributedDataParallel` it has no such buffers.
@@ -194,7 +196,8 @@ class BufferWrites:
         self._buffers = _buffers(chunk) or []
         self._expected: list[int] | None = None
         self._before: list[int] = []
-        self._writes = False
+        self._reduced = False  # whether a reduction began during the backward that runs
+        self._writes = False  # whether any backward of the step wrote
         self._silent: Work | None = None
 
     def _versions(self) -> list[int]:
@@ -207,7 +210,7 @@ class BufferWrites:
         Raises:
             Refused: ``arena.overwrite``.
         """
-        self._before = self._versions()
+        self._before, self._reduced = self._versions(), False
         if self._expected is not None and self._before != self._expected:
             raise refused(
                 "arena.overwrite",
@@ -217,6 +220,12 @@ class BufferWrites:
                 "writes to main_grad by the stage's backwards only, until the loop has ended",
             )
 
+    def reducing(self) -> None:
+        """Record that a reduction starts during the backward."""
+        if not self._reduced:
+            self._writes |= self._versions() != self._before
+            self._reduced = True
+
     def after(self, work: Work) -> None:
         """
         Check that a backward wrote gradients if the chunk's other backwards of the step did.
@@ -225,10 +234,10 @@ class BufferWrites:
             Refused: ``epoch.device-count``.
         """
         self._expected = self._versions()
-        if self._expected == self._before:
-            self._silent = self._silent or work
-        else:
-            self._writes = True
+        if not self._reduced:
+            wrote = self._expected != self._before
+            self._writes |= wrote
+            self._silent = self._silent or (None if wrote else work)
         if self._writes and self._silent is not None:
             raise refused(
                 "epoch.device-count",

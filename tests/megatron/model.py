@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WIDTH", "Layer", "QuantizedLinear", "Training", "data", "digest"]
+__all__ = ["WIDTH", "Layer", "QuantizedLinear", "Training", "data", "digest", "fuse"]
 
 WIDTH, ROWS, SEQUENCE = 8, 2, 2
 
@@ -49,6 +50,22 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.dropout(self.linear(x)) + 0.1 * self.current_microbatch)
+
+
+def fuse(parameters: Iterable[nn.Parameter]) -> None:
+    """
+    Let each backward add to the parameters' `main_grad` without moving its version counter.
+
+    So do kernels that multiply and add in one, and replayed graphs.
+    """
+
+    def added(parameter: Any, gradient: Tensor) -> Tensor:
+        parameter.main_grad.data.add_(gradient)
+        parameter.grad_added_to_main_grad = True
+        return torch.zeros_like(gradient)
+
+    for parameter in parameters:
+        parameter.register_hook(partial(added, parameter))
 
 
 def data(seed: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from qeffect.gpu_runtime.lab.sides import as_cpu
-from tests.megatron.model import WIDTH, Layer, Training, data
+from tests.megatron.model import WIDTH, Layer, Training, data, fuse
 
 #: No case lives longer; a hung rank prints where it hangs.
 LIMIT_S = 100
@@ -132,6 +132,8 @@ class Run(Training):
                 overlap_param_gather=case.get("gather", False),
             )
             self.optimizer = get_megatron_optimizer(adam, self.model, use_gloo_process_groups=False)
+        if case.get("fused"):
+            fuse(p for chunk in self.model for p in chunk.parameters())
         self.data = [data(7 + self.replica) for _ in self.model]
 
     def save(self, name: str) -> None:

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.megatron import stand_in_loops, stand_in_parts
-from tests.megatron.model import ROWS, SEQUENCE, WIDTH, Layer, QuantizedLinear, Training, data
+from tests.megatron.model import (
+    ROWS,
+    SEQUENCE,
+    WIDTH,
+    Layer,
+    QuantizedLinear,
+    Training,
+    data,
+    fuse,
+)
 
 __all__ = ["RELEASE", "StandIn", "installed"]
 
@@ -134,6 +143,8 @@ class StandIn(Training):
         self.optimizer = stand_in_parts.ChainedOptimizer(
             [stand_in_parts.FP32Optimizer(list(chunk.parameters())) for chunk in self.model]
         )
+        if case.get("fused"):
+            fuse(p for chunk in self.model for p in chunk.parameters())
         self.data = [data(7 + rank) for _ in self.model]
 
     def loop(self, *, forward_only: bool = False) -> list[dict[str, Tensor]]:

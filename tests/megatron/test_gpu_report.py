@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.guard_megatron import GPU_FAULTS, LONG_STEPS, RUNS, STEPS, found
+from tests.docs.blocks import load
+from tests.gpu.guard_megatron import GPU_FAULTS, KEPT, LONG_STEPS, RUNS, STEPS, found
 from tests.megatron.faults import FAULTS
 
 RIGHT, STALE = ["right"] * STEPS, ["right", "right", *["stale"] * (STEPS - 2)]
@@ -27,7 +28,7 @@ def runs() -> dict[str, list[dict[str, Any]]]:
     for mode, manner, what in RUNS:
         one: dict[str, Any] = {"losses": STALE if mode == "local" else RIGHT}
         if what == "price":
-            one = {"price": 0.004}
+            one = {"on": [90.0, 84.3], "off": [84.0, 95.0], "actions": 16}
         elif what == "long":
             one = {"steps": LONG_STEPS, "epochs": LONG_STEPS if mode == "none" else 4}
         elif what == "faults":
@@ -62,7 +63,9 @@ def test_everything_is_found() -> None:
             {"faults": {name: reported(name, "order.reordered") for name in GPU_FAULTS}},
             "every fault is named",
         ),
-        ("none refuse price", {"price": 0.02}, "price at most 1%"),
+        ("none refuse price", {"on": [85.0]}, "price at most 1% of a step"),
+        ("none refuse price", {"actions": 8}, "price at most 30 us for an F or a B"),
+        ("none refuse price", {"off": []}, "price at most 1% of a step"),
     ],
 )
 def test_what_is_missing_is_named(name: str, change: dict[str, Any], missing: str) -> None:
@@ -80,3 +83,14 @@ def test_a_rank_without_a_report_counts_as_missing(name: str) -> None:
     said[name] = [{"tail": ["no end"]}, {"tail": ["no end"]}]
 
     assert not all(found(said).values())
+
+
+def test_the_kept_report_names_its_commit_and_misses_only_the_price() -> None:
+    """Its verdicts are drawn from its runs again, as the page draws them."""
+    kept = load(KEPT)
+
+    assert len(kept["environment"]["commit"]) == 40
+    assert {name for name, right in found(kept["runs"]).items() if not right} == {
+        "price at most 1% of a step",
+        "price at most 30 us for an F or a B",
+    }

@@ -28,6 +28,7 @@ from tests.megatron.stand_in import StandIn, installed
 #: Legal runs, by name: the set-ups of the faults, and others.
 LEGAL = {
     **CASES,
+    "fused, overlapped": {"stages": 1, "overlap": True, "fused": True},
     "three microbatches": {"microbatches": 3},
     "interleaved, quantized": {"chunks": 2, "quantized": True},
     "four ranks, interleaved": {"stages": 4, "chunks": 2, "microbatches": 8},

@@ -45,6 +45,7 @@ LEGAL: dict[str, dict[str, Any]] = {
     "sums": {"stages": 1, "config": {"calculate_per_token_loss": True}},
     "overlapped reduction": {"stages": 1, "overlap": True},
     "aligned reduction": {"chunks": 2, "overlap": True, "aligned": True},
+    "fused, overlapped": {"chunks": 2, "overlap": True, "fused": True},
     "distributed optimizer": {"stages": 1, "distributed": True},
     "evaluation between": {"evaluate": True},
     "checkpoints between": {"save": True},
