@@ -21,8 +21,8 @@ class Refusal:
         transition: The transition that refused, for example ``check_forward``.
         found: The value that the guard found.
         expected: The value that the contract requires.
-        cause: The likely cause.
-        remedy: What to do.
+        cause: The likely cause: the clause's, or that of `Refused.advise`.
+        remedy: What to do, likewise.
         section: The clause's section in the paper, or ``design``.
 
     >>> refusal = Refused("order.token").record()
@@ -50,7 +50,15 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
     A transition was refused and changed no state, except that refused evidence aborts the action.
 
     A guard raises this exception with the clause only. The public API adds what was found and what
-    was expected before the exception reaches the caller.
+    was expected before the exception reaches the caller. The guards of other frameworks also add
+    advice, because the clause's own advice is for a person who calls the contract.
+
+    Attributes:
+        clause: Stable id of the clause that was violated.
+        transition: The transition that refused.
+        found: The value that the guard found.
+        expected: The value that the contract requires.
+        advice: Cause and remedy that replace the clause's; None without advice.
 
     >>> raise Refused("order.token")
     Traceback (most recent call last):
@@ -58,31 +66,48 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
     qeffect.refusals.Refused: order.token
     """
 
-    __slots__ = ("clause", "expected", "found", "transition")
+    __slots__ = ("advice", "clause", "expected", "found", "transition")
 
     def __init__(self, clause: str) -> None:
         self.clause = clause
         self.transition = ""
         self.found = ""
         self.expected = ""
+        self.advice: tuple[str, str] | None = None
 
     @property
     def relation(self) -> str:
         """The relation whose clause was violated: the clause id before the dot."""
         return self.clause.partition(".")[0]
 
+    def advise(self, cause: str, remedy: str) -> Refused:
+        """
+        Replace the clause's cause and remedy; return the refusal.
+
+        Args:
+            cause: The likely cause.
+            remedy: What to do.
+
+        >>> refusal = Refused("order.token").advise("A hook ran twice.", "Remove the hook.")
+        >>> refusal.record().remedy
+        'Remove the hook.'
+        """
+        self.advice = cause, remedy
+        return self
+
     def record(self) -> Refusal:
-        """Return the refusal as a plain record, with the clause's cause and remedy."""
+        """Return the refusal as a plain record, with its own advice or the clause's."""
         from qeffect.spec.clauses import CLAUSES
 
         clause = CLAUSES.get(self.clause)
+        cause, remedy = self.advice or ((clause.cause, clause.remedy) if clause else ("", ""))
         return Refusal(
             clause=self.clause,
             transition=self.transition,
             found=str(self.found),
             expected=str(self.expected),
-            cause=clause.cause if clause else "",
-            remedy=clause.remedy if clause else "",
+            cause=cause,
+            remedy=remedy,
             section=clause.section if clause else "",
         )
 
@@ -96,16 +121,23 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (refused, (self.clause, self.transition, self.found, self.expected))
+        return (refused, (self.clause, self.transition, self.found, self.expected, self.advice))
 
 
-def refused(clause: str, transition: str, found: str, expected: str) -> Refused:
+def refused(
+    clause: str,
+    transition: str,
+    found: str,
+    expected: str,
+    advice: tuple[str, str] | None = None,
+) -> Refused:
     """
-    Return a refusal with found and expected filled in.
+    Return a refusal with found and expected filled in, and with advice if there is any.
 
     >>> refused("order.token", "check_forward", "effect token 3", "token 4").found
     'effect token 3'
     """
     refusal = Refused(clause)
     refusal.transition, refusal.found, refusal.expected = transition, found, expected
+    refusal.advice = advice
     return refusal

@@ -174,7 +174,8 @@ def _raised_in_the_runtime() -> dict[str, list[str]]:
         if where.parts[0] == "lab":
             continue
         for function, clause in _named(path, schedules=False):
-            _add(found, clause, f"{where.as_posix()}: {function}")
+            if function:
+                _add(found, clause, f"{where.as_posix()}: {function}")
     return found
 
 

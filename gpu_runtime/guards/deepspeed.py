@@ -36,6 +36,7 @@ from qeffect.schedule.actions import ScheduleError
 from qeffect.stage_config import Bucket, StageConfig
 from qeffect.text import shown
 
+from .advice import DEEPSPEED_ADVICE
 from .deepspeed_step import EngineStep
 from .deepspeed_stream import TIED, GuardedMap, Stream, stream_of
 from .judging import ContractLogs, Judge
@@ -135,7 +136,7 @@ class GuardedEngine:
 
     def __init__(self, engine: Any, reports: Reports | None = None, log: Path | None = None):
         self.engine = engine
-        self._judge = Judge(reports, lambda: int(engine.stage_id), self._abort)
+        self._judge = Judge(reports, lambda: int(engine.stage_id), self._abort, DEEPSPEED_ADVICE)
         self._logs = ContractLogs(_folder(engine, log))
         self._steps = 0
         self._left = False  # whether the latest step was left unfinished
@@ -212,14 +213,10 @@ class GuardedEngine:
         stream = stream_of(self.engine)
         self._known = stream.wrong is None
         if stream.wrong is not None:
-            clause, said, remedy = stream.wrong
-            if self._judge.reports is None:
-                raise ScheduleError(f"{stream.source}: {said} ({remedy})")
-            self._judge.judges = False
-            rank = int(self.engine.stage_id)
-            self._judge.reports.add(
-                Violation(clause, rank, self._steps, stream.source, said, remedy)
-            )
+            reports = self._judge.reports
+            if reports is None:
+                raise ScheduleError(f"{stream.source}: {stream.wrong} ({stream.wrong.remedy})")
+            self._judge.report_schedule(reports, stream.wrong, stream.source, self._steps)
         return stream
 
     def _contract(self) -> Contract:

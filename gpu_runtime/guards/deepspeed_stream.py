@@ -12,6 +12,7 @@ from qeffect.keys import Cell, cell_of
 from qeffect.schedule.actions import Kind, ScheduleError
 from qeffect.schedule.check import check
 from qeffect.schedule.deepspeed import INSTRUCTIONS, deepspeed_schedule
+from qeffect.schedule.findings import Finding
 
 __all__ = ["GRADIENTS", "TIED", "GuardedMap", "Stream", "name_of", "stream_of"]
 
@@ -38,7 +39,7 @@ class Stream:
         order: The rank's F and dI, as a contract declares them; None if the table is wrong.
         names: The instructions of the rank.
         buckets: Names of the reductions that the rank runs.
-        wrong: What is wrong with the table: clause, text and remedy; None if it is right.
+        wrong: What is wrong with the table; None if it is right.
     """
 
     source: str
@@ -49,7 +50,7 @@ class Stream:
     order: Mapping[Any, list[tuple[str, Cell]]] | None
     names: frozenset[str]
     buckets: tuple[str, ...]
-    wrong: tuple[str, str, str] | None = None
+    wrong: Finding | None = None
 
 
 def stream_of(engine: Any) -> Stream:
@@ -86,7 +87,7 @@ def stream_of(engine: Any) -> Stream:
         None if found else {0: order},
         names,
         tuple(_buckets(engine, names)),
-        (found.clause, str(found), found.remedy) if found else None,
+        found,
     )
 
 

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 from qeffect.contract import Contract
 from qeffect.log.recorder import Recorder
-from qeffect.refusals import Refused
+from qeffect.refusals import Refused, refused
+from qeffect.schedule.findings import Finding
 
+from .advice import AdviceTable, advised
 from .reports import Reports, Violation
 
 __all__ = ["ContractLogs", "Judge"]
@@ -49,13 +51,14 @@ class Judge:
     """
     Asks the contract about actions, and refuses or reports a violation.
 
-    The judge raises a refusal, with rank and action in a note, or reports the refusal. After a
-    report, nothing is judged until the guard sets `judges` again.
+    The judge raises a refusal, with rank and action in a note, or reports the refusal. Either has
+    the framework's advice. After a report, nothing is judged until the guard sets `judges` again.
 
     Args:
         reports: Where violations are reported; with None, a violation raises.
         rank: Returns the rank of the process in its pipeline.
         stop: Called after a reported violation.
+        advice: The framework's cause and remedy for each clause.
 
     Attributes:
         judges: Whether the contract is asked at present.
@@ -64,13 +67,17 @@ class Judge:
     """
 
     def __init__(
-        self, reports: Reports | None, rank: Callable[[], int], stop: Callable[[], None]
+        self,
+        reports: Reports | None,
+        rank: Callable[[], int],
+        stop: Callable[[], None],
+        advice: AdviceTable,
     ) -> None:
         self.reports = reports
         self.judges = True
         self.at = ""
         self.step = 0
-        self._rank, self._stop = rank, stop
+        self._rank, self._stop, self._advice = rank, stop, advice
 
     def __call__(
         self, action: str, call: Callable[..., _T], *args: Any, step: int | None = None
@@ -93,12 +100,13 @@ class Judge:
             self.at = action
         try:
             return call(*args)
-        except Refused as refused:
+        except Refused as refusal:
+            advised(refusal, self._advice)
             if self.reports is None:
                 place = "" if step is None else f", step {step} of its row"
-                refused.add_note(f"at pipeline rank {self._rank()}{place}: {self.at}")
+                refusal.add_note(f"at pipeline rank {self._rank()}{place}: {self.at}")
                 raise
-            self.reports.add(Violation.of(refused, self._rank(), self.step, self.at))
+            self.reports.add(Violation.of(refusal, self._rank(), self.step, self.at))
         except Exception as error:
             if self.reports is None:
                 raise
@@ -106,6 +114,21 @@ class Judge:
         self.judges = False
         self._stop()
         return None
+
+    def report_schedule(self, reports: Reports, finding: Finding, source: str, step: int) -> None:
+        """
+        Report that `qeffect check` refuses a schedule, whose steps are then not judged.
+
+        Args:
+            reports: Where the violation is reported.
+            finding: What is wrong with the schedule.
+            source: Name of the schedule.
+            step: Number of the guarded step, from 0.
+        """
+        self.judges = False
+        refusal = refused(finding.clause, "check", str(finding), finding.expected)
+        advised(refusal, self._advice)
+        reports.add(Violation.of(refusal, self._rank(), step, source))
 
     @property
     def violations(self) -> tuple[Violation, ...]:

@@ -38,6 +38,7 @@ from qeffect.schedule.pairing import Work
 from qeffect.stage_config import Bucket, StageConfig
 from qeffect.text import shown
 
+from .advice import MEGATRON_ADVICE
 from .evidence import Weights
 from .judging import ContractLogs, Judge
 from .megatron_caches import Caches, is_plain
@@ -129,7 +130,7 @@ class GuardedMegatron:
         self.contract: Contract | None = None
         self.epochs = 0
         self._rank = 0
-        self._judge = Judge(reports, lambda: self._rank, self._abort)
+        self._judge = Judge(reports, lambda: self._rank, self._abort, MEGATRON_ADVICE)
         self._logs: ContractLogs | None = None
         self._loops = 0
         self._off = self._evaluates = self._left = self._told = False
@@ -329,7 +330,7 @@ class GuardedMegatron:
     def _check_beginning(self, plan: LoopPlan, chunks: list[Any]) -> None:
         if plan.wrong is not None:
             found = f"{plan.source}: {plan.wrong}"
-            raise refused(plan.wrong.clause, "post_receive", found, plan.wrong.remedy)
+            raise refused(plan.wrong.clause, "post_receive", found, plan.wrong.expected)
         self._gradients.check(chunks)
 
     def _follows(self, step: LoopStep | None) -> bool:

@@ -184,9 +184,9 @@ class BufferWrites:
     Watches when the gradient buffers of a chunk are written in a step, by their version counters.
 
     The `main_grad` of all parameters are views of a few buffers, and a view shares the counter of
-    its buffer. Layers that accumulate into `main_grad` in a kernel of their own, and replayed graphs,
-    move no counter. A reduction that overlaps with the last backward moves it at any time, so what
-    this backward writes later is not judged.
+    its buffer. Neither replayed graphs nor layers that accumulate into `main_grad` in a kernel of
+    their own move a counter. A reduction that overlaps with the last backward moves it at any time,
+    so what this backward writes later is not judged.
 
     Args:
         chunk: The chunk; without `DistributedDataParallel` it has no such buffers.

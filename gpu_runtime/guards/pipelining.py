@@ -37,6 +37,7 @@ from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.transport import Transport
 from qeffect.text import shown
 
+from .advice import PIPELINING_ADVICE
 from .judging import ContractLogs, Judge
 from .meeting import MeetingError
 from .pipelining_boundary import UNUSED, EpochBoundaries
@@ -162,7 +163,9 @@ class GuardedSchedule:
         self.schedule = schedule
         self.stages = stages
         self._ranks = PipelineRanks(schedule, stages)
-        self._judge = Judge(reports, self._ranks.rank, lambda: self._actions.forget())
+        self._judge = Judge(
+            reports, self._ranks.rank, lambda: self._actions.forget(), PIPELINING_ADVICE
+        )
         self._logs = ContractLogs(self._ranks.folder(log))
         self._actions = ActionGuard(schedule, stages, self._judge)
         table, known = self._table(transport)
@@ -193,11 +196,7 @@ class GuardedSchedule:
             return table, True
         if reports is None:
             raise ScheduleError(f"{table.source}: {found[0]} ({found[0].remedy})")
-        self._judge.judges = False
-        said = Violation(
-            found[0].clause, self._ranks.rank(), 0, table.source, str(found[0]), found[0].remedy
-        )
-        reports.add(said)
+        self._judge.report_schedule(reports, found[0], table.source, 0)
         return None, False
 
     def _reductions(self, table: Schedule | None) -> TableReductions:

@@ -31,6 +31,8 @@ class Violation:
         action: The action that was checked, in the framework's notation.
         found: What the guard found.
         expected: What the contract requires.
+        cause: The likely cause; empty if it is unknown.
+        remedy: What to do; empty if it is unknown.
     """
 
     clause: str
@@ -39,18 +41,27 @@ class Violation:
     action: str
     found: str
     expected: str
+    cause: str = ""
+    remedy: str = ""
 
     @classmethod
     def of(cls, refused: Refused, rank: int, step: int, action: str) -> Violation:
         """Return a refusal as a violation."""
-        found, expected = str(refused.found), str(refused.expected)
-        return cls(refused.clause, rank, step, action, found, expected)
+        r = refused.record()
+        return cls(r.clause, rank, step, action, r.found, r.expected, r.cause, r.remedy)
 
     def __str__(self) -> str:
-        return (
+        said = (
             f"{self.clause} on pipeline rank {self.rank}, step {self.step}, at {self.action}: "
             f"found {self.found}; expected {self.expected}"
         )
+        if self.cause or self.remedy:
+            said += "."
+        if self.cause:
+            said += f" Likely cause: {self.cause}"
+        if self.remedy:
+            said += f" What to do: {self.remedy}"
+        return said
 
 
 OnViolation = Callable[[Violation], Any]

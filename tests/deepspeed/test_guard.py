@@ -291,6 +291,8 @@ class TestPuttingOn:
         guarded = deepspeed.guard(engine)
         (violation,) = guarded.violations
         assert "ownership.slot-busy" == violation.clause
+        assert "num_pipe_buffers()" in violation.remedy
+        assert "qeffect plan" not in str(violation)
 
     def test_a_schedule_without_an_update(self) -> None:
         engine = PipelineEngine(0, 2)

@@ -39,6 +39,7 @@ def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
     """The function of each block, by page and block name."""
     from tests.docs import (
         backends_block,
+        guard_block,
         kernel_block,
         modes_block,
         moved_block,
@@ -55,6 +56,7 @@ def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
         RUNTIME_PAGE: runtime_block.BLOCKS,
         RECORDS_PAGE: record_block.BLOCKS,
         **trust_block.BLOCKS,
+        guard_block.PAGE: {**trust_block.BLOCKS[guard_block.PAGE], **guard_block.BLOCKS},
         **modes_block.BLOCKS,
         **backends_block.BLOCKS,
     }

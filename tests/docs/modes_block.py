@@ -10,7 +10,7 @@ from qeffect.gpu_runtime.lab.statistics.modes import changed
 from tests.docs.blocks import ROOT, markdown
 from tests.docs.reading import files
 
-__all__ = ["BLOCKS", "EXPLAINED", "PAGE", "SUSPECTED", "modes", "why"]
+__all__ = ["BLOCKS", "EXPLAINED", "PAGE", "modes", "why"]
 
 PAGE = ROOT / "docs" / "modes.md"
 _FAILURES = "../tests/failures"
@@ -85,16 +85,6 @@ EXPLAINED = (
 )
 
 
-#: Differences with a suspected reason that no run has shown yet: report, mode, suspicion.
-SUSPECTED: Mapping[tuple[str, str], str] = {
-    (
-        "modes_megatron_gpu.json",
-        "graphs=local, vpp=2, fp8_param=True, reduction=overlapped, optimizer=distributed",
-    ): "not explained by a run; suspected in the sweep's own model: its first FP8 scales contained "
-    "the largest values of earlier random draws, which depend on vpp (later commits clear them)",
-}
-
-
 def why(framework: str, row: Mapping[str, Any]) -> str | None:
     """Why a row does not end as same; None without a known reason, empty if it ends as same."""
     if row["end"] == "same":
@@ -128,11 +118,11 @@ def modes() -> str:
         )
         rows = [
             (
-                (mode := changed(row["row"], asked["factors"])),
+                changed(row["row"], asked["factors"]),
                 row["ranks"],
                 row["end"],
                 ", ".join(f"`{clause}`" for clause in row["clauses"]) or "-",
-                why(asked["framework"], row) or SUSPECTED.get((name, mode), "-"),
+                why(asked["framework"], row) or "-",
             )
             for row in derived["rows"]
         ]

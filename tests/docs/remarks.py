@@ -34,11 +34,9 @@ CUT = {
         "a machine of its own, so messages went over sockets; gpu_runtime/README.md shows how to "
         "start such ranks. The times were taken out, because they say nothing about four GPUs."
     ),
-    ("models_large.json", "3381b753b673"): (
-        "The run ended at a time limit, so 8b has only native's row. Nothing was profiled. The "
-        "command of that commit did not yet repeat native's rounds until three agree, and the "
-        "rounds of 3b do not agree. Native's peak may include memory that was used to measure the "
-        "model's parts."
+    ("models_kinds.json", "fb0f23cabae6"): (
+        "The run ended at a time limit, so Megatron has no kinds of kernels and no idle share. The "
+        "rounds of native do not agree. Waiting for a message counts as messages."
     ),
 }
 """Incomplete reports, by file and commit, and what each lacks."""
@@ -53,31 +51,22 @@ REMARKS = {
         "limit. Megatron's modes transformer_engine and local were not run, and nothing was "
         "profiled."
     ),
-    ("models_one_gpu_torch_loss.json", "e550a7144739"): (
-        "At that commit the loss was PyTorch's cross entropy. This run followed the run of "
-        "models_one_gpu.json on the same GPU. Nothing was profiled."
-    ),
-    ("models_megatron.json", "e550a7144739"): (
-        "At that commit we used PyTorch's cross entropy, and Megatron used Transformer Engine's. "
-        "Since then we use Transformer Engine's too (models_loss.json). The cut was measured with "
-        "our loss. "
-        "Nothing was profiled, and the rounds of native do not agree."
-    ),
-    ("models_loss.json", "c80b86f8a843"): (
-        "The same as models_megatron.json, but with Transformer Engine's loss on both sides. "
-        "Nothing was profiled, and the rounds of native do not agree."
-    ),
     ("models_3b.json", "6c8fd02c65c6"): (
         "Nothing was profiled, and the rounds of native do not agree."
+    ),
+    ("models_8192.json", "fb0f23cabae6"): "Nothing was profiled.",
+    ("models_8b.json", "f51db27973e0"): "Nothing was profiled.",
+    ("models_replicas.json", "fb0f23cabae6"): (
+        "The last row has two replicas on two GPUs, which reduce their gradients within the "
+        "launch. Nothing was profiled, and the rounds of native do not agree."
+    ),
+    ("models_fp32.json", "fb0f23cabae6"): (
+        "Nothing was profiled. The rounds of native do not agree. Bits are not compared, because "
+        "native accumulates in bf16."
     ),
     ("models_one_gpu_fp32.json", "e081436d5fe1"): (
         "Nothing was profiled. The rounds of native do not agree. Bits are not compared, because "
         "native accumulates in bf16."
-    ),
-    ("models.json", "3381b753b673"): (
-        "The command of that commit did not yet repeat native's rounds until three agree, and the "
-        "rounds of native do not agree. Native's peak may include memory that was used to measure "
-        "the model's parts."
     ),
     **CUT,
 }

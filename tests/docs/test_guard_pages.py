@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from qeffect.guards import deepspeed, megatron, pipelining, trust
+from qeffect.guards import advice, deepspeed, megatron, pipelining, trust
 from tests.deepspeed.stand_in import PipelineEngine
 from tests.docs.blocks import ROOT
 from tests.docs.trust_block import PAGES
@@ -26,6 +26,13 @@ TABLES = {
     "## What it sees": "| fact | seen by | clauses |",
     "## What it takes on trust": "| taken on trust | when |",
     "## What it cannot see": "| never seen | more |",
+}
+
+ADVICE = {
+    "pipelining": advice.PIPELINING_ADVICE,
+    "torchtitan": advice.PIPELINING_ADVICE,
+    "deepspeed": advice.DEEPSPEED_ADVICE,
+    "megatron": advice.MEGATRON_ADVICE,
 }
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
@@ -89,3 +96,14 @@ def test_what_a_guard_says_is_in_the_table() -> None:
     said = deepspeed.guard(PipelineEngine()).on_trust()
     assert said
     assert set(said) <= {each.text for each in trust.DEEPSPEED.values()}
+
+
+@each_page
+def test_a_shown_message_has_the_guards_advice(page: Path) -> None:
+    """The message in the page ends with the cause and the remedy that the guard gives."""
+    (shown,) = re.findall(r"```text\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    message = " ".join(shown.split())
+    (clause,) = re.findall(r"^(?:\S+Refused: )?(\S+) (?:on pipeline rank|in \w+:)", message)
+    said = ADVICE[page.stem][clause]
+
+    assert f". Likely cause: {said.cause} What to do: {said.remedy}" in message

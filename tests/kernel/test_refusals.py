@@ -68,6 +68,26 @@ class TestRefused:
 
         assert refusal.record() == pickle.loads(pickle.dumps(refusal)).record()
 
+    def test_advice_replaces_cause_and_remedy(self) -> None:
+        """A refusal may have advice of its own, which its message, record and pickle keep."""
+        refusal = _some_refusal()
+        assert refusal.advice is None
+        before = refusal.record()
+        assert refusal.advise("A hook ran F.", "Remove the hook.") is refusal
+        again = pickle.loads(pickle.dumps(refusal))
+
+        assert (
+            str(refusal)
+            == str(again)
+            == (
+                "order.token in check_forward: found effect token 7; expected token 0. "
+                "Likely cause: A hook ran F. What to do: Remove the hook."
+            )
+        )
+        assert ("A hook ran F.", "Remove the hook.") == again.advice
+        changed = {k for k, v in before.asdict().items() if again.record().asdict()[k] != v}
+        assert {"cause", "remedy"} == changed
+
     def test_every_refusal_is_a_refused(self) -> None:
         """Every refusal is a `Refused`; there is nothing else to catch."""
         assert Refused.__mro__[1] is Exception
