@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -258,6 +259,8 @@ def child(rank: int, world: int, store: str, out: Path, case: dict[str, Any]) ->
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        for process in multiprocessing.active_children():  # Megatron-core starts some for a save
+            process.kill()
         os._exit(code)  # without a barrier: a run that was refused has no group to meet in
 
 

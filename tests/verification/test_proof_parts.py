@@ -28,7 +28,10 @@ Tell = Callable[[str], None]
 
 
 def test_parts_give_what_they_find() -> None:
-    """Results come under their names in the order asked; progress of the parts is passed on."""
+    """
+    Results come under their names in the order asked. Progress of the parts is passed on, but a
+    part that tells much is not stopped by a pipe that nobody reads.
+    """
     told: list[str] = []
 
     def much(tell: Tell) -> list[int]:
@@ -45,8 +48,25 @@ def test_parts_give_what_they_find() -> None:
     assert ["much", "little"] == list(found)
     assert list(range(50_000)) == found["much"].found
     assert "little" == found["little"].found
-    assert 3_001 == len(told)
+    assert {"a line that is long enough to fill a pipe that nobody reads", "little"} == {*told}
+    assert len(told) < 3_001
     assert all(result.cpu >= 0.0 and result.seconds > 0.0 for result in found.values())
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux forks parts")
+@pytest.mark.parametrize(("cores", "others"), [(1, 0), (2, 1), (3, 2), (8, 3)])
+def test_a_process_for_each_further_core(
+    cores: int, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer cores than parts, some parts run one after another in one process."""
+    monkeypatch.setattr("qeffect.verification.proofs.parallel._cores", lambda: cores)
+
+    found = run_parallel(dict.fromkeys("abcd", lambda _: os.getpid()), lambda _: None)
+    processes = {result.found for result in found.values()}
+
+    assert list("abcd") == list(found)
+    assert os.getpid() == found["d"].found
+    assert others == len(processes - {os.getpid()})
 
 
 def test_an_error_in_a_part_is_raised() -> None:

@@ -8,13 +8,16 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Final
 
 from attrs import frozen
 
 __all__ = ["Part", "Result", "run_parallel"]
+
+#: Seconds between two lines of progress from another process.
+_SECONDS: Final = 0.2
 
 #: A part: takes a function for progress lines and returns its result.
 Part = Callable[[Callable[[str], None]], Any]
@@ -40,8 +43,9 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
     """
     Run some parts and return their results by name.
 
-    All parts except the last run in forked processes if the system can fork and has more than one
-    core, otherwise one after another. The last part runs in this process.
+    The last part runs in this process. The others run in forked processes, one for each further
+    core; if there are fewer cores than parts, some of them run one after another. All parts run in
+    this process if the system cannot fork or has one core.
 
     Args:
         parts: The parts, by name.
@@ -53,9 +57,12 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
     if sys.platform != "linux" or _cores() < 2:
         return {name: _timed(part, tell) for name, part in parts.items()}
     *others, last = parts
+    count = min(len(others), _cores() - 1)
     context = multiprocessing.get_context("fork")
     processes = []
-    pipes: dict[Any, str] = {}  # the type of the result of wait is wider than that of its argument
+    #: The parts of each process that have not ended. (The result of wait has a wider type than its
+    #: argument.)
+    pipes: dict[Any, list[str]] = {}
     found: dict[str, Result] = {}
 
     def listen(timeout: float | None) -> None:
@@ -64,24 +71,32 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
             if isinstance(message, str):
                 tell(message)
             elif isinstance(message, Result):
-                found[pipes.pop(pipe)] = message
+                found[pipes[pipe].pop(0)] = message
+                if not pipes[pipe]:
+                    del pipes[pipe]
             else:
                 raise message or RuntimeError(
-                    f"part {pipes[pipe]} of the proofs: its process ended without a result"
+                    f"part {pipes[pipe][0]} of the proofs: its process ended without a result"
                 )
 
+    listened = time.monotonic()
+
     def tell_and_listen(line: str) -> None:
+        nonlocal listened
         tell(line)
-        listen(0)
+        if time.monotonic() - listened >= _SECONDS:
+            listen(0)
+            listened = time.monotonic()
 
     try:
-        for name in others:
+        for names in (others[n::count] for n in range(count)):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(parts[name], theirs), daemon=True)
+            own = [parts[name] for name in names]
+            process = context.Process(target=_child, args=(own, theirs), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
-            pipes[ours] = name
+            pipes[ours] = names
         found[last] = _timed(parts[last], tell_and_listen)
         while pipes:
             listen(None)
@@ -110,9 +125,20 @@ def _timed(part: Part, tell: Callable[[str], None]) -> Result:
     return Result(found, time.perf_counter() - began, time.process_time() - cpu)
 
 
-def _child(part: Part, pipe: Connection) -> None:
+def _child(parts: Sequence[Part], pipe: Connection) -> None:
+    told = 0.0
+
+    def tell(line: str) -> None:
+        """Send a line, if the last one is old enough: a full pipe would stop the part."""
+        nonlocal told
+        if time.monotonic() - told >= _SECONDS:
+            pipe.send(line)
+            told = time.monotonic()
+
     try:
-        pipe.send(_timed(part, pipe.send))
+        # A long result waits until the first process reads it, so all results come last.
+        for result in [_timed(part, tell) for part in parts]:
+            pipe.send(result)
     except Exception as error:
         pipe.send(error)
     pipe.close()

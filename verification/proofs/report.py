@@ -78,7 +78,7 @@ class ProofReport:
         witnesses: For every path of every transition, whether some state takes the path.
         bounded: Bounded proofs from the initial state, by number of steps.
         agreements: Answers of other seeds and solvers for the full composition.
-        seconds: Time of the unbounded proofs, path tables included.
+        seconds: Wall-clock time of all parts.
         parts: Wall-clock and processor time of each part. Parts run in parallel.
     """
 

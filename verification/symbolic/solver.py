@@ -41,7 +41,7 @@ def new_solver(kind: Kind, *, seed: int = 0, timeout: int = TIMEOUT, effort: int
     if kind == "finite":
         return z3.SimpleSolver()
     if kind == "bits":
-        return z3.SolverFor("QF_BV")
+        return z3.SolverFor("QF_FD")
     solver = z3.Solver()
     solver.set("auto_config", False)
     solver.set("mbqi", False)
