@@ -121,7 +121,8 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (refused, (self.clause, self.transition, self.found, self.expected, self.advice))
+        arguments = (self.clause, self.transition, self.found, self.expected, self.advice)
+        return (refused, arguments, vars(self))  # its notes
 
 
 def refused(

@@ -4,7 +4,7 @@ The likely cause and the remedy of each refusal, for a person who trains with a 
 The contract's own clauses have a cause and a remedy too, but for a person who calls the contract.
 Here the person calls a framework, and the guard calls the contract. Most texts hold for every
 framework. The framework's own words take the place of ``{loop}``, ``{between}``, ``{evaluate}``,
-``{update}``, ``{zero}`` and ``{recover}``.
+``{update}``, ``{zero}``, ``{recover}`` and ``{failed}``.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ _COMMON: Mapping[str, tuple[str, str]] = {
         "{evaluate}: evaluations are not guarded.",
     ),
     "ownership.repeated-forward": (
-        "A forward ran for a microbatch that had already finished in this step.",
-        "Run each microbatch once in a step. To repeat a step, start again from its beginning.",
+        "A forward ran for a microbatch that had already finished in this step, or that failed: an "
+        "action raised an exception, and the run went on.",
+        "Run each microbatch once in a step. {failed}",
     ),
     "ownership.pool-exhausted": (
         "More microbatches are under way than the schedule has room for: a backward was left out, "
@@ -158,8 +159,8 @@ _COMMON: Mapping[str, tuple[str, str]] = {
     ),
     "ownership.live-tape": (
         "The weights were about to be updated while microbatches of the step were unfinished: a "
-        "backward or a send was left out, or the update came too early.",
-        "Call {update} after {loop} has returned, and nowhere else.",
+        "backward or a send was left out or raised an exception, or the update came too early.",
+        "Call {update} after {loop} has returned, and nowhere else. {failed}",
     ),
     "ownership.input-not-made": (
         "The forward uses the output of another stage of this rank, which has not run for this "
@@ -214,8 +215,9 @@ _COMMON: Mapping[str, tuple[str, str]] = {
         "Reduce the gradients of a stage once per step, after its last backward.",
     ),
     "epoch.not-final": (
-        "The update came before the step had ended, or a second time for the same gradients.",
-        "Call {update} once per step, after {loop} has returned.",
+        "The update came before the step had ended, as after an exception, or a second time for "
+        "the same gradients.",
+        "Call {update} once per step, after {loop} has returned. {failed}",
     ),
     "epoch.spoiled": (_RAISED, "{recover}"),
     "epoch.half-updated": (
@@ -326,6 +328,7 @@ _MEGATRON_WORDS = {
     "update": "`optimizer.step()`",
     "zero": "`zero_grad_buffer()` of each model chunk and `optimizer.zero_grad()`",
     "recover": "Relaunch all ranks from their checkpoint.",
+    "failed": "After an exception, relaunch all ranks from their checkpoint.",
 }
 _MEGATRON: Mapping[str, tuple[str, str]] = {
     "epoch.device-count": (
@@ -388,6 +391,7 @@ _DEEPSPEED_WORDS = {
     "update": "`OptimizerStep`",
     "zero": "`engine.zero_grad()`",
     "recover": "Relaunch all ranks from their checkpoint.",
+    "failed": "After an exception, relaunch all ranks from their checkpoint.",
 }
 _BUFFER_IN_USE = (
     "The buffer still holds a microbatch without its backward: a `BackwardPass` was left out, or "
@@ -405,17 +409,19 @@ _DEEPSPEED: Mapping[str, tuple[str, str]] = {
     "epoch.not-final": (
         _COMMON["epoch.not-final"][0],
         "Leave the update to the `OptimizerStep` of `train_batch`: remove other calls of "
-        "`optimizer.step()`.",
+        "`optimizer.step()`. {failed}",
     ),
     "ownership.live-tape": (
         _COMMON["ownership.live-tape"][0],
         "Leave the update to the `OptimizerStep` at the end of `train_batch`: remove other calls "
-        "of `optimizer.step()`, and run every backward before it.",
+        "of `optimizer.step()`, and run every backward before it. "
+        "{failed}",
     ),
     "ownership.repeated-forward": (
-        "The buffer still held the input of a microbatch that had already finished: "
-        "`LoadMicroBatch` or `RecvActivation` was left out.",
-        "Put the input of a new microbatch into the buffer before each `ForwardPass`.",
+        "The buffer still held the input of a microbatch that had already finished, because "
+        "`LoadMicroBatch` or `RecvActivation` was left out. Or an action of the step raised an "
+        "exception, and the run went on.",
+        "Put the input of a new microbatch into the buffer before each `ForwardPass`. {failed}",
     ),
     "ownership.slot-busy": _BUFFER_IN_USE,
     "ownership.pool-exhausted": _BUFFER_IN_USE,
@@ -454,6 +460,8 @@ _PIPELINING_WORDS = {
     "zero": "`optimizer.zero_grad()`",
     "recover": "Call the guard's `rebuild()` and the optimizer's `zero_grad()` on every rank, or "
     "relaunch all ranks from their checkpoint.",
+    "failed": "After an exception, call the guard's `rebuild()` and the optimizer's `zero_grad()` "
+    "on every rank, or relaunch all ranks from their checkpoint.",
 }
 _PIPELINING: Mapping[str, tuple[str, str]] = {
     "epoch.device-count": (
@@ -465,7 +473,7 @@ _PIPELINING: Mapping[str, tuple[str, str]] = {
     ),
     "epoch.not-final": (
         _COMMON["epoch.not-final"][0],
-        "Call {update} once, after all steps of the schedule whose gradients it uses.",
+        "Call {update} once, after all steps of the schedule whose gradients it uses. {failed}",
     ),
     "ownership.work-not-queued": (
         "A split backward leaves out the gradients of these weights: they were replaced after the "

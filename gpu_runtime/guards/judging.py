@@ -106,12 +106,13 @@ class Judge:
                 place = "" if step is None else f", step {step} of its row"
                 refusal.add_note(f"at pipeline rank {self._rank()}{place}: {self.at}")
                 raise
+            self.judges = False  # also while the violation is reported to the user's callable
             self.reports.add(Violation.of(refusal, self._rank(), self.step, self.at))
         except Exception as error:
             if self.reports is None:
                 raise
+            self.judges = False
             self.reports.fail(error, self.at)
-        self.judges = False
         self._stop()
         return None
 

@@ -434,11 +434,16 @@ class GuardedMegatron:
             if len(tensors) < 3:
                 tensors += tuple(kwargs[name] for name in _BACKWARD[len(tensors) :])
             checked = self._judge("a backward", self._check_backward, step, *tensors)
-            before = self._scaling_updates
-            found = run(*args, **kwargs)
+            before, at = self._scaling_updates, self._judge.at
+            try:
+                found = run(*args, **kwargs)
+            except BaseException:
+                step.leave_backward()
+                raise
             if checked is not None:
                 updates = self._scaling_updates - before
-                self._judge("", step.commit_backward, *checked, found, updates)
+                # A reduction within the backward was judged since.
+                self._judge(at, step.commit_backward, *checked, found, updates)
             return found
 
         return guarded_backward_step

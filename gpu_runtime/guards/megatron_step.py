@@ -222,6 +222,10 @@ class LoopStep:
         self._inside = work
         return ticket
 
+    def leave_backward(self) -> None:
+        """Record that the backward raised: what follows is not within it."""
+        self._inside = None
+
     def commit_backward(self, work: Work, ticket: Ticket, gradient: Any, updates: int) -> None:
         """Commit a backward, given its ticket, its input's gradient and its scaling updates."""
         stage, microbatch = work

@@ -63,10 +63,13 @@ class TestRefused:
         assert all(record.asdict().values())
 
     def test_a_refusal_crosses_processes_whole(self) -> None:
-        """It crosses processes with everything that it says."""
+        """It crosses processes with everything that it says, and with its notes."""
         refusal = _some_refusal()
+        refusal.add_note("at pipeline rank 1")
+        again = pickle.loads(pickle.dumps(refusal))
 
-        assert refusal.record() == pickle.loads(pickle.dumps(refusal)).record()
+        assert refusal.record() == again.record()
+        assert ["at pipeline rank 1"] == again.__notes__
 
     def test_advice_replaces_cause_and_remedy(self) -> None:
         """A refusal may have advice of its own, which its message, record and pickle keep."""

@@ -21,7 +21,7 @@ from qeffect.log.joint import replay_together
 from qeffect.log.replayer import replay
 from qeffect.refusals import Refused
 from tests.megatron import stand_in_parts
-from tests.megatron.faults import CASES, FAULTS, Undo
+from tests.megatron.faults import CASES, FAULTS, Undo, around
 from tests.megatron.model import QuantizedLinear
 from tests.megatron.stand_in import StandIn, installed
 
@@ -311,6 +311,52 @@ class TestFaults:
 
         assert ["ownership.read-before-dgrad"] == [each.clause for each in got]
         assert "ownership.read-before-dgrad on pipeline rank 1, step 1, at exchange" in caplog.text
+
+    def test_what_the_callable_does_is_not_judged(self, made: dict[str, ModuleType]) -> None:
+        run = StandIn(made, {}, 1)
+        with put("left_out", run, on_violation=lambda _: run.save("now")) as guarded:
+            steps(run)
+
+            assert ["ownership.read-before-dgrad"] == [v.clause for v in guarded.violations]
+
+
+class TestOverlappedReduction:
+    """Reductions that start within a backward."""
+
+    def test_a_refusal_names_the_backward_around_it(self, made: dict[str, ModuleType]) -> None:
+        """All backwards but the last one, which starts the reductions, add no gradient."""
+
+        def inner(function: Any, call: int, *args: Any, **kwargs: Any) -> Any:
+            for parameter in run.model[0].parameters():
+                parameter.grad_added_to_main_grad = call < 3
+            return function(*args, **kwargs)
+
+        run, undo = StandIn(made, CASES["overlapped"], 0), Undo()
+        around(run, undo, run.schedules, "backward_step", inner)
+        guarded = megatron.guard(manner="report")
+        steps(run, 2)
+        guarded.remove()
+        undo()
+
+        assert [("epoch.device-count", "B of stage 0, microbatch 3")] == [
+            (violation.clause, violation.action) for violation in guarded.violations
+        ]
+        assert "B of stage 0, microbatch 0 wrote no main_grad" == guarded.violations[0].found
+
+    def test_a_backward_that_raised_is_over(self, made: dict[str, ModuleType]) -> None:
+        """A reduction that starts later is not within it."""
+        run = StandIn(made, CASES["overlapped"], 0)
+        guarded = megatron.guard(manner="refuse")
+        run.step()
+        hook = next(run.model[0].parameters()).register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.step()
+        hook.remove()
+        with pytest.raises(Refused) as refused:
+            run.model[0].start_grad_sync()
+        guarded.remove()
+
+        assert "during the backward" not in str(refused.value)
 
 
 class TestCaches:

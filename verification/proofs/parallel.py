@@ -76,7 +76,8 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
                     del pipes[pipe]
             else:
                 raise message or RuntimeError(
-                    f"part {pipes[pipe][0]} of the proofs: its process ended without a result"
+                    f"proofs: the process of these parts ended without their results: "
+                    f"{', '.join(pipes[pipe])}"
                 )
 
     listened = time.monotonic()
