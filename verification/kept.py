@@ -136,7 +136,8 @@ def places() -> dict[str, dict[str, list[str]]]:
     Functions are ``file: function`` from the kernel's or the runtime's folder, logs from the
     specification's.
     """
-    raised, also, tests = _raised(), _raised_in_the_runtime(), _tested()
+    raised, tests = _raised(_KERNEL, _TELLING), _tested()
+    also = _raised(_RUNTIME, frozenset({"lab"}))  # the runtime without its laboratory
     return {
         clause: {
             "raised_by": raised.get(clause, []),
@@ -154,28 +155,15 @@ def places() -> dict[str, dict[str, list[str]]]:
     }
 
 
-def _raised() -> dict[str, list[str]]:
-    """The functions of the kernel that name a clause."""
+def _raised(folder: Path, left_out: frozenset[str]) -> dict[str, list[str]]:
+    """The functions below a folder that name a clause, without the modules and folders left out."""
     found: dict[str, list[str]] = {}
-    for path in sorted(_KERNEL.rglob("*.py")):
-        where = path.relative_to(_KERNEL)
-        if not _TELLING & {*where.parts}:
+    for path in sorted(folder.rglob("*.py")):
+        where = path.relative_to(folder)
+        if not left_out & {*where.parts}:
             for function, clause in _named(path, where.parts[0] == "schedule"):
                 if function:
                     _add(found, clause, f"{where.as_posix()}: {function}")
-    return found
-
-
-def _raised_in_the_runtime() -> dict[str, list[str]]:
-    """The functions of the runtime, without its laboratory, that raise a clause themselves."""
-    found: dict[str, list[str]] = {}
-    for path in sorted(_RUNTIME.rglob("*.py")):
-        where = path.relative_to(_RUNTIME)
-        if where.parts[0] == "lab":
-            continue
-        for function, clause in _named(path, schedules=False):
-            if function:
-                _add(found, clause, f"{where.as_posix()}: {function}")
     return found
 
 

@@ -44,6 +44,9 @@ class Advice:
 AdviceTable = Mapping[str, Advice]
 """The advice of one framework, by clause id."""
 
+_Own = Mapping[str, str | tuple[str, str]]
+"""A framework's own cause and remedy by clause id; a remedy alone keeps the common cause."""
+
 _UNFINISHED = "The checkpoint was about to be saved while microbatches of the step were unfinished."
 _RAISED = "An earlier action of this step raised an exception, and the run went on."
 _SAVE = "Save checkpoints {between}."
@@ -328,9 +331,8 @@ _MEGATRON_WORDS = {
     "update": "`optimizer.step()`",
     "zero": "`zero_grad_buffer()` of each model chunk and `optimizer.zero_grad()`",
     "recover": "Relaunch all ranks from their checkpoint.",
-    "failed": "After an exception, relaunch all ranks from their checkpoint.",
 }
-_MEGATRON: Mapping[str, tuple[str, str]] = {
+_MEGATRON: _Own = {
     "epoch.device-count": (
         "A wrapper of `forward_step` or `backward_step` left the call out or made it twice. If no "
         "`main_grad` was written: a layer set `grad_added_to_main_grad` without adding its "
@@ -339,24 +341,20 @@ _MEGATRON: Mapping[str, tuple[str, str]] = {
         "`main_grad`.",
     ),
     "reduction.incomplete": (
-        _COMMON["reduction.incomplete"][0],
         "Leave `start_grad_sync` and `no_sync_func` to Megatron's loop, which reduces a bucket "
-        "after the chunk's last backward.",
+        "after the chunk's last backward."
     ),
     "reduction.duplicate": (
-        _COMMON["reduction.duplicate"][0],
         "Reduce each bucket once per step: do not call `start_grad_sync` or `finish_grad_sync` "
-        "beside `finalize_model_grads`.",
+        "beside `finalize_model_grads`."
     ),
     "reduction.in-flight": (
-        _COMMON["reduction.in-flight"][0],
         "Set `config.finalize_model_grads_func`, or call `finish_grad_sync()` of each model chunk "
-        "before {update}.",
+        "before {update}."
     ),
     "reduction.missing": (
-        _COMMON["reduction.missing"][0],
         "Set `config.finalize_model_grads_func = finalize_model_grads`, or call "
-        "`finish_grad_sync()` of each model chunk before {update}.",
+        "`finish_grad_sync()` of each model chunk before {update}."
     ),
     "arena.overwrite": (
         "Something other than a backward wrote the gradient buffers between two backwards of the "
@@ -372,9 +370,8 @@ _MEGATRON: Mapping[str, tuple[str, str]] = {
         "`set_is_first_microbatch()` to Megatron's loop.",
     ),
     "completion.weights-in-use": (
-        _COMMON["completion.weights-in-use"][0],
         "Give the request of `dist_checkpointing.save` to `schedule_async_request()` before "
-        "{update}.",
+        "{update}."
     ),
     "schedule.message-order": (
         "With these sizes, two ranks post their messages in different orders. Messages between two "
@@ -391,7 +388,6 @@ _DEEPSPEED_WORDS = {
     "update": "`OptimizerStep`",
     "zero": "`engine.zero_grad()`",
     "recover": "Relaunch all ranks from their checkpoint.",
-    "failed": "After an exception, relaunch all ranks from their checkpoint.",
 }
 _BUFFER_IN_USE = (
     "The buffer still holds a microbatch without its backward: a `BackwardPass` was left out, or "
@@ -399,7 +395,7 @@ _BUFFER_IN_USE = (
     "Run the `BackwardPass` of the buffer before the buffer is filled again. In a schedule of your "
     "own, let `num_pipe_buffers()` return a larger number.",
 )
-_DEEPSPEED: Mapping[str, tuple[str, str]] = {
+_DEEPSPEED: _Own = {
     "epoch.device-count": (
         "A method of the engine, its module or its optimizer was replaced, and the replacement "
         "left its work out or ran it twice.",
@@ -407,15 +403,12 @@ _DEEPSPEED: Mapping[str, tuple[str, str]] = {
         "once. A schedule of your own must end with `OptimizerStep`.",
     ),
     "epoch.not-final": (
-        _COMMON["epoch.not-final"][0],
         "Leave the update to the `OptimizerStep` of `train_batch`: remove other calls of "
-        "`optimizer.step()`. {failed}",
+        "`optimizer.step()`. {failed}"
     ),
     "ownership.live-tape": (
-        _COMMON["ownership.live-tape"][0],
         "Leave the update to the `OptimizerStep` at the end of `train_batch`: remove other calls "
-        "of `optimizer.step()`, and run every backward before it. "
-        "{failed}",
+        "of `optimizer.step()`, and run every backward before it. {failed}"
     ),
     "ownership.repeated-forward": (
         "The buffer still held the input of a microbatch that had already finished, because "
@@ -432,23 +425,19 @@ _DEEPSPEED: Mapping[str, tuple[str, str]] = {
         "it.",
     ),
     "reduction.incomplete": (
-        _COMMON["reduction.incomplete"][0],
         "Put `ReduceGrads` after the last `BackwardPass`, and call no reduction of the engine by "
-        "hand.",
+        "hand."
     ),
     "reduction.duplicate": (
-        _COMMON["reduction.duplicate"][0],
         "Keep one `ReduceGrads` and one `ReduceTiedGrads` per batch, and call no reduction of the "
-        "engine by hand.",
+        "engine by hand."
     ),
     "reduction.missing": (
-        _COMMON["reduction.missing"][0],
-        "Put `ReduceGrads`, and with tied layers `ReduceTiedGrads`, before `OptimizerStep`.",
+        "Put `ReduceGrads`, and with tied layers `ReduceTiedGrads`, before `OptimizerStep`."
     ),
     "arena.stale-accumulation": (
-        _COMMON["arena.stale-accumulation"][0],
         "Leave {zero} to the engine, which calls it after each update. If your code adds "
-        "gradients between batches, call it before `train_batch`.",
+        "gradients between batches, call it before `train_batch`."
     ),
 }
 
@@ -460,10 +449,8 @@ _PIPELINING_WORDS = {
     "zero": "`optimizer.zero_grad()`",
     "recover": "Call the guard's `rebuild()` and the optimizer's `zero_grad()` on every rank, or "
     "relaunch all ranks from their checkpoint.",
-    "failed": "After an exception, call the guard's `rebuild()` and the optimizer's `zero_grad()` "
-    "on every rank, or relaunch all ranks from their checkpoint.",
 }
-_PIPELINING: Mapping[str, tuple[str, str]] = {
+_PIPELINING: _Own = {
     "epoch.device-count": (
         "A method of a stage, a registered function or the optimizer's `step` was replaced, and "
         "the replacement left its work out. Or the update itself was left out.",
@@ -472,8 +459,7 @@ _PIPELINING: Mapping[str, tuple[str, str]] = {
         "optimizer's `zero_grad()` on every rank.",
     ),
     "epoch.not-final": (
-        _COMMON["epoch.not-final"][0],
-        "Call {update} once, after all steps of the schedule whose gradients it uses. {failed}",
+        "Call {update} once, after all steps of the schedule whose gradients it uses. {failed}"
     ),
     "ownership.work-not-queued": (
         "A split backward leaves out the gradients of these weights: they were replaced after the "
@@ -500,10 +486,7 @@ _PIPELINING: Mapping[str, tuple[str, str]] = {
         "Call {zero} only after {update}. To skip an update on purpose, call the guard's "
         "`rebuild(alone=True)` and the optimizer's `zero_grad()` on every rank.",
     ),
-    "arena.stale-accumulation": (
-        _COMMON["arena.stale-accumulation"][0],
-        "Call {zero} after each update.",
-    ),
+    "arena.stale-accumulation": ("Call {zero} after each update."),
     "version.wrong-epoch": (
         "A weight was written in the middle of a step, or between two steps of one update: by an "
         "early update, by one optimizer of a container, by a hook, or by code that loads or "
@@ -514,14 +497,15 @@ _PIPELINING: Mapping[str, tuple[str, str]] = {
 }
 
 
-def _table(
-    words: Mapping[str, str], own: Mapping[str, tuple[str, str]]
-) -> MappingProxyType[str, Advice]:
+def _table(words: Mapping[str, str], own: _Own) -> MappingProxyType[str, Advice]:
     """Return a framework's advice: its own where it has some, or else the common advice."""
+    recover = words["recover"]
+    words = {**words, "failed": f"After an exception, {recover[0].lower()}{recover[1:]}"}
     found = {clause.id: Advice(clause.cause, clause.remedy) for clause in SCHEDULE_CLAUSES.values()}
     found |= dict.fromkeys(_OWN_BOOKS, _UNKNOWN)
     for clause, texts in {**_COMMON, **own}.items():
-        found[clause] = Advice(*(text.format(**words) for text in texts))
+        cause, remedy = (_COMMON[clause][0], texts) if isinstance(texts, str) else texts
+        found[clause] = Advice(cause.format(**words), remedy.format(**words))
     return MappingProxyType(found)
 
 

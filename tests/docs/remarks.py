@@ -22,6 +22,10 @@ PROFILED = (
     "and one launch. The profiler slows native most, so *native / this* without the profiler is at "
     "most the ratio shown (≤)."
 )
+FP32 = (
+    "Nothing was profiled. The rounds of native do not agree. Bits are not compared, because "
+    "native accumulates in bf16."
+)
 CUT = {
     ("tables_four.json", "df5819e4b527"): (
         "Two starts ended at a time limit: the second start over two ranks lacks 32 microbatches; "
@@ -60,14 +64,8 @@ REMARKS = {
         "The last row has two replicas on two GPUs, which reduce their gradients within the "
         "launch. Nothing was profiled, and the rounds of native do not agree."
     ),
-    ("models_fp32.json", "fb0f23cabae6"): (
-        "Nothing was profiled. The rounds of native do not agree. Bits are not compared, because "
-        "native accumulates in bf16."
-    ),
-    ("models_one_gpu_fp32.json", "e081436d5fe1"): (
-        "Nothing was profiled. The rounds of native do not agree. Bits are not compared, because "
-        "native accumulates in bf16."
-    ),
+    ("models_fp32.json", "fb0f23cabae6"): FP32,
+    ("models_one_gpu_fp32.json", "e081436d5fe1"): FP32,
     **CUT,
 }
 IN_SHORT = {

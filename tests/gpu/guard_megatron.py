@@ -264,7 +264,6 @@ def price(member: Any) -> dict[str, Any]:
             said[turn].append(statistics.median(times))
             if guarded is not None:
                 guarded.remove()
-    said["actions"] = 2 * len(side.model) * side.job.microbatches
     return said
 
 
@@ -278,7 +277,7 @@ def cost(said: dict[str, Any]) -> tuple[float, float] | None:
     if not (said.get("on") and said.get("off")):
         return None
     on, off = min(said["on"]), min(said["off"])
-    return on / off - 1.0, (on - off) * 1e3 / said.get("actions", ACTIONS)
+    return on / off - 1.0, (on - off) * 1e3 / ACTIONS
 
 
 def rank(mode: str, manner: str, what: str, out: str) -> None:

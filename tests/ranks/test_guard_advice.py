@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -228,13 +228,32 @@ def check_text(text: str, clause: str, table: AdviceTable) -> None:
         assert CLAUSES[clause].remedy not in text
 
 
-@contextmanager
-def refused_by(clause: str, table: AdviceTable) -> Iterator[None]:
-    """Check that the block is refused by a clause, with the guard's advice."""
-    with pytest.raises(Refused) as caught:
-        yield
-    assert clause == caught.value.clause
-    check_text(str(caught.value), clause, table)
+def check_message(
+    manner: str,
+    clause: str,
+    table: AdviceTable,
+    train: Callable[[], object],
+    violations: Callable[[], Sequence[Violation]],
+) -> None:
+    """
+    Check what a person reads of a fault: the refusal, or the first violation that is reported.
+
+    Args:
+        manner: The guard's manner.
+        clause: The clause that the fault breaks.
+        table: The guard's advice.
+        train: Trains until the fault has happened.
+        violations: Returns what was reported.
+    """
+    if manner == "refuse":
+        with pytest.raises(Refused) as caught:
+            train()
+        assert clause == caught.value.clause
+        text = str(caught.value)
+    else:
+        train()
+        text = str(violations()[0])
+    check_text(text, clause, table)
 
 
 @pytest.fixture
@@ -263,12 +282,13 @@ class TestMessages:
         for manner in ("refuse", "report"):
             run = StandIn(made, megatron_faults.CASES[fault.case], fault.ranks[0])
             with megatron_runs.put(name, run, manner=manner) as guard:
-                if manner == "refuse":
-                    with refused_by(clause, MEGATRON_ADVICE):
-                        megatron_runs.steps(run)
-                else:
-                    megatron_runs.steps(run)
-                    check_text(str(guard.violations[0]), clause, MEGATRON_ADVICE)
+                check_message(
+                    manner,
+                    clause,
+                    MEGATRON_ADVICE,
+                    partial(megatron_runs.steps, run),
+                    partial(getattr, guard, "violations"),
+                )
 
     @pytest.mark.parametrize("clause", DEEPSPEED)
     def test_deepspeed(self, clause: str) -> None:
@@ -278,12 +298,13 @@ class TestMessages:
             engine = deepspeed_runs.engine_of(name, fault.ranks[0])
             guard = deepspeed.guard(engine, manner=manner)  # type: ignore[arg-type]
             put_under(guard, engine, fault.put)
-            if manner == "refuse":
-                with refused_by(clause, DEEPSPEED_ADVICE):
-                    deepspeed_runs.steps(engine)
-            else:
-                deepspeed_runs.steps(engine)
-                check_text(str(guard.violations[0]), clause, DEEPSPEED_ADVICE)
+            check_message(
+                manner,
+                clause,
+                DEEPSPEED_ADVICE,
+                partial(deepspeed_runs.steps, engine),
+                partial(getattr, guard, "violations"),
+            )
 
     @pytest.mark.parametrize("clause", TORCHTITAN)
     def test_torchtitan(self, clause: str, alone: None) -> None:
@@ -295,24 +316,26 @@ class TestMessages:
                 optimizer="foreach",
             )
             torchtitan_runs._faulty(own, put)
-            if manner == "refuse":
-                with refused_by(clause, PIPELINING_ADVICE):
-                    torchtitan_runs._two_steps(own)
-            else:
-                torchtitan_runs._two_steps(own)
-                check_text(str(guard_of(own).violations[0]), clause, PIPELINING_ADVICE)
+            check_message(
+                manner,
+                clause,
+                PIPELINING_ADVICE,
+                partial(torchtitan_runs._two_steps, own),
+                partial(getattr, guard_of(own), "violations"),
+            )
 
     def test_pipelining(self, alone: None, caplog: pytest.LogCaptureFixture) -> None:
         for manner in ("refuse", "report"):
             run = Run(ZBV, ranks=1)
             guard = pipelining.guard(run.schedule, manner=manner)  # type: ignore[arg-type]
             leave_out(run, BACKWARD)
-            if manner == "refuse":
-                with refused_by("epoch.device-count", PIPELINING_ADVICE):
-                    run.step(0)
-            else:
-                run.step(0)
-                check_text(str(guard.violations[0]), "epoch.device-count", PIPELINING_ADVICE)
+            check_message(
+                manner,
+                "epoch.device-count",
+                PIPELINING_ADVICE,
+                partial(run.step, 0),
+                partial(getattr, guard, "violations"),
+            )
         assert PIPELINING_ADVICE["epoch.device-count"].remedy in caplog.text
 
     def test_a_wrong_table(self, alone: None) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from attrs import frozen
 
 __all__ = ["Part", "Result", "run_parallel"]
 
-#: Seconds between two lines of progress from another process.
+#: Seconds between two lines of progress from another process, and between two looks for lines.
 _SECONDS: Final = 0.2
 
 #: A part: takes a function for progress lines and returns its result.
@@ -80,14 +81,11 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
                     f"{', '.join(pipes[pipe])}"
                 )
 
-    listened = time.monotonic()
+    listen_seldom = _seldom(partial(listen, 0))
 
     def tell_and_listen(line: str) -> None:
-        nonlocal listened
         tell(line)
-        if time.monotonic() - listened >= _SECONDS:
-            listen(0)
-            listened = time.monotonic()
+        listen_seldom()
 
     try:
         for names in (others[n::count] for n in range(count)):
@@ -106,6 +104,19 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
             process.terminate()
             process.join()
     return {name: found[name] for name in parts}
+
+
+def _seldom(call: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls another one, but not if its last call was too recent."""
+    called = float("-inf")
+
+    def seldom(*args: Any) -> None:
+        nonlocal called
+        if time.monotonic() - called >= _SECONDS:
+            call(*args)
+            called = time.monotonic()
+
+    return seldom
 
 
 def _received(pipe: Any) -> Any:
@@ -127,15 +138,7 @@ def _timed(part: Part, tell: Callable[[str], None]) -> Result:
 
 
 def _child(parts: Sequence[Part], pipe: Connection) -> None:
-    told = 0.0
-
-    def tell(line: str) -> None:
-        """Send a line, if the last one is old enough: a full pipe would stop the part."""
-        nonlocal told
-        if time.monotonic() - told >= _SECONDS:
-            pipe.send(line)
-            told = time.monotonic()
-
+    tell = _seldom(pipe.send)  # a full pipe would stop the part
     try:
         # A long result waits until the first process reads it, so all results come last.
         for result in [_timed(part, tell) for part in parts]:

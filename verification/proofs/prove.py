@@ -109,31 +109,39 @@ def _everything(seed: int, tell: Progress, note: Progress | None) -> list[Obliga
     return found
 
 
-def _recurring(seed: int, tell: Progress) -> list[Obligation]:
-    found = []
-    for obligation in _of_steps(seed, COMPOSITIONS):
+def _told(
+    obligations: Iterable[Obligation], line: Callable[[int, Obligation], str], tell: Progress
+) -> list[Obligation]:
+    """Return the obligations; after each, tell a line about their number and the last one."""
+    found: list[Obligation] = []
+    for obligation in obligations:
         found.append(obligation)
-        tell(f"Proving: {len(found):,} obligations of steps taken as one")
+        tell(f"Proving: {line(len(found), obligation)}")
     return found
+
+
+def _recurring(seed: int, tell: Progress) -> list[Obligation]:
+    return _told(
+        _of_steps(seed, COMPOSITIONS),
+        lambda number, _: f"{number:,} obligations of steps taken as one",
+        tell,
+    )
 
 
 def _in_scope(tell: Progress) -> list[Obligation]:
-    found = []
-    for witness in in_scope.witnesses(Composition.of((), Encoding.finite(SCOPE))):
-        found.append(witness)
-        tell(
-            f"Proving: looking for a state from which {witness.transition} takes path "
-            f"{witness.path}"
-        )
-    return found
+    return _told(
+        in_scope.witnesses(Composition.of((), Encoding.finite(SCOPE))),
+        lambda _, one: f"looking for a state from which {one.transition} takes path {one.path}",
+        tell,
+    )
 
 
 def _in_steps(depth: int, tell: Progress) -> list[Obligation]:
-    found = []
-    for proof in in_steps.bounded(Composition.of((), Encoding.finite(in_steps.SCOPE)), depth):
-        found.append(proof)
-        tell(f"Proving: from the initial state, {proof.path} in {proof.seconds:.1f} s")
-    return found
+    return _told(
+        in_steps.bounded(Composition.of((), Encoding.finite(in_steps.SCOPE)), depth),
+        lambda _, one: f"from the initial state, {one.path} in {one.seconds:.1f} s",
+        tell,
+    )
 
 
 def unbounded(
