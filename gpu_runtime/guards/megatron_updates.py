@@ -217,7 +217,7 @@ class BufferWrites:
                 "check_wgrad",
                 f"B of {work_name(work)}: the gradient buffer was written since the stage's last "
                 "backward",
-                "writes to main_grad by the stage's backwards only, until the loop has ended",
+                "no other write to main_grad between two backwards of the stage",
             )
 
     def reducing(self) -> None:
