@@ -1,8 +1,8 @@
 """
 The columns of the contract's memory: their meanings, and the transitions that write them.
 
-The memory is a set of columns and nothing else. Each column belongs to one relation, and only that
-relation's functions write the column. No transition writes a configured column. Every transition
+The memory consists of columns only. Each column belongs to one relation, and only that relation's
+functions write the column. No transition writes a configured column. Every transition
 may read every column. The relations declare the same columns for the kernel; a test compares the
 two declarations.
 """
@@ -32,8 +32,8 @@ SORTS: Final = {
     "int": "a count, or an epoch",
     "flag": "0 or 1",
     "mask": "a set of bits: consumers, transfers or messages",
-    "generation": "a count of releases",
-    "ticket": "a serial number, or 0 for none",
+    "generation": "a slot's count of releases",
+    "ticket": "the serial number of a check, or 0 for none",
     "opaque": "something that is only compared for equality",
 }
 
@@ -41,13 +41,13 @@ SORTS: Final = {
 @frozen
 class StateColumn:
     """
-    One column.
+    One column of the contract's memory.
 
     Args:
         name: Name of the column in the memory.
         relation: The relation that owns the column; empty for a configured column.
-        index: Sort of the index, from ``SORTS``.
-        values: Sort of the values, from ``SORTS``.
+        index: Sort (type) of the index, a key of ``SORTS``.
+        values: Sort (type) of the values, a key of ``SORTS``.
         initial: Initial value of every entry; None if the configuration gives the value, or if
             every read of an entry follows a write.
         meaning: Meaning of an entry.
@@ -104,8 +104,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "arrived",
         "slot -> mask",
         0,
-        "messages that a live tape has received: 1 the input, 2 the output's gradient; 16 if a "
-        "copy of the input was enqueued",
+        "mask of messages that a live tape has received: 1 the input, 2 the output's gradient; 16 "
+        "if a copy of the input was enqueued",
         "reserve abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad finish_receive "
         "finish_read drop restore",
     ),
@@ -114,7 +114,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "generation",
         "slot -> generation",
         0,
-        "releases of the slot in this incarnation",
+        "how often the slot was released in this incarnation, that is, since the last restore",
         "abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad finish_read drop restore",
     ),
     _state(
@@ -122,7 +122,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "cell_at",
         "slot -> cell",
         None,
-        "cell of the latest tenant's key",
+        "cell of the key whose tape the slot holds, or held last",
         "reserve check_forward",
     ),
     _state(
@@ -130,7 +130,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "epoch_at",
         "slot -> int",
         NEVER,
-        "epoch of the latest tenant's key; -1 before the first",
+        "epoch of the key whose tape the slot holds, or held last; -1 before the first tape",
         "reserve check_forward",
     ),
     _state(
@@ -156,8 +156,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "forwarded",
         "cell -> int",
         NEVER,
-        "epoch of the cell's forward in this walk, set by the check of that forward; -1 before "
-        "that check",
+        "epoch of the cell's forward in this walk over the microbatches, set by the check of that "
+        "forward; -1 before that check",
         "check_forward next_walk commit_update restore",
     ),
     _state(
@@ -174,7 +174,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "skips",
         "one -> int",
         0,
-        "cells that this walk leaves out",
+        "number of cells that this walk over the microbatches leaves out",
         "skip next_walk commit_update restore",
     ),
     # version
@@ -216,7 +216,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "token",
         "domain -> int",
         0,
-        "the effect token: F and dI committed in the domain since the last restore",
+        "the effect token: number of F and dI committed in the domain since the last restore",
         "commit_forward commit_dgrad restore",
     ),
     _state(
@@ -224,7 +224,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "position",
         "domain -> int",
         0,
-        "F and dI committed in the domain in this walk: the place in the declared order",
+        "number of F and dI committed in the domain in this walk over the microbatches, which is "
+        "the position in the declared order",
         "commit_forward commit_dgrad next_walk commit_update restore",
     ),
     _state(
@@ -257,7 +258,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "dgrads",
         "stage -> int",
         0,
-        "dI of the stage committed in this walk, and cells that the walk leaves out",
+        "number of dI of the stage committed in this walk over the microbatches, plus the cells "
+        "that the walk leaves out",
         "skip commit_dgrad next_walk commit_update restore",
     ),
     _state(
@@ -265,8 +267,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "scaled_at",
         "slot -> int",
         0,
-        "`rolled_at` just after the latest tenant's F: it names the scales that this tenant's dI "
-        "must use",
+        "value of `rolled_at` just after F of the slot's latest tape; the value identifies the "
+        "scales that this tape's dI must use",
         "commit_forward",
     ),
     _state(
@@ -275,7 +277,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "domain -> int",
         0,
         "token at which the domain's latest F ran, whose scales are live now; if scales move once "
-        "an epoch, the token at which they moved last since a restore",
+        "an epoch, the token at which the scales moved last since a restore",
         "commit_forward move_scales restore",
     ),
     _state(
@@ -283,7 +285,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "drawn_at",
         "slot -> int",
         NEVER,
-        "position of the random generator at which the latest tenant's F began to draw",
+        "position of the random generator at which F of the slot's latest tape began to draw",
         "commit_forward",
     ),
     _state(
@@ -336,7 +338,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "cursor",
         "pool -> int",
         0,
-        "place of the pool's latest replayed graph in the pool's order of capture",
+        "position of the pool's latest replayed graph in the pool's order of capture",
         "check_refresh check_forward check_dgrad check_wgrad",
     ),
     _state(
@@ -344,8 +346,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "tenants",
         "pool -> int",
         0,
-        "tapes that keep memory in the pool: live tapes from the check of their F on, aborted "
-        "tapes while they are read or while another tape's dW takes them",
+        "number of tapes that keep memory in the pool: live tapes from the check of their F on, "
+        "and aborted tapes while they are read or while another tape's dW takes them",
         "check_forward abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad "
         "finish_read drop restore",
     ),
@@ -355,8 +357,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "submitted",
         "link -> int",
         0,
-        "pieces of work that the caller enqueued, plus ends of transfers and copies of inputs that "
-        "were reported on the link; a replay must come after all of them",
+        "number of pieces of work that the caller enqueued, plus the ends of transfers and the "
+        "copies of inputs that were reported on the link; a replay must come after all of these",
         "reserve finish_receive finish_read submit restore",
     ),
     _state(
@@ -372,7 +374,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "waited",
         "link -> int",
         0,
-        "replays of the graph stream that the caller has waited for",
+        "number of replays of the graph stream that the caller has waited for",
         "wait restore",
     ),
     _state(
@@ -380,8 +382,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "replays",
         "domain -> int",
         0,
-        "replays enqueued on the domain's graph stream: every F, dI and dW, and every refresh "
-        "and evaluation that succeeded",
+        "number of replays enqueued on the domain's graph stream: every F, dI and dW, and every "
+        "refresh and evaluation that succeeded",
         "commit_refresh commit_forward abort_forward commit_evaluation commit_dgrad abort_dgrad "
         "commit_wgrad abort_wgrad restore",
     ),
@@ -401,8 +403,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "produced",
         "slot -> int",
         0,
-        "the replay that last wrote the slot's output or input gradient, by its number in the "
-        "domain",
+        "number, in the domain, of the replay that last wrote the slot's output or input gradient",
         "commit_forward commit_dgrad restore",
     ),
     _state(
@@ -410,7 +411,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "landed",
         "stage -> int",
         0,
-        "the replay of the stage's latest dW, by its number in the domain",
+        "number, in the domain, of the replay of the stage's latest dW",
         "commit_wgrad restore",
     ),
     _state(
@@ -418,8 +419,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "vacated",
         "slot -> int",
         0,
-        "the replay after which no work of the slot's last tenant runs, by its number in the "
-        "domain",
+        "number, in the domain, of the replay after which no work of the slot's last tape runs",
         "abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad drop restore",
     ),
     _state(
@@ -529,7 +529,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "started",
         "one -> int",
         0,
-        "reductions that started in this epoch",
+        "number of reductions that started in this epoch",
         "start_reduction commit_update restore",
     ),
     # epoch
@@ -546,7 +546,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "walk",
         "one -> int",
         0,
-        "walks of this epoch that are over; their gradients are in the buffers",
+        "number of finished walks over the microbatches in this epoch, whose gradients are in the "
+        "buffers",
         "next_walk commit_update restore",
     ),
     _state(
@@ -554,7 +555,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "wgrads",
         "stage -> int",
         0,
-        "dW of the stage committed in this walk, and cells that the walk leaves out",
+        "number of dW of the stage committed in this walk over the microbatches, plus the cells "
+        "that the walk leaves out",
         "skip commit_wgrad ungroup_wgrad next_walk commit_update restore",
     ),
     _state(
@@ -572,7 +574,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "final",
         "stage -> int",
         NEVER,
-        "last epoch in which the stage's gradients were declared whole; -1 for none in this walk",
+        "last epoch in which the stage's gradients were declared complete (`finalize`); -1 if they "
+        "were not in this walk over the microbatches",
         "abort_evaluation drop finalize fail_reduction next_walk fail restore",
     ),
     _state(
@@ -606,8 +609,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "parts",
         "stage -> int",
         0,
-        "number of parts that the weights of the epoch's gradients must add up to; 0 before the "
-        "epoch's first dI",
+        "number of equal parts that the weights of the epoch's gradients must add up to; 0 before "
+        "the epoch's first dI",
         "commit_dgrad commit_update restore",
     ),
     _state(
@@ -615,7 +618,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "unweighed",
         "stage -> int",
         0,
-        "parts that no weight has used yet; negative if the weights add up to too many",
+        "number of parts that no reported gradient weight has used yet; negative if the weights "
+        "add up to too many parts",
         "commit_dgrad restore",
     ),
     # persistence
@@ -633,7 +637,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "serial",
         "one -> int",
         0,
-        "the last ticket issued; it never decreases, not even at a restore",
+        "number of the last ticket issued; the number never decreases, not even at a restore",
         "check_refresh check_forward check_evaluation check_dgrad check_wgrad check_update",
     ),
 )
@@ -643,7 +647,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "generation_max",
         "one -> generation",
-        "the last generation of a slot; a slot that has reached it takes no tenant",
+        "the last generation that a slot may reach; a slot that has reached it takes no new tape",
     ),
     _configured("slot_stage", "slot -> stage", "stage that the slot belongs to"),
     _configured("domain_of", "stage -> domain", "state domain of the stage"),
@@ -665,13 +669,13 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "cells",
         "stage -> int",
-        "number of the stage's cells, and so of its tapes per walk",
+        "number of the stage's cells, and so of its tapes per walk over the microbatches",
     ),
     _configured(
         "target_of",
         "stage -> stage",
-        "the stage of this process whose input is the stage's output; the stage itself if there is "
-        "none",
+        "the stage of this process whose input is the stage's output; the stage itself without "
+        "such a stage",
     ),
     _configured(
         "input_of",
@@ -704,7 +708,8 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "keeper_of",
         "buffer -> cell",
-        "cell that writes the buffer in every walk; no walk leaves the cell out",
+        "cell that writes the buffer in every walk over the microbatches; no walk leaves this cell "
+        "out",
     ),
     _configured(
         "shared_of",
@@ -715,18 +720,24 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "sharer_of",
         "stage -> stage",
-        "the other stage that writes the stage's tied destinations; the stage itself if there is "
-        "none",
+        "the other stage that writes the stage's tied destinations; the stage itself without such "
+        "a stage",
     ),
     _configured("pool_of", "slot -> pool", "capture pool of the slot's graphs"),
     _configured(
-        "forward_rank", "slot -> int", "place of the slot's F graph in its pool's order of capture"
+        "forward_rank",
+        "slot -> int",
+        "position of the slot's F graph in its pool's order of capture",
     ),
     _configured(
-        "dgrad_rank", "slot -> int", "place of the slot's dI graph in its pool's order of capture"
+        "dgrad_rank",
+        "slot -> int",
+        "position of the slot's dI graph in its pool's order of capture",
     ),
     _configured(
-        "wgrad_rank", "slot -> int", "place of the slot's dW graph in its pool's order of capture"
+        "wgrad_rank",
+        "slot -> int",
+        "position of the slot's dW graph in its pool's order of capture",
     ),
     _configured(
         "refresh_pool",
@@ -737,7 +748,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "refresh_rank",
         "stage -> int",
-        "place of the graph of the stage's refresh in `refresh_pool`'s order of capture; -1 if the "
+        "position of the stage's refresh graph in the capture order of `refresh_pool`; -1 if the "
         "graph was captured in a pool of its own",
     ),
     _configured(
@@ -788,7 +799,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "reduce_at",
         "bucket -> int",
-        "declared place of the bucket's reduction among the reductions of an epoch",
+        "declared position of the bucket's reduction among the reductions of an epoch",
     ),
     _configured("ordered", "one -> flag", "1 if the order of reductions is declared"),
 )

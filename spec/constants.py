@@ -1,7 +1,7 @@
 """
 The constants of the contract's columns: sentinels, and the bits of a tape's masks.
 
-The kernel, the predicates and the proofs import them from here.
+The kernel, the predicates and the proofs import these constants from here.
 """
 
 from __future__ import annotations

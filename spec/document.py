@@ -80,9 +80,9 @@ def faults() -> str:
             _NOTICE,
             "# Injected contract violations",
             "",
-            "Seven injections in six families, after the paper's table (Section V). Each enters",
-            "through the public API on a CPU, is refused at its first invalid operation, and",
-            "changes no state; `qeffect faults` runs them.",
+            "Seven injections in six families, after the paper's table (Section V). Each injection",
+            "enters through the public API on a CPU, is refused at its first invalid operation,",
+            "and changes no state. `qeffect faults` runs the injections.",
             "",
             *_table(header, rows),
             "",
@@ -92,7 +92,8 @@ def faults() -> str:
 
 def kept() -> Mapping[str, Any]:
     """
-    Return what keeps each clause, as ``qeffect.verification.kept`` found it and wrote it here.
+    Return the guards, proofs and tests behind each clause and promise, as
+    ``qeffect.verification.kept`` recorded them.
 
     Returns:
         ``guards``: each guard of each transition, with the ``promises`` that fail without it, else
@@ -146,7 +147,7 @@ def _relations(parts: tuple[Part, ...]) -> str:
 
 
 def _index(parts: tuple[Part, ...]) -> str:
-    """Where each clause stands, by its id."""
+    """Return a table with a link to each clause, by its id."""
     rows = []
     for part in parts:
         clauses = sorted(part.clauses, key=lambda clause: clause.id)
@@ -188,12 +189,12 @@ def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
 
 
 def _arguments(transition: str) -> Iterable[str]:
-    """The arguments of a transition; none of a call around the transitions."""
+    """Return the arguments of a transition; empty for a call that is not a transition."""
     return next((t.arguments for t in TRANSITIONS if t.name == transition), ())
 
 
 def _raised_by(clause: str, keeping: Mapping[str, Any]) -> str:
-    """The functions that raise a clause, and what fails without its guards."""
+    """Return text: the functions that raise a clause, and what fails without its guards."""
     functions = _functions(keeping["clauses"][clause]["raised_by"], "qeffect/")
     guards = [row for row in keeping["guards"] if row["clause"] == clause]
     if not guards:
@@ -216,17 +217,17 @@ def _raised_by(clause: str, keeping: Mapping[str, Any]) -> str:
         said.append(f"{fails} if {_one_of(guards)} is deleted: {lemmas}")
     rest = [(row["transition"], row["otherwise"]) for row in guards if "otherwise" in row]
     renamed = [
-        f"at {transition} {_clause_link(text.partition(' becomes ')[2])} would name the refusal"
+        f"`{transition}` would be refused by {_clause_link(text.partition(' becomes ')[2])}"
         for transition, text in rest
         if " becomes " in text
     ]
     if renamed:
-        said.append(f"without it, {', '.join(renamed)}")
+        said.append(f"without the guard, {', '.join(renamed)}")
     for _, text in rest:
         if " becomes " not in text:  # where a part is left out
             promise, _, where = text.partition(", ")
             fails = f"{_predicate(promise, keeping)} fails if {where.removeprefix('where ')}"
-            said.append(f"without it, {fails}")
+            said.append(f"without the guard, {fails}")
     return f"{functions}; {'; '.join(said)}."
 
 
@@ -249,7 +250,7 @@ def _functions(places: Iterable[str], within: str = "") -> str:
 
 
 def _killed_by(clause: str, keeping: Mapping[str, Any]) -> Iterator[str]:
-    """The commands that delete a clause's guards and must notice; empty without proved guards."""
+    """Yield the commands that delete a clause's guards and must then fail; none without guards."""
     if any(row["clause"] == clause for row in keeping["guards"]):
         yield (
             f"- *Mutants killed by* `qeffect prove --only {clause}`, and by "
@@ -288,9 +289,10 @@ def _transitions() -> str:
             "",
             "**The order of the guards** is normative: the first guard that fails names the",
             "refusal. A clause that is listed twice is checked twice, on different parts of the",
-            "state. If a stage leaves out a part, that part's guards are left out and the others",
-            "keep their order. A key or slot that was never configured is refused at its look-up;",
-            "the table omits both clauses (`ownership.unknown-key`, `ownership.unknown-slot`).",
+            "state. If a stage leaves out a part of the contract, the guards of that part are left",
+            "out, and the other guards keep their order. A key or slot that was never configured",
+            "is refused when a transition looks it up; the table omits the two clauses for this",
+            "case (`ownership.unknown-key`, `ownership.unknown-slot`).",
             "",
             *_table(("transition", "its guards, in order"), guards),
             "",
@@ -310,7 +312,8 @@ def _state() -> str:
             "## State",
             "",
             "The contract's memory consists of *columns*. A column is an array with one entry for",
-            "each object of one sort, for example for each slot. Its values, too, have a sort.",
+            "each object of one sort (type), for example for each slot. The column's values have a",
+            "sort, too.",
             "",
             *_table(("sort", "meaning"), list(SORTS.items())),
             "",
@@ -355,10 +358,11 @@ def _paper(keeping: Mapping[str, Any]) -> str:
     lines = [
         "## The paper's invariants",
         "",
-        "Section III-F of the paper numbers four invariants; its fourth is persistence. The",
-        "abstract has completion as the fourth instead. III-D adds, without a number, that every",
-        "configured microbatch is written exactly once. Each of these six invariants has a name",
-        "here and is the conjunction of the promises under it (`qeffect.spec.promises.PAPER`).",
+        "Section III-F of the paper numbers four invariants; the fourth is persistence. The",
+        "abstract has completion as the fourth instead. Section III-D adds, without a number, that",
+        "every configured microbatch is written exactly once. Each of these six invariants has a",
+        "name here, and is the conjunction of the promises listed under its heading",
+        "(`qeffect.spec.promises.PAPER`).",
         "`qeffect prove` proves each promise for any number of slots, microbatches and epochs.",
         "",
     ]
@@ -388,23 +392,23 @@ def _promises(keeping: Mapping[str, Any]) -> str:
     lines = [
         "## Promises",
         "",
-        "Clauses say what is refused; the predicates in `promises/` say what may be relied on. The",
-        "promises use the columns above and words for the world outside the contract (the table",
-        "at the end of this chapter), never the contract's guards. All promises but the",
-        "assumptions are proved. How an action changes the world, and further lemmas of the",
-        "proofs, are in `verification/induction/`. Promise P *needs* clause C if deleting one",
-        "guard of C lets P fail. A promise is claimed only if its own part of the contract, and",
-        "every other part that its line names, is in force. `qeffect prove --promise P` proves",
-        "one promise alone, in seconds.",
+        "Clauses say which calls are refused; the predicates in `promises/` say what a caller may",
+        "rely on. The promises use the columns of the chapter *State* and words for the world",
+        "outside the contract (the table at the end of this chapter), never the contract's guards.",
+        "All promises are proved, except the assumptions. `verification/induction/` states how an",
+        "action changes the world, and further lemmas of the proofs. Promise P *relies on* the",
+        "guards of clause C if P fails once a guard of C is deleted. A promise is claimed only if",
+        "its own part of the contract, and every other part that its line names, is in force.",
+        "`qeffect prove --promise P` proves one promise alone, in seconds.",
         "",
     ]
     for title, register in _registers():
         lines += [f"### {title}", "", f"Stated in {', '.join(_stated(register))}.", ""]
         for p in register:
             needs = ", ".join(f"`{clause}`" for clause in sorted(clauses.get(p.name, ())))
-            kept_by = f" Needs {needs}." if needs else ""
+            kept_by = f" Relies on the guards of these clauses: {needs}." if needs else ""
             others = ", ".join(f"`{name}`" for name in sorted(p.needs - {p.name.partition(".")[0]}))
-            claimed = f" Claimed only with {others}." if others else ""
+            claimed = f" Claimed only if these parts are in force: {others}." if others else ""
             line = f"- {_own(p.name)}{_apart(p.name)}{_where(p.transitions)}: {p.text}"
             lines.append(f"{line}{claimed}{kept_by}{_proved_by(p.name, keeping)}")
         lines.append("")
@@ -416,9 +420,9 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         [
             *lines,
             "### Words for the world\n\n"
-            "A word names a number that follows what really happened, whatever the contract\n"
-            "recorded. An *arbitrary* slot, stage, link, ticket or reference is fixed but\n"
-            "unknown: what is proved about it holds for all of them.",
+            "Each word in the table names a quantity that follows what really happened,\n"
+            "whatever the contract recorded. An *arbitrary* slot, stage, link, ticket or\n"
+            "reference is fixed but unknown: a proof about it holds for every such object.",
             "",
             *_table(("word", "meaning"), words),
             "",
@@ -465,7 +469,7 @@ def _ranks(keeping: Mapping[str, Any]) -> str:
             "",
             "A log may be written in several files, each of which begins after a commit. The "
             "header of each later file has a field `continues`. If the earlier files are missing, "
-            "a replay begins with the state in this field, and takes that state on trust.",
+            "a replay begins with the state in this field, and trusts that state unchecked.",
             "",
             *_table(("field of `continues`", "kind", "meaning"), continues),
             "",
@@ -486,17 +490,17 @@ def link(heading: str) -> str:
 
 
 def _file(path: str, text: str = "") -> str:
-    """A link to a file, given from the top of the tree; its text is the path by default."""
+    """Return a link to a file, whose path starts at the repository's root; its text is the path."""
     return f"[`{text or path}`](../{path})"
 
 
 def _proof_file(path: str) -> str:
-    """A link to a module of the proofs; its text begins in their folder."""
+    """Return a link to a module of the proofs; the link's text is the path within that folder."""
     return _file(path, path.removeprefix(_PROOFS))
 
 
 def _call(name: str, keeping: Mapping[str, Any]) -> str:
-    """What checks a clause, with a link to its code if it is a function."""
+    """Return the name of the call that checks a clause, with a link to its code if possible."""
     module = keeping["callables"].get(name)
     return _file(module, name) if module else f"`{name}`"
 
@@ -519,12 +523,12 @@ def _anchor(promise: str) -> str:
 
 
 def _own(promise: str) -> str:
-    """The id of a promise at the head of its entry, as the place that links lead to."""
+    """Return the id of a promise with its HTML anchor, which links to the promise lead to."""
     return f'<a id="{_anchor(promise)}"></a>`{promise}`'
 
 
 def _one_of(guards: Sequence[Any]) -> str:
-    """A guard of a clause, in words."""
+    """Return words for any guard of a clause."""
     return "the guard of this clause" if len(guards) == 1 else "one of this clause's guards"
 
 
@@ -535,7 +539,7 @@ def _promised() -> frozenset[str]:
 
 
 def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
-    """The functions that make the obligations of a promise, and the lemmas that these use."""
+    """Return text: the functions that make a promise's formulas to prove, and the lemmas used."""
     row = keeping["proofs"].get(name)
     if row is None:
         return ""  # an assumption, or a promise that only tests show
@@ -560,7 +564,7 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
 
 
 def _apart(name: str) -> str:
-    """Tell a promise from the clause of the same name; empty if no clause has the name."""
+    """Return a note that a clause has the promise's name; empty if no clause has this name."""
     if name not in CLAUSES:
         return ""
     clause = CLAUSES[name]

@@ -1,10 +1,10 @@
 """
 Launches: promises about ranks whose steps are one launch each, with updates decided on the devices.
 
-A host launches a step before it knows whether the device took the previous step's update. The
+A host launches a step before it knows whether the device applied the previous step's update. The
 rank's contract is one step ahead of the votes that the host has read. A rank's *round* begins when
 the rank starts from a checkpoint or rebuilds in place. Epochs are counted from the epoch in which
-the job first launched. How the ranks of an attempt meet is in `spec/ranks.py`. ``r`` and ``q`` are
+the job first launched. `spec/ranks.py` states how the ranks of an attempt meet. ``r`` and ``q`` are
 any ranks.
 """
 
@@ -46,7 +46,10 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("rank", "rank"),
         "the epoch of the latest yes that the first device received from the second",
     ),
-    "ran": (("rank",), "the epoch up to which the device has ended its steps, updated or not"),
+    "ran": (
+        ("rank",),
+        "the epoch up to which the device has ended its steps, with or without an update",
+    ),
     "weights": (("rank",), "the epoch of the weights on the device"),
     "quits": (("rank",), "1 once the host cannot continue"),
     "cut": (("rank",), "1 once the rank's connections are closed or aborted"),
@@ -55,13 +58,19 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("attempt", "rank"),
         "the epoch that the rank reported for the rebuild; the first index is the round",
     ),
-    "paused": (("rank",), "1 after the host has left the launches, until it resumes them"),
-    "part": (("rank",), "the epoch of the weights that the rank copied into its newest part"),
+    "paused": (
+        ("rank",),
+        "1 after the host has left the launches (`leave`), until it resumes them",
+    ),
+    "part": (
+        ("rank",),
+        "the epoch of the weights that the rank copied into its newest part of a checkpoint",
+    ),
     "part_epoch": (
         ("rank",),
-        "the epoch of the rank's contract when the rank wrote its newest part",
+        "the epoch of the rank's contract when the rank wrote its newest part of a checkpoint",
     ),
-    "part_round": (("rank",), "the round in which the rank wrote its newest part"),
+    "part_round": (("rank",), "the round in which the rank wrote its newest part of a checkpoint"),
     "named": (("one",), "the epoch that the newest whole checkpoint of launches is named after"),
     "named_round": (
         ("one",),
@@ -76,7 +85,10 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "the round in which the rank wrote its part of the newest whole checkpoint",
     ),
     "loaded": (("one",), "the epoch of the checkpoint from which the newest attempt began"),
-    "read_no": (("rank",), "1 if the rank stops because it read a no or a missing vote"),
+    "read_no": (
+        ("rank",),
+        "1 if the rank stops because it read a no vote, or because a vote was missing",
+    ),
     "miscounted": (("attempt",), "1 once a device of the round has voted no"),
     "failed": (
         ("attempt",),
@@ -86,7 +98,7 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("attempt",),
         "the first rank of the round that published that its host failed or its contract refused",
     ),
-    "cause_no": (("attempt",), "1 if the rank that the round's cause names only read a no"),
+    "cause_no": (("attempt",), "1 if the rank that the round's cause names only read a no vote"),
     **{name: RANK_COLUMNS[name] for name in _OF_STOPS},
 }
 
@@ -116,7 +128,8 @@ def one_apart(st: Any, r: Any, q: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.one-beginning", r="rank", q="rank")
 def one_beginning(st: Any, r: Any, q: Any) -> Any:
-    """Ranks in the same round began it in the same epoch."""
+    """Ranks in the same round (from a start or rebuild to the next) began this round in the same
+    epoch."""
     return implies(st.round[r] == st.round[q], st.begin[r] == st.begin[q])
 
 
@@ -143,7 +156,9 @@ def checkpoint_of_one_round(st: Any, r: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.checkpoint-kept", r="rank")
 def checkpoint_kept(st: Any, r: Any) -> Any:
-    """A rank of the newest attempt is never behind the newest whole checkpoint."""
+    """
+    The weights of a rank of the newest attempt are never older than the newest whole checkpoint.
+    """
     return implies(st.round[r] >= st.opened[0], st.named[0] <= st.weights[r])
 
 
@@ -173,23 +188,21 @@ def cause_before_loss(st: Any, n: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.cause-before-no", n="attempt")
 def cause_before_no(st: Any, n: Any) -> Any:
-    """
-    If the cause names a rank that only read a no, then a device voted no, or some rank died, ran
-    into a deadline or was ended by the launcher.
-    """
+    """If the cause names a rank that only read a no vote, then a device voted no, or some rank
+    died, ran into a deadline or was ended by the launcher."""
     found = (st.miscounted[n] == 1) | (st.gone[n] == 1)
     return implies((st.halted[n] == 1) & (st.cause_no[n] == 1), found)
 
 
 @LAUNCH_STEPS("launches.commit-confirmed", "commit_launched")
 def commit_confirmed(st: Any, r: Any) -> Any:
-    """A contract commits a step only if the device took the previous step's update."""
+    """A contract commits a step only if the device applied the previous step's update."""
     return st.weights[r] >= st.booked[r]
 
 
 @LAUNCH_STEPS("launches.no-gap", "move")
 def no_gap(st: Any, r: Any) -> Any:
-    """A device updates its weights only if it took every earlier update of its round."""
+    """A device updates its weights only if it applied every earlier update of its round."""
     return st.weights[r] == st.ran[r]
 
 
@@ -208,8 +221,8 @@ def rebuilt_after_cause(st: Any, r: Any) -> Any:
 @LAUNCH_STEPS("launches.part-is-settled", "write_part")
 def part_is_settled(st: Any, r: Any) -> Any:
     """
-    A rank writes its part of a checkpoint only when its device has ended every launch and has taken
-    the update of every step that the contract committed.
+    A rank writes its part of a checkpoint only when its device has ended every launch and has
+    applied the update of every step that the contract committed.
     """
     return (st.ran[r] == st.launched[r]) & (st.weights[r] == st.booked[r])
 

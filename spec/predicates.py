@@ -40,12 +40,13 @@ class Predicate:
         name: ``relation.what-holds``.
         function: Function of the memory, in some cases the history, in some cases the arguments,
             then the variables.
-        variables: Sort of each variable: an index sort of ``qeffect.relations.columns``, or
+        variables: Sort (type) of each variable: an index sort of ``qeffect.relations.columns``, or
             ``place``, a non-negative integer up to the number of members of some sort.
-        needs: Relations that the predicate mentions; it is claimed only if all of them take part.
+        needs: Relations (groups of guards) that the predicate mentions; the predicate is claimed
+            only if all of them take part.
         transitions: For a step property, the transitions at whose acceptance it must hold.
-        without: For an assumption, the relation that would check it; it is assumed only if that
-            relation is left out.
+        without: For an assumption, the relation that would check it; the predicate is assumed only
+            if that relation is left out.
     """
 
     name: str
@@ -63,7 +64,8 @@ class Predicate:
 
 class Register:
     """
-    A list of predicates in the order of their definition; decorating a function adds one.
+    A list of predicates in the order of their definition; each decorated function adds one
+    predicate.
 
     Args:
         parts: Registers whose predicates come first, in this order.
@@ -110,7 +112,7 @@ class Register:
             transitions: For a step property, the transitions at whose acceptance it must hold.
             needs: Other relations that the predicate needs, separated by spaces.
             without: For an assumption, the relation that would check it.
-            variables: Sort of each variable.
+            variables: Sort (type) of each variable.
 
         Raises:
             ValueError: Another predicate has this name.

@@ -1,7 +1,7 @@
 """
 The fields of each line of a rank log.
 
-The writer, the reader's checks and the text of ``spec/contract.md`` take them from here.
+The log's writer, its reader and the generated ``spec/contract.md`` take these fields from here.
 
 A rank log has a header, then one line per event. Every line ends with a digest over all lines so
 far; every event has a number, ``seq``, from 1.
@@ -100,7 +100,7 @@ RANK_HEADER: Final[Mapping[str, tuple[str, str]]] = {
         "a name, or null",
         "the name that the ranks agreed on; null if another library connected the ranks",
     ),
-    "worker": (_NUMBER, "the worker's number among those of its process"),
+    "worker": (_NUMBER, "the worker's number among the workers of its process"),
     "began": (_NUMBER, "when the worker began, in nanoseconds of the host's clock"),
     "epoch": (_NUMBER, "the weight epoch in which the worker began"),
     "channels": (
@@ -134,10 +134,10 @@ RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
     "post_receive": (_POSTED, "the rank posted a receive"),
     "sent": (_ENDED, "a send ended"),
     "received": (_ENDED, "a receive ended"),
-    "behind_send": (_ENDED, "device work that the rank queues from here on runs after a send"),
+    "behind_send": (_ENDED, "device work that the rank queues after this event runs after a send"),
     "behind_receive": (
         _ENDED,
-        "device work that the rank queues from here on runs after a receive",
+        "device work that the rank queues after this event runs after a receive",
     ),
     "finish": (_EPOCH, "the gradients are final and the contract allows the commit"),
     "consent": (_EPOCH, "the rank consents to the commit"),

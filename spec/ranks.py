@@ -2,10 +2,10 @@
 Ranks: promises about several processes together, each with a contract of its own.
 
 The promises are predicates over the columns below, which record what happened on every rank and on
-every channel between two ranks. ``r``, ``q`` and ``p`` are any ranks, ``k`` and ``j`` any places in
-a channel, ``n`` any attempt, ``a`` and ``b`` any names of attempts. Nothing here restates the
-guards of the protocol (`qeffect.verification.ranks.protocol`). The promises are proved of the
-protocol for any number of ranks.
+every channel between two ranks. ``r``, ``q`` and ``p`` are any ranks, ``k`` and ``j`` any message
+numbers in a channel, ``n`` any attempt, ``a`` and ``b`` any names of attempts. Nothing here
+restates the guards of the protocol (`qeffect.verification.ranks.protocol`). The promises are proved
+of the protocol for any number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "the name that the launcher's store offers now, possibly of an earlier attempt",
     ),
     "drawn_in": (("name",), "the attempt in which the name was drawn"),
-    "seat": (("name", "rank"), "the attempt in which the rank took its seat under the name"),
+    "seat": (
+        ("name", "rank"),
+        "the attempt in which the rank took its seat (its one entry in the store) under the name",
+    ),
     "confirmed": (("name",), "1 once every seat under the name was taken"),
     "life": (("rank",), "the attempt in which the rank last started"),
     "drew": (("rank",), "the name that the rank drew in its attempt"),
@@ -61,7 +64,7 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("rank",),
         "0 between steps, 1 in a step, 2 after the rank agreed to the step's commit",
     ),
-    "step": (("rank",), "steps that the rank has begun in its attempt"),
+    "step": (("rank",), "number of steps that the rank has begun in its attempt"),
     "epoch": (("rank",), "the weight epoch of the rank's contract"),
     "live": (("rank",), "how many tapes and actions of the rank's contract are live or in flight"),
     "spoiled": (("rank",), "1 when a failure touched the rank's epoch"),
@@ -75,7 +78,7 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "told": (("rank",), "the rank that the stopping rank named as the cause"),
     "reasoned": (("attempt",), "1 when a rank of the attempt published a reason of its own"),
     "reason": (("attempt",), "the first rank of the attempt that published a reason of its own"),
-    "halted": (("attempt",), "1 when the attempt has a cause to end"),
+    "halted": (("attempt",), "1 once a rank has recorded why the attempt ends"),
     "cause": (("attempt",), "the rank that the attempt's cause names"),
     "cause_lost": (("attempt",), "1 if the rank that the cause names only lost a connection"),
     "gone": (
@@ -93,13 +96,17 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "the attempt in which the rank's part of the whole checkpoint was "
         "written; 0 before the first",
     ),
-    "generation": (("rank", "slot"), "releases of the rank's slot"),
+    "generation": (("rank", "slot"), "how often the rank's slot was released"),
     "sent": (("rank", "rank"), "sends that the first rank posted to the second"),
     "sent_before": (
         ("rank", "rank"),
-        "sends that the first rank posted to the second before the first rank's current step",
+        "number of sends that the first rank posted to the second before the first rank's current "
+        "step",
     ),
-    "sent_done": (("rank", "rank"), "sends of the first rank that the second has received"),
+    "sent_done": (
+        ("rank", "rank"),
+        "number of sends of the first rank that the second has received",
+    ),
     "out": (
         ("rank", "rank", "place"),
         "the slot from which the first rank sends to the second; place is the send's number",
@@ -115,9 +122,13 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "taken": (("rank", "rank"), "receives that the first rank posted from the second"),
     "taken_before": (
         ("rank", "rank"),
-        "receives that the first rank posted from the second before the first rank's current step",
+        "number of receives that the first rank posted from the second before the first rank's "
+        "current step",
     ),
-    "taken_done": (("rank", "rank"), "receives of the first rank from the second that have ended"),
+    "taken_done": (
+        ("rank", "rank"),
+        "number of receives of the first rank from the second that have ended",
+    ),
     "into": (
         ("rank", "rank", "place"),
         "the slot that the first rank's receive from the second fills; place is the receive's "
@@ -275,7 +286,7 @@ def one_writer(st: Any, r: Any, q: Any, p: Any, k: Any, j: Any) -> Any:
 
 @RANK_PROMISES("ranks.no-write-under-a-send", r="rank", q="rank", p="rank", k="place", j="place")
 def no_write_under_a_send(st: Any, r: Any, q: Any, p: Any, k: Any, j: Any) -> Any:
-    """No receive fills a slot that a send is leaving from."""
+    """No receive fills a slot while a send from that slot is under way."""
     both = sending(st, r, q, k) & receiving(st, r, p, j)
     return implies(both, st.out[r, q, k] != st.into[r, p, j])
 
@@ -285,7 +296,8 @@ def no_write_under_a_send(st: Any, r: Any, q: Any, p: Any, k: Any, j: Any) -> An
 
 @RANK_PROMISES("ranks.checkpoint-of-one-epoch", r="rank")
 def checkpoint_of_one_epoch(st: Any, r: Any) -> Any:
-    """Every rank's part of the whole checkpoint is of the epoch that names the checkpoint."""
+    """Every rank's part of the whole checkpoint holds weights of the epoch that names the
+    checkpoint."""
     return st.kept[r] == st.saved[0]
 
 

@@ -1,9 +1,9 @@
 """
 The promises of a step in one call (chapter *A step in one call*), and what shows each.
 
-They are about the calls `check_step` and `commit_step`, which are not transitions. So none of them
-is a predicate over a transition. One is proved over all transitions; tests show the others, and
-each test fails if the comparison that it covers is removed.
+These promises are about the calls `check_step` and `commit_step`, which are not transitions. So no
+promise here is a predicate over a transition. One promise is proved over all transitions; tests
+show the other promises, and each test fails if the comparison that it covers is removed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class StepPromise:
         text: The promise in a sentence.
         proof: The file of its proof, whose obligations have the promise's name; empty if tests
             alone show it.
-        tests: Tests that show the promise, or that show how it fails without a comparison, as
-            ``file: test``.
+        tests: Tests that show the promise, or that show how the promise fails if a comparison is
+            removed, as ``file: test``.
     """
 
     name: str
@@ -43,8 +43,8 @@ _LOGS: Final = "tests/eventlog/test_steps.py"
 STEP_PROMISES: Final = (
     StepPromise(
         "steps.moved-alike",
-        "If all numbers of one family advance by the same amount, a transition takes the same path "
-        "and leaves the same state, moved by that amount.",
+        "If all numbers of one family (counters of one kind) advance by the same amount, a "
+        "transition takes the same path and leaves the same state, advanced by that amount.",
         "verification/proofs/recurring.py",
         (
             f"{_PROOFS}: test_no_column_may_stand_still_while_its_family_moves",
@@ -62,8 +62,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.same-start",
-        "A state counts as equal to the recorded one only if, from that state, every transition of "
-        "the step would be accepted and would leave the recorded values.",
+        "A state counts as equal to the recorded state only if every transition of the step would "
+        "be accepted from it and would leave the recorded values.",
         tests=(
             f"{_RANKS}: test_no_other_state_is_taken_for_the_recorded_one",
             f"{_RANKS}: test_each_compared_column_is_needed",
@@ -82,8 +82,9 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.first-refusal",
-        "If the state differs from the recorded one, the reported clause is that of the step's "
-        "first refused transition. If no clause is reported, no transition of the step is refused.",
+        "If the state differs from the recorded state, `check_step` reports the clause of the "
+        "step's first refused transition. If no clause is reported, no transition of the step is "
+        "refused.",
         tests=(
             f"{_RANKS}: test_no_other_state_is_taken_for_the_recorded_one",
             f"{_RANKS}: test_histories_that_are_not_taken_as_one_are_refused_by_their_actions",

@@ -12,7 +12,7 @@ __all__ = ["TRANSITIONS", "Transition"]
 @frozen
 class Transition:
     """
-    One transition.
+    One transition: a call that checks and changes the contract's memory.
 
     Args:
         name: Name; ``check_*`` reserves and issues a ticket, ``commit_*`` redeems the ticket after
@@ -55,7 +55,9 @@ TRANSITIONS: tuple[Transition, ...] = (
         "version",
     ),
     _transition(
-        "abort_refresh(stage, ticket)", "After a refresh failed: poisons the domain.", "version"
+        "abort_refresh(stage, ticket)",
+        "After a refresh failed: poisons the state domain until a restore.",
+        "version",
     ),
     _transition(
         "check_forward(key, slot, token, link, refresh)",
@@ -141,8 +143,8 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "finish_read(key, ref, bit, link)",
-        "After the read has ended and the link's caller has waited for it: ends the read for the "
-        "contract. The tape's last consumer releases the slot.",
+        "After the read has ended and the link's caller has waited for it: records the end of the "
+        "read. The tape's last consumer releases the slot.",
     ),
     _transition("drop(key, ref)", "Aborts one tape. A purge drops every tape of an epoch."),
     _transition(

@@ -1,12 +1,12 @@
 """
-The words that the promises use for the world outside the contract, with their meanings.
+The terms that the promises use for the world outside the contract, with their meanings.
 
 A promise is a claim about what really happened: which work ran, what a buffer or a cache holds,
 which stream waited for which. The world follows the actions and their arguments, never the
 contract's own state or a guard, so a promise does not merely repeat a guard.
 ``qeffect.verification.induction.history`` defines how an accepted transition changes the world.
 
-Some words describe one arbitrary, fixed reference, ticket, slot, link or stage. A proof about an
+Some terms describe one arbitrary, fixed reference, ticket, slot, link or stage. A proof about an
 arbitrary reference holds for all references.
 """
 
@@ -47,11 +47,11 @@ DONE: Final = 2
 @frozen
 class Word:
     """
-    One word for the world.
+    One term for the world outside the contract: a named quantity that follows what really happens.
 
     Args:
-        name: Name of the word, as in ``h.NAME[index]``.
-        index: Sort of the index; ``one`` for a single value.
+        name: Name of the term, as in ``h.NAME[index]``.
+        index: Sort (type) of the index; ``one`` for a single value.
         meaning: Meaning of the value.
     """
 
@@ -72,12 +72,14 @@ WORDS: Final[Mapping[str, Word]] = {
         tenant_epoch="the epoch of the key whose work was last put into the slot",
         owing="the consumers that have yet to visit the slot's latest work, as a mask",
         acting="how many actions are in flight on the slot",
-        queued="the deferred work that the tenant's dI left",
-        fill_read="the fill of the weight cache that the tenant's F read",
-        scaled_by="which scales the tenant's F used: the domain's `updates` just before that F; if "
-        "scales move once an epoch, the `updates` at their last movement (0 for none)",
-        rolls_seen="the domain's `rolls` just after the tenant's F",
-        drew_at="where the tenant's F began to draw random numbers, if it reported that",
+        queued="the deferred work that dI of the slot's latest tape left",
+        fill_read="the fill of the weight cache that F of the slot's latest tape read",
+        scaled_by="which scales F of the slot's latest tape used: the domain's `updates` just "
+        "before that F; if scales move once an epoch, the `updates` at their last movement (0 for "
+        "none)",
+        rolls_seen="the value of the domain's `rolls` just after F of the slot's latest tape",
+        drew_at="the position, if reported, at which F of the slot's latest tape began to draw "
+        "random numbers",
         in_pool="1 while the slot keeps memory in its capture pool",
         moving="the transfers under way through the slot, as a mask",
         last_end_on="the link on which the slot's latest transfer ended, or its copy was enqueued",
@@ -87,24 +89,26 @@ WORDS: Final[Mapping[str, Word]] = {
     ),
     **_words(
         "cell",
-        ran_forward="how often the cell's F succeeded in this walk",
-        ran_dgrad="how often the cell's dI succeeded in this walk",
-        ran_wgrad="how often the cell's dW succeeded in this walk",
+        ran_forward="how often the cell's F succeeded in this walk over the microbatches",
+        ran_dgrad="how often the cell's dI succeeded in this walk over the microbatches",
+        ran_wgrad="how often the cell's dW succeeded in this walk over the microbatches",
         covered="the matrices that the cell's latest dW wrote",
-        skipped="how often the current walk left the cell out",
-        binds="how often the cell's destination was bound in this walk",
+        skipped="how often the current walk over the microbatches left the cell out",
+        binds="how often the cell's destination was bound in this walk over the microbatches",
         bound_to="the destination to which the cell was bound last",
-        output_read="1 once a read of the cell's output began in this walk",
-        gradient_read="1 once a read of the cell's input gradient began in this walk",
+        output_read="1 once a read of the cell's output began in this walk over the microbatches",
+        gradient_read="1 once a read of the cell's input gradient began in this walk over the "
+        "microbatches",
     ),
     **_words(
         "stage",
-        num_forwards="how many F of the stage succeeded in this walk",
-        num_dgrads="how many dI of the stage succeeded in this walk",
-        num_wgrads="how many dW of the stage succeeded in this walk",
-        num_skipped="how many cells of the stage the current walk leaves out",
+        num_forwards="how many F of the stage succeeded in this walk over the microbatches",
+        num_dgrads="how many dI of the stage succeeded in this walk over the microbatches",
+        num_wgrads="how many dW of the stage succeeded in this walk over the microbatches",
+        num_skipped="how many cells of the stage the current walk over the microbatches leaves out",
         forwards_of_epoch="how many F of the stage succeeded since the weights last changed",
-        weighed="the sum of the weights of the stage's dI since the weights last changed, in parts",
+        weighed="the sum, in parts, of the gradient weights that the stage's dI reported since the "
+        "weights last changed",
         counted_in="the number of parts that the stage's latest dI reported with its weight since "
         "the weights last changed; 0 for none",
         cached="the version of the weights in the stage's quantized cache; -1 for none",
@@ -116,7 +120,7 @@ WORDS: Final[Mapping[str, Word]] = {
         spoiled="the last epoch whose gradients a failure spoiled; -1 for none",
         half_written="the last epoch that a failed dW left half written; -1 for none",
         evaluating="how many evaluations of the stage are in flight",
-        finals="how often the stage was finalized in this walk",
+        finals="how often the stage was finalized in this walk over the microbatches",
         weights_reader="the read of the stage's weights on a separate stream since the weights "
         "last changed: 0 none, 1 running, 2 done",
         reader_awaited_by="the link of the stream that waited for the end of the stage's weights "
@@ -129,9 +133,9 @@ WORDS: Final[Mapping[str, Word]] = {
     ),
     **_words(
         "domain",
-        updates="F and dI of the domain that succeeded since the last restore; each counts as "
-        "often as it updated scales, or once if scales move once an epoch",
-        updates_of_walk="scaling updates in this walk",
+        updates="number of F and dI of the domain that succeeded since the last restore; each "
+        "counts as often as it updated scales, or once if scales move once an epoch",
+        updates_of_walk="number of scaling updates in this walk over the microbatches",
         rolls="how often the domain's scales were ever rolled: by each F, or by each movement if "
         "scales move once an epoch",
         gathers="if the domain's scales move once an epoch: how many F and dI gathered maxima "
@@ -159,8 +163,8 @@ WORDS: Final[Mapping[str, Word]] = {
     **_words(
         "pool",
         tapes="how many slots keep memory in the pool",
-        last_rank="the place, in the pool's order of capture, of the graph that the pool replayed "
-        "last; 0 before the first replay",
+        last_rank="the position, in the pool's order of capture, of the graph that the pool "
+        "replayed last; 0 before the first replay",
     ),
     **_words(
         "link",
@@ -173,10 +177,11 @@ WORDS: Final[Mapping[str, Word]] = {
         "one",
         weights="the number of optimizer updates of the weights",
         updated_on="the caller's stream that the latest optimizer update runs on",
-        commits="the optimizer updates that were committed since the last restore",
-        walks="the finished walks (passes over the microbatches) since the weights last changed",
+        commits="number of optimizer updates that were committed since the last restore",
+        walks="number of finished walks (passes over the microbatches) since the weights last "
+        "changed",
         optimizing="how many optimizer updates are in flight",
-        left_out="how many cells the current walk leaves out",
+        left_out="how many cells the current walk over the microbatches leaves out",
         half_updated="1 when an update failed half way since the last restore",
         begun="how many reductions were started since the weights last changed",
         ref_slot="the slot of an arbitrary reference",
@@ -199,7 +204,7 @@ WORDS: Final[Mapping[str, Word]] = {
         seen="1 when the arbitrary link's caller waited for the replay that wrote the arbitrary "
         "slot's output",
         clear="1 when the arbitrary link's caller waited for every replay of the arbitrary slot's "
-        "previous tenant",
+        "previous tape",
         grouped="the dW that took the arbitrary slot's tape into its group: 0 none, 1 running, 2 "
         "done",
         trailing="1 while the graph stream has yet to wait for the arbitrary slot's transfer or "

@@ -1,5 +1,5 @@
 """
-A contract that checks DeepSpeed's pipeline engine, for your own training script.
+A guard that checks DeepSpeed's pipeline engine, to be called in your own training script.
 
 `guard(engine)` changes no result and no file: `train_batch` runs as before, and a contract checks
 each instruction before the instruction runs, and commits the instruction afterwards. The guard
@@ -8,16 +8,16 @@ a microbatch that is forwarded twice or left out, a backward over another microb
 update in mid-batch, and a reduction that is left out. The guard reports by default; with
 ``manner="refuse"`` it raises.
 
-Where the guard checks: `PipelineEngine._exec_schedule` looks each instruction up in the engine's
-`_INSTRUCTION_MAP`. The guard replaces this map by its own map, which runs the method that the
-engine's map has at that moment. The update, the reduction of gradients and a checkpoint are checked
-where the engine calls them, so the guard also sees a call outside the usual instruction.
+Where the guard checks: DeepSpeed's `PipelineEngine._exec_schedule` looks each instruction up in the
+engine's `_INSTRUCTION_MAP`. The guard replaces this map by its own map, which runs the method that
+the engine's map has at that moment. The update, the reduction of gradients and a checkpoint are
+checked where the engine calls them, so the guard also sees a call outside the usual instruction.
 
 What the guard knows: the instructions, and the tensors in a buffer, show which microbatch the
 buffer holds (ownership, with buffers as slots). The engine's own schedule declares the order of F
-and dI on the rank. The guard also sees every message, reduction, update and checkpoint, and that
-each computation ran, and on which weights. Weight caches, gradient buffers, graphs and streams are
-left out.
+and dI on the rank. The guard also sees every message, reduction, update and checkpoint, whether
+each computation ran, and on which weights. The guard does not check weight caches, gradient
+buffers, graphs and streams.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from .advice import DEEPSPEED_ADVICE
 from .deepspeed_step import EngineStep
 from .deepspeed_stream import TIED, GuardedMap, Stream, stream_of
 from .judging import ContractLogs, Judge
+from .recurring import RecurringSteps
 from .releases import check_release
 from .reports import Manner, OnViolation, Reports, Violation
 from .trust import DEEPSPEED
@@ -79,18 +80,18 @@ def guard(
         manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
-            replay` reads; with data parallelism, each replica has its own subfolder. A fresh
-            contract has a file of its own: ``rank0.contract1.jsonl``.
+            replay` reads; with data parallelism, each replica has its own subfolder. Each later
+            contract of a rank has its own file, such as ``rank0.contract1.jsonl``.
         untested: Whether manner ``refuse`` accepts a DeepSpeed release that the guard was not
             tested with. Manner ``report`` only warns of such a release.
 
     Raises:
         UntestedReleaseError: The guard was not tested with the installed DeepSpeed, in manner
             ``refuse`` without `untested`.
-        TypeError: Not a pipeline engine.
+        TypeError: `engine` is not a pipeline engine.
         ValueError: The engine is guarded already or has no optimizer, or the manner is unknown.
         ScheduleError: The engine's schedule cannot be read, or, in manner ``refuse``, is wrong; the
-            message is the one that `qeffect check` gives.
+            message is the same as that of `qeffect check`.
     """
     if manner not in ("refuse", "report"):
         raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
@@ -112,7 +113,7 @@ def guard(
 
 
 def _release(engine: Any) -> str:
-    """The release of the package that defines the engine's class, or that of its base class."""
+    """Return the release of the package that defines the engine's class or its base class."""
     for base in type(engine).__mro__:
         if base.__name__ == "PipelineEngine":
             package = sys.modules.get(base.__module__.partition(".")[0])
@@ -127,11 +128,7 @@ class GuardedEngine:
     Args:
         engine: The engine.
         reports: Where violations are reported; with None, a violation raises.
-        log: As for `guard`.
-
-    Attributes:
-        contract: The contract. The contract is replaced after a violation, and if the number of
-            microbatches changes.
+        log: The folder for event logs; None writes no log.
     """
 
     def __init__(self, engine: Any, reports: Reports | None = None, log: Path | None = None):
@@ -144,8 +141,8 @@ class GuardedEngine:
         self._inside = ""  # the instruction that runs
         self._known = True
         self._stream = self._declared()
-        self.contract = self._contract()
-        self._step = EngineStep(engine, self._stream, self.contract)
+        self._recurring = RecurringSteps(self._contract())
+        self._step = EngineStep(engine, self._stream, self._recurring)
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         before = vars(engine).get("_INSTRUCTION_MAP")
         self._replace(engine, "_INSTRUCTION_MAP", GuardedMap(engine, before, self._run))
@@ -173,7 +170,7 @@ class GuardedEngine:
         return self._judge.violations
 
     def on_trust(self) -> tuple[str, ...]:
-        """Return what the guard of this engine takes on trust."""
+        """Return sentences that say what the guard of this engine does not check."""
         names = ["data", "messages", "reductions", "counters", "methods"]
         if TIED in self._stream.buckets:
             names.append("tied")
@@ -185,9 +182,10 @@ class GuardedEngine:
 
     def remove(self) -> None:
         """
-        Remove the guard, and restore the engine.
+        Remove the guard, and restore the engine's own methods.
 
-        If other code has wrapped a guarded method, the method stays wrapped, but no longer guards.
+        If other code has wrapped a guarded method, that wrapper stays, but the method is no longer
+        checked.
         """
         self._off = True
         self._logs.close()
@@ -208,6 +206,15 @@ class GuardedEngine:
         setattr(owner, name, value)
 
     # The contract
+
+    @property
+    def contract(self) -> Contract:
+        """
+        The current contract, after every call of the current step so far.
+
+        A new contract replaces it after a violation, and if the number of microbatches changes.
+        """
+        return self._recurring.contract
 
     def _declared(self) -> Stream:
         stream = stream_of(self.engine)
@@ -265,7 +272,7 @@ class GuardedEngine:
         return guarded_train_batch
 
     def _begin_step(self) -> None:
-        """Drop the records of the last step, also of an unfinished one."""
+        """Drop the records of the last step, even if that step is unfinished."""
         changed = self.engine.micro_batches != self._stream.microbatches
         if self._judge.reports is not None and (self._left or not self._judge.judges):
             # After a violation or a failed step. A wrong table is never judged.
@@ -275,25 +282,25 @@ class GuardedEngine:
             self._judge("the beginning of train_batch", self._restart)
         self._left = True
         self._judge.step = self._steps
-        self._step = EngineStep(self.engine, self._stream, self.contract)
+        self._step = EngineStep(self.engine, self._stream, self._recurring)
         self._judge("the beginning of train_batch", self._check_gradients)
         self._steps += 1
 
     def _restart(self) -> None:
         if self.engine.micro_batches != self._stream.microbatches:
             self._stream = self._declared()
-        self.contract = self._contract()
+        self._recurring = RecurringSteps(self._contract())
 
     def _finish(self) -> None:
         self._step.finish()
         self._left = False
 
     def _abort(self) -> None:
-        """Abort the actions that are under way."""
+        """Abort the actions that have begun and not ended."""
         self._judge.abort(self.contract)
 
     def _check_gradients(self) -> None:
-        """Check that the last step's gradients are gone, if the engine is to drop them itself."""
+        """Check that no gradients of the last step remain, if the engine itself must drop them."""
         engine = self.engine
         kept = ("fp16_enabled", "bfloat16_enabled", "zero_optimization")
         if self._steps == 0 or any(getattr(engine, name, bool)() for name in kept):
@@ -352,14 +359,14 @@ class GuardedEngine:
             if self._off:
                 return step(*args, **kwargs)
             at = "" if self._inside == "OptimizerStep" else "optimizer.step()"
-            block = self._judge(at, self._step.check_update)
+            checked = self._judge(at, self._step.check_update)
             try:
                 found = step(*args, **kwargs)
             except BaseException:
                 self._abort()
                 raise
-            if block is not None:
-                self._judge("", partial(self._step.commit_update, block))
+            if checked is not None:
+                self._judge("", self._step.commit_update)
             return found
 
         return guarded_update
@@ -374,7 +381,9 @@ class GuardedEngine:
 
 
 def _folder(engine: Any, log: Path | None) -> Path | None:
-    """The folder of this process's logs: pipelines beside each other have one each."""
+    """Return the folder of this process's logs; each parallel copy of the pipeline has its own
+    folder.
+    """
     if log is None:
         return None
     grid, names = engine.grid, []

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from qeffect.contract import Contract
 from qeffect.refusals import refused
 from qeffect.schedule.pairing import Work
 
 from .deepspeed_buffers import Buffers, first_tensor
 from .deepspeed_stream import GRADIENTS, TIED, Stream
 from .evidence import BackwardPasses, Weights, another_work, not_once, not_run, work_name
+from .recurring import RecurringSteps
 from .works import Works
 
 __all__ = ["EngineStep"]
@@ -35,12 +35,12 @@ class EngineStep:
     Args:
         engine: The engine.
         stream: What the engine's schedule declares.
-        contract: The contract of the rank.
+        steps: The steps of the rank's contract.
     """
 
-    def __init__(self, engine: Any, stream: Stream, contract: Contract) -> None:
-        self._engine, self._stream, self._contract = engine, stream, contract
-        self._works, self._buffers = Works(contract), Buffers()
+    def __init__(self, engine: Any, stream: Stream, steps: RecurringSteps) -> None:
+        self._engine, self._stream = engine, stream
+        self._works, self._buffers = Works(steps), Buffers()
         self._passes = BackwardPasses()
         self._weights: Weights | None = None
         self._queued: list[tuple[str, int, int]] = []
@@ -85,23 +85,24 @@ class EngineStep:
     def start_reduction(self) -> None:
         """Check a reduction of the gradients."""
         if GRADIENTS in self._stream.buckets:
-            self._contract.start_reduction(GRADIENTS)
+            self._works.start_reduction(GRADIENTS)
 
     def finish_reduction(self) -> None:
         """Record that a reduction of the gradients has run."""
         self._reduced = True
         if GRADIENTS in self._stream.buckets:
-            self._contract.finish_reduction(GRADIENTS)
+            self._works.finish_reduction(GRADIENTS)
 
-    def check_update(self) -> Any:
-        """Check the optimizer's update; return the contract's context manager, already entered."""
+    def check_update(self) -> bool:
+        """Check the optimizer's update; return True."""
         if self._weights is not None:
             self._weights.check("check_update", self._stream.stages[0])
-        return self._contract.update().__enter__()
+        self._works.check_update()
+        return True
 
-    def commit_update(self, block: Any) -> None:
+    def commit_update(self) -> None:
         """Commit an update that ran."""
-        block.__exit__(None, None, None)
+        self._works.commit_update()
         self._weights, self._updated = None, True
 
     def finish(self) -> None:
@@ -158,7 +159,7 @@ class EngineStep:
         if work is None:
             work = self._buffers.inputs.get(buffer) or self._buffers.next("input", stage)
         self._check_weights("check_forward", stage)
-        ticket = self._works.check(("F", *work))
+        event = self._works.check(("F", *work))
         if self._takes_labels(stage) and buffer not in self._buffers.labels:
             raise refused(
                 "ownership.receive-missing",
@@ -172,7 +173,7 @@ class EngineStep:
             outputs, self._outputs = self._outputs, None
             if self._calls != 1:
                 raise not_once("commit_forward", f"F of {work_name(work)}", self._calls)
-            self._works.commit(("F", *work), ticket)
+            self._works.commit(event)
             self._buffers.labels.discard(buffer)
             self._buffers.tapes[buffer] = work
             self._buffers.made("used", work, self._used(stage, buffer))
@@ -197,7 +198,7 @@ class EngineStep:
         work = self._buffers.tapes.get(buffer) or self._buffers.next("backward", stage)
         used = self._buffers.maker("used", self._used(stage, buffer))
         self._check_weights("check_dgrad", stage)
-        ticket = self._works.check(("B", *work), used)
+        event = self._works.check(("B", *work), used)
         arrived = self._gradient_of(stage, buffer)
         if arrived is not None and arrived != work:
             raise another_work("check_dgrad", "gradient", arrived, work)
@@ -211,7 +212,7 @@ class EngineStep:
                     raise another_work("commit_dgrad", "output", self._passes.last, work)
                 if own != 1 and (own == 0 or self._passes.nodes(work) == 1):
                     raise not_once("commit_dgrad", f"B of {work_name(work)}", own)
-            self._works.commit(("B", *work), ticket)
+            self._works.commit(event)
             self._buffers.gradients[buffer] = work
             self._backwards += 1
 
@@ -282,14 +283,14 @@ class EngineStep:
         if not self._final:
             self._check_weights("finalize", self._stream.stages[0])
             for stage in self._stream.stages:
-                self._contract.finalize(stage)
+                self._works.finalize(stage)
             self._final = True
 
     def _reduce_tied(self) -> Callable[[], None]:
         if TIED not in self._stream.buckets:
             return _nothing
-        self._contract.start_reduction(TIED)
-        return partial(self._contract.finish_reduction, TIED)
+        self._works.start_reduction(TIED)
+        return partial(self._works.finish_reduction, TIED)
 
     def _reduce(self) -> Callable[[], None]:
         if self._final or not self._whole():  # a second one, or one that comes too early

@@ -32,9 +32,8 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-from qeffect.contract import Contract, Ticket
+from qeffect.contract import Contract
 from qeffect.refusals import Refused, refused
-from qeffect.schedule.pairing import Work
 from qeffect.stage_config import Bucket, StageConfig
 from qeffect.text import shown
 
@@ -46,9 +45,11 @@ from .megatron_library import Library, Patches, library
 from .megatron_plan import LOOPS, LoopPlan, UnguardedScheduleError, chunks_of, plan_of, unguarded
 from .megatron_step import LoopStep, Norm, bucket_groups
 from .megatron_updates import Gradients, Saves, Updates
+from .recurring import RecurringSteps
 from .releases import check_release
 from .reports import LOGGER, Manner, OnViolation, Reports, Violation
 from .trust import MEGATRON
+from .works import Event
 
 __all__ = ["TESTED", "UNUSED", "GuardedMegatron", "UnguardedScheduleError", "Violation", "guard"]
 
@@ -120,14 +121,12 @@ class GuardedMegatron:
         log: As for `guard`.
 
     Attributes:
-        contract: The contract; None before the first loop. The contract is replaced after a
-            violation, and if the step's sizes change.
         epochs: How many updates the guard has committed.
     """
 
     def __init__(self, lib: Library, reports: Reports | None = None, log: Path | None = None):
         self._lib, self._log = lib, log
-        self.contract: Contract | None = None
+        self._recurring: RecurringSteps | None = None
         self.epochs = 0
         self._rank = 0
         self._judge = Judge(reports, lambda: self._rank, self._abort, MEGATRON_ADVICE)
@@ -148,6 +147,15 @@ class GuardedMegatron:
         self._saves = Saves(lib, self._patches, self._check_save)
 
     # What the user calls
+
+    @property
+    def contract(self) -> Contract | None:
+        """
+        The contract, after every call of the current step so far; None before the first loop.
+
+        The contract is replaced after a violation, and if the step's sizes change.
+        """
+        return None if self._recurring is None else self._recurring.contract
 
     @property
     def at(self) -> str:
@@ -305,17 +313,17 @@ class GuardedMegatron:
         quantizes = [self._caches.quantizes(chunk, config) for chunk in chunks]
         buckets = [len(bucket_groups(chunk)) for chunk in chunks]
         shape = plan, quantizes, buckets
-        fresh = self.contract is None or shape != self._shape or self._left
+        fresh = self._recurring is None or shape != self._shape or self._left
         if not self._judge.judges or fresh or not self._follows(before):
             if shape != self._shape:
                 self._norms.clear()
             self._shape = shape
-            self.contract = self._contract(plan, any(quantizes), buckets)
-        assert self.contract is not None
+            self._recurring = RecurringSteps(self._contract(plan, any(quantizes), buckets))
+        assert self._recurring is not None
         self._left = self._judge.judges = True
         self._step = LoopStep(
             plan,
-            self.contract,
+            self._recurring,
             chunks,
             self._caches,
             [self._weights_of(chunk) for chunk in chunks],
@@ -338,7 +346,7 @@ class GuardedMegatron:
         if step is None or step.updates:
             return step is not None
         try:
-            step.contract.commit_epoch()
+            step.commit_epoch()
         except Refused:  # a rerun, or gradients that nobody reduced
             return False
         self._updates.unseen = True
@@ -378,8 +386,8 @@ class GuardedMegatron:
 
     def _abort(self) -> None:
         """Abort the actions that are under way."""
-        if self.contract is not None:
-            self._judge.abort(self.contract)
+        if (contract := self.contract) is not None:
+            self._judge.abort(contract)
 
     # Forward, backward, messages
 
@@ -394,7 +402,7 @@ class GuardedMegatron:
             work = stage, kwargs["current_microbatch"]
             at = f"F of stage {stage}, microbatch {work[1]}"
             given = args[4] if len(args) > 4 else kwargs["input_tensor"]
-            ticket = self._judge(at, step.forward, work, given)
+            event = self._judge(at, step.forward, work, given)
             function = args[0] if args else kwargs["forward_step_func"]
 
             def entered(*inner: Any, **options: Any) -> Any:
@@ -407,9 +415,9 @@ class GuardedMegatron:
             else:
                 kwargs["forward_step_func"] = entered
             found = run(*args, **kwargs)
-            if ticket is not None:
+            if event is not None:
                 updates = self._scaling_updates - before
-                self._judge(at, step.commit_forward, work, ticket, found[0], updates)
+                self._judge(at, step.commit_forward, event, found[0], updates)
             return found
 
         return guarded_forward_step
@@ -433,28 +441,26 @@ class GuardedMegatron:
             tensors = args[:3]
             if len(tensors) < 3:
                 tensors += tuple(kwargs[name] for name in _BACKWARD[len(tensors) :])
-            checked = self._judge("a backward", self._check_backward, step, *tensors)
+            event = self._judge("a backward", self._check_backward, step, *tensors)
             before, at = self._scaling_updates, self._judge.at
             try:
                 found = run(*args, **kwargs)
             except BaseException:
                 step.leave_backward()
                 raise
-            if checked is not None:
+            if event is not None:
                 updates = self._scaling_updates - before
                 # A reduction within the backward was judged since.
-                self._judge(at, step.commit_backward, *checked, found, updates)
+                self._judge(at, step.commit_backward, event, found, updates)
             return found
 
         return guarded_backward_step
 
-    def _check_backward(
-        self, step: LoopStep, given: Any, output: Any, gradient: Any
-    ) -> tuple[Work, Ticket]:
+    def _check_backward(self, step: LoopStep, given: Any, output: Any, gradient: Any) -> Event:
         owners = step.owners(given, output, gradient)
         work = step.backward_of(owners)
         self._judge.at = f"B of stage {work[0]}, microbatch {work[1]}"
-        return work, step.backward(work, owners)
+        return step.backward(work, owners)
 
     def _exchange(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
@@ -499,8 +505,8 @@ class GuardedMegatron:
 
         return guarded_finish
 
-    def _check_update(self) -> Any:
-        """Check an update; return its open block, or None if it is not judged."""
+    def _check_update(self) -> bool | None:
+        """Check an update; return None if it is not judged."""
         step = self._step
         if step is None or self._off:
             return None
@@ -509,15 +515,15 @@ class GuardedMegatron:
             self._judge(at, self._saves.check_update)
         return self._judge("optimizer.step", step.check_update)
 
-    def _commit_update(self, block: Any, *, failed: bool) -> None:
+    def _commit_update(self, checked: bool | None, *, failed: bool) -> None:
         step = self._step
-        if block is None or step is None:
+        if checked is None or step is None:
             return
         if failed:
             self._abort()
             self._left = True
             return
-        self._judge("optimizer.step", step.commit_update, block)
+        self._judge("optimizer.step", step.commit_update)
         self.epochs += 1
         self._gradients.left(self._updates.chunks())
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from qeffect.contract import Contract, Ticket
 from qeffect.refusals import Refused, refused
 from qeffect.schedule.pairing import Work
 
@@ -16,6 +15,7 @@ from .evidence import BackwardPasses, Weights, another_work, not_once, work_name
 from .megatron_caches import Caches
 from .megatron_plan import LoopPlan
 from .megatron_updates import BufferWrites
+from .recurring import RecurringSteps
 from .works import Event, Works
 
 __all__ = ["LoopStep", "bucket_groups"]
@@ -61,7 +61,7 @@ class LoopStep:
 
     Args:
         plan: What the loop declares.
-        contract: The contract of the rank.
+        steps: The steps of the rank's contract.
         chunks: The model chunks of the rank.
         caches: The caches of quantized weights.
         weights: The weights of each chunk.
@@ -73,7 +73,7 @@ class LoopStep:
     def __init__(
         self,
         plan: LoopPlan,
-        contract: Contract,
+        steps: RecurringSteps,
         chunks: Sequence[Any],
         caches: Caches,
         weights: Sequence[Weights],
@@ -82,8 +82,7 @@ class LoopStep:
         scales: bool = True,
         norms: dict[Norm, int] | None = None,
     ) -> None:
-        self.plan, self.contract = plan, contract
-        self._works, self._passes = Works(contract), BackwardPasses()
+        self.plan, self._works, self._passes = plan, Works(steps), BackwardPasses()
         self._chunks = dict(zip(plan.stages, chunks, strict=True))
         self._caches, self._quantizes, self._scales = caches, quantizes, scales
         self._weights = dict(zip(plan.stages, weights, strict=True))
@@ -117,9 +116,9 @@ class LoopStep:
 
     # Forward and backward
 
-    def forward(self, work: Work, given: Any) -> Ticket:
+    def forward(self, work: Work, given: Any) -> Event:
         """
-        Check a forward; return its ticket.
+        Check a forward; return it as an action of the contract.
 
         Args:
             work: The forward's stage and microbatch.
@@ -132,15 +131,16 @@ class LoopStep:
             raise another_work("check_forward", "input", owner, work)
         first = self._forwards[stage] == 0
         refresh = first and any(self._quantizes.values())
-        ticket = self._works.check(("F", stage, microbatch), refresh=refresh)
+        event = self._works.check(("F", stage, microbatch), refresh=refresh)
         if first:
             self._caches.begin()
         self._runs = 0
-        return ticket
+        return event
 
-    def commit_forward(self, work: Work, ticket: Ticket, output: Any, updates: int) -> None:
-        """Commit a forward, given its ticket, its output and its number of scaling updates."""
-        stage, microbatch = work
+    def commit_forward(self, event: Event, output: Any, updates: int) -> None:
+        """Commit a forward, given its output and its number of scaling updates."""
+        _, stage, microbatch = event
+        work = stage, microbatch
         first = self._forwards[stage] == 0
         before = self._maker("output", output)
         if self._runs != 1 or before is not None:
@@ -149,7 +149,7 @@ class LoopStep:
         if first:
             self._check_caches(work)
         self._check_scaling("F", work, updates)
-        self._works.commit(("F", stage, microbatch), ticket)
+        self._works.commit(event)
         self._forwards[stage] += 1
         self._note("output", work, output)
         self._passes.watch(work, _first(output) if isinstance(output, _WRAPPERS) else output)
@@ -201,9 +201,9 @@ class LoopStep:
             return known[0] if known else (self.plan.stages[0], 0)
         return due
 
-    def backward(self, work: Work, owners: Owners) -> Ticket:
+    def backward(self, work: Work, owners: Owners) -> Event:
         """
-        Check a backward; return its ticket.
+        Check a backward; return it as an action of the contract.
 
         Args:
             work: Stage and microbatch of the backward that runs.
@@ -212,7 +212,7 @@ class LoopStep:
         stage, microbatch = work
         used, given, arrived = owners
         self._check_weights("check_dgrad", stage)
-        ticket = self._works.check(("B", stage, microbatch), used)
+        event = self._works.check(("B", stage, microbatch), used)
         if arrived is not None and arrived != work:
             raise another_work("check_dgrad", "gradient", arrived, work)
         if given is not None and given != work:
@@ -220,15 +220,16 @@ class LoopStep:
         self._writes[stage].before(work)
         self._before = self._passes.of(work), self._passes.total
         self._inside = work
-        return ticket
+        return event
 
     def leave_backward(self) -> None:
         """Record that the backward raised: what follows is not within it."""
         self._inside = None
 
-    def commit_backward(self, work: Work, ticket: Ticket, gradient: Any, updates: int) -> None:
-        """Commit a backward, given its ticket, its input's gradient and its scaling updates."""
-        stage, microbatch = work
+    def commit_backward(self, event: Event, gradient: Any, updates: int) -> None:
+        """Commit a backward, given its input's gradient and its number of scaling updates."""
+        _, stage, microbatch = event
+        work = stage, microbatch
         self._inside = None
         before, total = self._before
         passed = self._passes.of(work)
@@ -240,13 +241,13 @@ class LoopStep:
                 raise not_once("commit_dgrad", f"B of {work_name(work)}", own)
         self._writes[stage].after(work)
         self._check_scaling("B", work, updates)
-        self._works.commit(("B", stage, microbatch), ticket)
+        self._works.commit(event)
         self._backwards[stage] += 1
         self._note("gradient", work, gradient)
         if self._postponed:
             postponed, self._postponed = self._postponed, []
-            for event in postponed:
-                event()
+            for call in postponed:
+                call()
 
     def _check_weights(self, call: str, stage: int) -> None:
         if stage in self._watched:
@@ -300,9 +301,10 @@ class LoopStep:
             self._made[what][id(tensor)] = weakref.ref(tensor), work
 
     def _maker(self, what: str, value: Any) -> Work | None:
-        made = self._made[what]
+        if value is None:
+            return None
         tensor = _first(value) if isinstance(value, _WRAPPERS) else value
-        if (found := made.get(id(tensor))) is None:
+        if (found := self._made[what].get(id(tensor))) is None:
             return None
         kept, work = found
         return work if kept() is tensor else None
@@ -400,9 +402,9 @@ class LoopStep:
                     f"a second reduction of bucket {name}",
                     "one reduction of each bucket in a step",
                 )
-            self._postponed.append(partial(self.contract.start_reduction, name))
+            self._postponed.append(partial(self._works.start_reduction, name))
         else:
-            self.contract.start_reduction(name)
+            self._works.start_reduction(name)
         self._started.add(name)
 
     def finish_reduction(self, group: Any) -> None:
@@ -413,7 +415,7 @@ class LoopStep:
         if name in self._reduced or name not in self._started:
             return
         self._reduced.add(name)
-        finish = partial(self.contract.finish_reduction, name)
+        finish = partial(self._works.finish_reduction, name)
         if self._inside is not None and self._inside[0] == stage:
             self._postponed.append(finish)
         else:
@@ -427,21 +429,26 @@ class LoopStep:
         self._check_few_scalings()
         for stage in self.plan.stages:
             self._check_weights("finalize", stage)
-            self.contract.finalize(stage)
+            self._works.finalize(stage)
         self.whole = True
 
-    def check_update(self) -> Any:
-        """Check the update; return the contract's context manager for it, already entered."""
+    def check_update(self) -> bool:
+        """Check the update; return True."""
         for stage in self.plan.stages:
             self._check_weights("check_update", stage)
-        return self.contract.update().__enter__()
+        self._works.check_update()
+        return True
 
-    def commit_update(self, block: Any) -> None:
+    def commit_update(self) -> None:
         """Commit an update that ran."""
-        block.__exit__(None, None, None)
+        self._works.commit_update()
         self._watched.clear()
         self._keep_norms()
         self.updates += 1
+
+    def commit_epoch(self) -> None:
+        """End an epoch whose update the guard has not seen."""
+        self._works.commit_epoch()
 
 
 def _scaling_refused(kind: str, work: Work, found: int, expected: str) -> Refused:
@@ -455,7 +462,10 @@ def _scaling_refused(kind: str, work: Work, found: int, expected: str) -> Refuse
 
 def _first(values: list[Any] | tuple[Any, ...]) -> Any:
     """Return the tensor of a stage's input or output that Megatron has wrapped."""
-    return next((each for each in values if each is not None), None)
+    for each in values:
+        if each is not None:
+            return each
+    return None
 
 
 def _unready(group: Any) -> int:

@@ -89,9 +89,9 @@ class Updates:
             return None
         return self._check()
 
-    def _leave(self, optimizer: Any, block: Any, *, failed: bool = False) -> None:
+    def _leave(self, optimizer: Any, checked: Any, *, failed: bool = False) -> None:
         self._inside -= 1
-        self._commit(block, failed=failed)
+        self._commit(checked, failed=failed)
         if not failed:
             self.ever = True
             self._trained = False
@@ -102,13 +102,13 @@ class Updates:
         def guarded_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return run(optimizer, *args, **kwargs)
-            block = self._entered(optimizer)
+            checked = self._entered(optimizer)
             try:
                 found = run(optimizer, *args, **kwargs)
             except BaseException:
-                self._leave(optimizer, block, failed=True)
+                self._leave(optimizer, checked, failed=True)
                 raise
-            self._leave(optimizer, block)
+            self._leave(optimizer, checked)
             return found
 
         return guarded_step

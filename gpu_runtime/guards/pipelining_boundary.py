@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from qeffect.contract import Contract
@@ -19,6 +18,7 @@ from .judging import ContractLogs, Judge
 from .pipelining_step import GuardedStep, TableReductions
 from .pipelining_update import Updates
 from .pipelining_walk import ActionGuard
+from .recurring import RecurringSteps
 
 __all__ = ["UNUSED", "EpochBoundaries"]
 
@@ -65,13 +65,18 @@ class EpochBoundaries:
         self._reductions, self._declared = reductions, declared
         self._logs, self._rank, self._known = logs, rank, known
         self.updates: Updates | None = None
-        self._update: Any = None  # the block of the update under way
+        self._update = False  # whether an update is under way that was checked
         self._stepping = self._updating = False
         self._left = False  # whether the latest step was left unfinished
         self._looped = True  # whether torch's loop returned in the latest step
         self._steps = self._epoch = 0
-        self.contract = self._contract()
+        self._recurring = RecurringSteps(self._contract())
         actions.step = self._new_step()
+
+    @property
+    def contract(self) -> Contract:
+        """The contract, after every call of the current step so far."""
+        return self._recurring.contract
 
     def follow(self, updates: Updates) -> None:
         """Let the updates of an optimizer end the epochs from now on."""
@@ -92,7 +97,7 @@ class EpochBoundaries:
     def ending(self) -> Mapping[str, Any]:
         """Return how the latest step ended, for `PipelineRanks.agree`."""
         return {
-            "epoch": self.contract.epoch,
+            "epoch": self._recurring.raw_contract.epoch,
             "posted": self._actions.messages,
             "of": self._expected,
             "whole": self._whole(),
@@ -135,11 +140,11 @@ class EpochBoundaries:
         return contract
 
     def _restart(self) -> None:
-        self.contract = self._contract()
+        self._recurring = RecurringSteps(self._contract())
 
-    def _new_step(self) -> GuardedStep:
+    def _new_step(self, *, whole: bool = True) -> GuardedStep:
         accumulates = self.updates is not None
-        return GuardedStep(self.contract, self._reductions, accumulates=accumulates)
+        return GuardedStep(self._recurring, self._reductions, accumulates=accumulates, whole=whole)
 
     # A step
 
@@ -189,7 +194,8 @@ class EpochBoundaries:
             self._judge.step = self._steps
             self._steps += 1
         self._actions.messages, self._looped = 0, False
-        self._actions.begin_step(self._new_step(), begins_epoch=begins_epoch)
+        step = self._new_step(whole=begins_epoch)
+        self._actions.begin_step(step, begins_epoch=begins_epoch)
         self._actions.read_functions()
         self._updating = False  # an update may have raised
         self._judge("the beginning of the step", self._actions.check_functions)
@@ -224,7 +230,7 @@ class EpochBoundaries:
     def _before_update(self, *_: Any) -> None:
         """Check the optimizer's update, which is about to run."""
         self._updating = True
-        self._update = self._judge("the optimizer's update", self._check_update)
+        self._update = self._judge("the optimizer's update", self._check_update) is not None
 
     def _before_part(self, *_: Any) -> None:
         """Check the update of one optimizer of a container."""
@@ -233,32 +239,32 @@ class EpochBoundaries:
         if not self._updating and (self._stepping or updates.walked):
             self._judge("the update of one optimizer", updates.check_part)
 
-    def _check_update(self) -> Any:
+    def _check_update(self) -> bool:
         updates = self.updates
         assert updates is not None
         self._actions.evidence.check_update()
         if not self._stepping and updates.walked:
             updates.check_due()
-        block = self._actions.step.check_update()
+        self._actions.step.check_last_update()
         updates.begin_update()
-        return block
+        return True
 
     def _after_update(self, *_: Any) -> None:
         """Commit the optimizer's update, which has run, and begin the next epoch."""
-        block, self._update = self._update, None
+        checked, self._update = self._update, False
         self._updating = False
         assert self.updates is not None
-        if block is not None:
-            self._judge("the optimizer's update", partial(self._commit_update, block))
+        if checked:
+            self._judge("the optimizer's update", self._commit_update)
         self.updates.forget()
 
-    def _commit_update(self, block: Any) -> None:
+    def _commit_update(self) -> None:
         assert self.updates is not None
         try:
             self.updates.finish_update()
         except BaseException:
             self._actions.abort()
             raise
-        block.__exit__(None, None, None)
+        self._actions.step.commit_update()
         self._actions.evidence.forget_weights()
         self._left = False

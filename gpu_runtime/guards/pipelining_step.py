@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import attrs
 
-from qeffect.contract import Contract
 from qeffect.refusals import refused
 
+from .recurring import RecurringSteps
 from .works import Works
 
 __all__ = ["GuardedStep", "TableReductions"]
@@ -39,18 +38,24 @@ class GuardedStep(Works):
     Every method that calls the contract raises `Refused` if an action breaks it.
 
     Args:
-        contract: The contract of the rank.
+        steps: The steps of the rank's contract.
         reductions: The table's reductions.
         accumulates: Whether gradients accumulate over steps until an update. Each step is then a
             walk, which reduces its own gradients. The contract takes an epoch's reductions after
             its last walk, but nobody knows in advance which walk is the last. So the step counts
             reductions itself, and tells the contract about them when the update comes.
+        whole: Whether the step begins an epoch.
     """
 
     def __init__(
-        self, contract: Contract, reductions: TableReductions, *, accumulates: bool = False
+        self,
+        steps: RecurringSteps,
+        reductions: TableReductions,
+        *,
+        accumulates: bool = False,
+        whole: bool = True,
     ) -> None:
-        super().__init__(contract)
+        super().__init__(steps, whole=whole)
         self.reductions = reductions
         self._accumulates = accumulates
         self._final: set[int] = set()
@@ -59,17 +64,17 @@ class GuardedStep(Works):
 
     def reduce(self, stage: int) -> None:
         """Finalize a stage, and start its reduction if the table has one."""
-        self.contract.finalize(stage)
+        self.finalize(stage)
         self._final.add(stage)
         if self.reductions.reduces[stage]:
             if not self._accumulates:
-                self.contract.start_reduction(stage)
+                self.start_reduction(stage)
             self._reducing.append(stage)
 
-    def finish_reduction(self, stage: int) -> None:
+    def end_reduction(self, stage: int) -> None:
         """End a reduction that the framework has waited for."""
         if not self._accumulates:
-            self.contract.finish_reduction(stage)
+            self.finish_reduction(stage)
         elif stage not in self._reducing or stage in self._reduced:
             raise refused(
                 "reduction.not-started",
@@ -89,8 +94,8 @@ class GuardedStep(Works):
         self._finish_work(stages)
         if not self.reductions.awaits_reductions:
             for reduced in self._reducing:
-                self.contract.finish_reduction(reduced)
-        self.contract.commit_epoch()
+                self.finish_reduction(reduced)
+        self.commit_epoch()
 
     def finish_walk(self, stages: Iterable[int]) -> None:
         """
@@ -113,19 +118,18 @@ class GuardedStep(Works):
                     "one reduction in each walk, awaited before the walk ends",
                 )
 
-    def check_update(self) -> Any:
-        """Check the update that ends the epoch; return the contract's entered context manager."""
+    def check_last_update(self) -> None:
+        """Check the update that ends the epoch."""
         for stage in self._reducing:
-            self.contract.start_reduction(stage)
-            self.contract.finish_reduction(stage)
+            self.start_reduction(stage)
+            self.finish_reduction(stage)
         self._reducing.clear()
-        return self.contract.update().__enter__()
+        self.check_update()
 
     def _finish_work(self, stages: Iterable[int]) -> None:
         """End transfers, and finalize the stages that no reduction has finalized."""
         if not self.reductions.awaits_sends:  # torch has already waited for every send
-            for event in sorted(self.reading):
-                self.finish_send(event)
+            self.finish_sends()
         for stage in stages:
             if stage not in self._final:
-                self.contract.finalize(stage)
+                self.finalize(stage)

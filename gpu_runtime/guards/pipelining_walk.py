@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qeffect.contract import Ticket
 from qeffect.refusals import Refused
 
 from .evidence import is_sharded
@@ -72,7 +71,7 @@ class ActionGuard:
         #: The parts of an overlapped action of the table that have not run yet.
         self._parts: set[Event] = set()
         #: What the walk has checked or posted, so that the stage's method does not do it again.
-        self._checked: dict[Event, Ticket] = {}
+        self._checked: set[Event] = set()
         self._posted: set[Event] = set()
 
     def begin_step(self, step: GuardedStep, *, begins_epoch: bool = True) -> None:
@@ -164,7 +163,8 @@ class ActionGuard:
     def _begin(self, event: Event, action: Any) -> None:
         kind, stage, microbatch = event
         if kind in _COMPUTED:
-            self._checked[event] = self._check(event)
+            self._check(event)
+            self._checked.add(event)
             self._watch(event)
         elif kind == _OVERLAP:
             self._parts = {event_of(part) for part in action.sub_actions}
@@ -178,7 +178,7 @@ class ActionGuard:
             self._posted.add(event)
             self._watch(event)
         elif kind == _REDUCED:
-            self.step.finish_reduction(stage)
+            self.step.end_reduction(stage)
             self._posted.add(event)
 
     def end(self, step: int, action: Any) -> None:
@@ -196,12 +196,12 @@ class ActionGuard:
         self._judge(text, self._end, event, step=step)
 
     def _end(self, event: Event) -> None:
-        ticket = self._checked.pop(event, None)
-        if ticket is not None:
+        if event in self._checked:
+            self._checked.discard(event)
             if self._left_out(event):
                 self.abort()
                 raise self.evidence.not_run(event)
-            self._commit(event, ticket)
+            self._commit(event)
         elif event[0] == _OVERLAP and self._parts:
             raise self.evidence.not_run(min(self._parts))
         elif event in self._posted:
@@ -234,12 +234,12 @@ class ActionGuard:
         starts = hasattr(stage, _REDUCE_METHODS[1]) and is_sharded(stage.submod)
         return starts and bool(getattr(self._schedule, "_finalize_gradients", True))
 
-    def _check(self, event: Event) -> Ticket:
+    def _check(self, event: Event) -> Event:
         self.evidence.check_weights(event)
         return self.step.check(event)
 
-    def _commit(self, event: Event, ticket: Ticket) -> None:
-        self.step.commit(event, ticket)
+    def _commit(self, event: Event) -> None:
+        self.step.commit(event)
         self.evidence.wrote(event, self._schedule._n_microbatches)
         if event[0] == "F":
             self.evidence.forwarded(event)
@@ -323,21 +323,23 @@ class ActionGuard:
     def _run(self, event: Event, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a stage's action: check it, unless the walk has checked it, and commit it once it has
         run."""
-        ticket = self._checked.pop(event, None)
-        if ticket is None:
-            ticket = self._judge(f"{event[1]}{event[0]}{event[2]}", self._check, event)
-        if event[0] == "I" and ticket is not None:
+        if checked := event in self._checked:
+            self._checked.discard(event)
+        else:
+            said = f"{event[1]}{event[0]}{event[2]}"
+            checked = self._judge(said, self._check, event) is not None
+        if event[0] == "I" and checked:
             self.evidence.begin_split(event, kwargs.get("loss"))
         try:
             found = method(*args, **kwargs)
         except BaseException:
             self.abort()
             raise
-        if ticket is not None:
-            self._judge("", self._ran, event, ticket)
+        if checked:
+            self._judge("", self._ran, event)
         return found
 
-    def _ran(self, event: Event, ticket: Ticket) -> None:
+    def _ran(self, event: Event) -> None:
         """Commit an action that the stage's own method has run."""
         self.evidence.forget(event)
         self._parts.discard(event)
@@ -348,4 +350,4 @@ class ActionGuard:
         except Refused:
             self.abort()
             raise
-        self._commit(event, ticket)
+        self._commit(event)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 from qeffect.contract import Contract, Ticket
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.relations.constants import GENERATION_MAX
 from qeffect.schedule.pairing import Work
+
+from .recurring import Call, RecurringSteps, Script
 
 __all__ = ["Event", "Works"]
 
@@ -13,6 +18,8 @@ Event = tuple[str, int, int]
 """An action: torch's name of its kind, its stage, and its microbatch (-1 if it has none)."""
 
 _RECEIVES = frozenset({"RECV_F", "RECV_B"})
+#: Where a step is not compared: a script that no call repeats.
+_NOTHING: Script = (None,)
 
 
 class _Keys(dict[Work, TapeKey]):
@@ -44,50 +51,140 @@ class Works:
 
     A *work* is what a stage computes for one microbatch.
 
-    Every method that calls the contract raises `Refused` if an action breaks it.
+    A step that repeats a recorded one only compares its calls with the recorded calls; see
+    `recurring`. Every method raises `Refused` if its action breaks the contract.
 
     Args:
-        contract: The contract of the rank.
+        steps: The steps of the rank's contract.
+        whole: Whether the step begins an epoch; only such a step is recorded or compared.
     """
 
-    def __init__(self, contract: Contract) -> None:
-        self.contract = contract
+    def __init__(self, steps: RecurringSteps, *, whole: bool = True) -> None:
+        contract = steps.raw_contract
+        self._steps, self._contract = steps, contract
         self._keys, self._refs = _Keys(contract), _References(contract)
-        self.posted: set[Event] = set()
-        self.reading: set[Event] = set()
+        self._tickets: dict[Event, Ticket] = {}
+        self._update: Ticket | None = None
+        self._posted: set[Event] = set()
+        self._reading: set[Event] = set()
+        self._script, self._place = _NOTHING, 0
+        self._begun = not whole
+        self._calls: list[Call] | None = None  # the calls of a step that is recorded
 
-    def check(self, event: Event, used: Work | None = None, *, refresh: bool = False) -> Ticket:
+    @property
+    def contract(self) -> Contract:
+        """The contract, after every call of this step so far."""
+        self.catch_up()
+        return self._contract
+
+    # Calls that repeat a recorded step
+
+    def _call(self, make: Any, first: Any = None, second: Any = None, third: Any = None) -> None:
+        """Compare a call with the recorded one, or make it."""
+        call = make, first, second, third
+        if self._script[self._place] == call:
+            self._place += 1
+        else:
+            self._differs(call)
+
+    def _differs(self, call: Call) -> None:
+        """Make a call that does not repeat the recorded one."""
+        if not self._begun:
+            self._begun = True
+            script = self._steps.begin(self)
+            if script:
+                self._script = script
+                self._call(*call)
+                return
+            if script is not None:
+                self._calls = []
+        elif self._script is not _NOTHING:
+            self.catch_up()
+        make, *given = call
+        try:
+            make(self, *given)
+        except BaseException:
+            self.catch_up()  # a step with a refused call is not recorded
+            raise
+        if self._calls is not None:
+            self._calls.append(call)
+
+    def catch_up(self) -> None:
+        """Make the calls that were only compared so far, and go on without comparing or
+        recording."""
+        if self._calls is not None:
+            self._calls = None
+            self._steps.drop()
+        script, place = self._script, self._place
+        if script is _NOTHING:
+            return
+        self._script, self._place = _NOTHING, 0
+        self._steps.differ()
+        for call in script[:place]:
+            assert call is not None
+            make, *given = call
+            make(self, *given)
+
+    def _end(self) -> None:
+        """End a step whose last call has committed its epoch."""
+        if self._script is not _NOTHING:
+            self._script, self._place = _NOTHING, 0
+            self._steps.commit()
+        elif self._calls is not None:
+            calls, self._calls = self._calls, None
+            self._steps.keep(calls)
+
+    # Computations
+
+    def check(self, event: Event, used: Work | None = None, *, refresh: bool = False) -> Event:
         """
-        Check F (`F`), dI (`I`), dW (`W`) or a full backward (`B`); return its ticket.
+        Check F (`F`), dI (`I`), dW (`W`) or a full backward (`B`).
 
         Args:
             event: The action.
             used: The work whose output a backward uses; by default the backward's own work.
             refresh: Whether F quantizes the stage's weights anew.
-        """
-        kind, stage, microbatch = event
-        work = (stage, microbatch)
-        if kind == "F":
-            self.finish_receive(("RECV_F", stage, microbatch))
-            return self.contract.check_forward(self._keys[work], refresh=refresh)
-        if kind == "W":
-            return self.contract.check_wgrad(self._keys[work], self._refs[work])
-        self.finish_receive(("RECV_B", stage, microbatch))
-        return self.contract.check_dgrad(self._keys[work], self._refs[used or work])
 
-    def commit(self, event: Event, ticket: Ticket) -> None:
-        """Commit an action that ran, by the ticket that `check` returned."""
+        Returns:
+            The action, for `commit`.
+        """
+        self._call(Works._check, event, used, refresh)
+        return event
+
+    def _check(self, event: Event, used: Work | None, refresh: bool) -> None:
         kind, stage, microbatch = event
-        contract, work = self.contract, (stage, microbatch)
-        ref = contract.commit(ticket)
+        contract, work = self._contract, (stage, microbatch)
+        if kind == "F":
+            self._finish_receive(("RECV_F", stage, microbatch))
+            ticket = contract.check_forward(self._keys[work], refresh=refresh)
+        elif kind == "W":
+            ticket = contract.check_wgrad(self._keys[work], self._refs[work])
+        else:
+            self._finish_receive(("RECV_B", stage, microbatch))
+            ticket = contract.check_dgrad(self._keys[work], self._refs[used or work])
+        self._tickets[event] = ticket
+
+    def commit(self, event: Event) -> None:
+        """Commit an action that was checked and has run."""
+        self._call(Works._commit, event)
+
+    def _commit(self, event: Event, *_: None) -> None:
+        kind, stage, microbatch = event
+        contract, work = self._contract, (stage, microbatch)
+        ref = contract.commit(self._tickets.pop(event))
         if ref is not None:  # of F
             self._refs[work] = ref
         elif kind == "B":  # the full backward has run dW too
             contract.commit(contract.check_wgrad(self._keys[work], self._refs[work]))
 
+    # Messages
+
     def reserve(self, work: Work, slot: int | None = None) -> None:
         """Reserve a slot for the input of a work."""
-        self._refs[work] = self.contract.reserve(self._keys[work], slot)
+        self._call(Works._reserve, work, slot)
+
+    def _reserve(self, work: Work, slot: int | None, *_: None) -> None:
+        self._refs[work] = self._contract.reserve(self._keys[work], slot)
 
     def post_message(self, event: Event, slot: int | None = None, used: Work | None = None) -> None:
         """
@@ -98,31 +195,96 @@ class Works:
             slot: The slot that takes a received input; by default a free slot.
             used: The work whose output or gradient is sent; by default the message's own work.
         """
+        self._call(Works._post_message, event, slot, used)
+
+    def _post_message(self, event: Event, slot: int | None, used: Work | None) -> None:
         kind, stage, microbatch = event
         work = (stage, microbatch)
         if kind == "RECV_F":
-            self.reserve(work, slot)
+            self._reserve(work, slot)
         key, ref = self._keys[work], self._refs[used or work]
         if kind in _RECEIVES:
-            self.contract.post_receive(key, ref, gradient=kind == "RECV_B")
-            self.posted.add(event)
+            self._contract.post_receive(key, ref, gradient=kind == "RECV_B")
+            self._posted.add(event)
         else:
-            self.contract.read(key, ref, gradient=kind == "SEND_B")
-            self.reading.add(event)
+            self._contract.read(key, ref, gradient=kind == "SEND_B")
+            self._reading.add(event)
 
     def finish_receive(self, event: Event) -> None:
         """End a receive, if it was posted and has not ended."""
-        if event in self.posted:
-            self.posted.discard(event)
+        self._call(Works._finish_receive, event)
+
+    def _finish_receive(self, event: Event, *_: None) -> None:
+        if event in self._posted:
+            self._posted.discard(event)
             kind, stage, microbatch = event
             work = (stage, microbatch)
-            self.contract.finish_receive(
+            self._contract.finish_receive(
                 self._keys[work], self._refs[work], gradient=kind == "RECV_B"
             )
 
     def finish_send(self, event: Event) -> None:
         """End a send that the framework has waited for."""
+        self._call(Works._finish_send, event)
+
+    def _finish_send(self, event: Event, *_: None) -> None:
         kind, stage, microbatch = event
         work = (stage, microbatch)
-        self.contract.finish_read(self._keys[work], self._refs[work], gradient=kind == "SEND_B")
-        self.reading.discard(event)
+        self._contract.finish_read(self._keys[work], self._refs[work], gradient=kind == "SEND_B")
+        self._reading.discard(event)
+
+    def finish_sends(self) -> None:
+        """End every send that has not ended."""
+        self._call(Works._finish_sends)
+
+    def _finish_sends(self, *_: None) -> None:
+        for event in sorted(self._reading):
+            self._finish_send(event)
+
+    # Gradients and the update
+
+    def finalize(self, stage: int) -> None:
+        """Finalize a stage: its gradients are whole."""
+        self._call(Works._finalize, stage)
+
+    def _finalize(self, stage: int, *_: None) -> None:
+        self._contract.finalize(stage)
+
+    def start_reduction(self, name: Hashable) -> None:
+        """Check a reduction, which is about to start; `name` is its stage or bucket."""
+        self._call(Works._start_reduction, name)
+
+    def _start_reduction(self, name: Any, *_: None) -> None:
+        self._contract.start_reduction(name)
+
+    def finish_reduction(self, name: Hashable) -> None:
+        """Record that a reduction has ended."""
+        self._call(Works._finish_reduction, name)
+
+    def _finish_reduction(self, name: Any, *_: None) -> None:
+        self._contract.finish_reduction(name)
+
+    def check_update(self) -> None:
+        """Check the optimizer's update, which is about to run."""
+        self._call(Works._check_update)
+
+    def _check_update(self, *_: None) -> None:
+        self._update = self._contract.check_update()
+
+    def commit_update(self) -> None:
+        """Commit the update that was checked and has run; this ends the step."""
+        self._call(Works._commit_update)
+        self._end()
+
+    def _commit_update(self, *_: None) -> None:
+        update, self._update = self._update, None
+        assert update is not None
+        self._contract.commit(update)
+
+    def commit_epoch(self) -> None:
+        """Check and commit an update in one call; this ends the step."""
+        self._call(Works._commit_epoch)
+        self._end()
+
+    def _commit_epoch(self, *_: None) -> None:
+        self._contract.commit_epoch()

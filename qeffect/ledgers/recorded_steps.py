@@ -24,7 +24,7 @@ class RecordedSteps:
     Args:
         runner: The runner; its memory is compared and written.
         pool: The free slots; they are compared and written too.
-        counted: Expected counts of the devices; None if nothing is counted.
+        counted: Expected counts of the devices; None if devices count no actions.
     """
 
     __slots__ = ("_checked", "_counted", "_pool", "_runner")
@@ -86,7 +86,7 @@ class RecordedSteps:
             )
 
     def _asked(self, step: RecordedStep, *, guards_alone: bool) -> Difference | StepState | None:
-        """Return why a step is refused; None if it recurs; or the state that a trial leaves."""
+        """Return why a step is refused; None if the step recurs; or the state after a trial run."""
         if not isinstance(step, RecordedStep):
             raise TypeError(f"expected a RecordedStep, got {shown(step)}")
         runner = self._runner
@@ -119,11 +119,12 @@ class RecordedSteps:
 
     def commit(self, step: RecordedStep) -> None:
         """
-        Write a step's end.
+        Write the state with which a recorded step ends.
 
         Raises:
             Refused: ``epoch.uncounted``: the counts of the last commit were not presented.
-            TypeError, ValueError: As `differs`; or a transition of the step would be refused.
+            TypeError, ValueError: The argument is no step of this contract, or a transition of the
+                step would be refused.
         """
         found = self._asked(step, guards_alone=True)
         if isinstance(found, Difference):
@@ -137,8 +138,8 @@ class RecordedSteps:
         else:
             end = found
             memory.assign(found.memory)
-        for stage, slots in end.free.items():
-            own = self._pool.free[stage]
+        for stage, own in self._pool.free.items():
+            slots = step.free_after(stage, tuple(own)) if found is None else end.free[stage]
             if tuple(own) != slots:
                 own.clear()
                 own.update(dict.fromkeys(slots))

@@ -10,13 +10,13 @@ read, and committed by writing the final values.
 Why this gives the same result as running the transitions one by one:
 
 * *The entries read determine the step.* A transition is a function of the columns and of its
-  arguments. Entries that no transition of the step reads before it writes them have no influence.
+  arguments. An entry that no transition reads before it is written does not influence the step.
 * *The entries read equal the recorded start, except for risen counters.* Each entry of
   `counters.COUNTERS` belongs to a family whose numbers are counted from one counter: epochs,
   tickets, effect tokens, replays, work of a caller, generations. All entries of a family may have
   moved by the same amount as the family's counter; every other entry must be unchanged. The
-  arguments move alike: epochs of keys, generations of references, tokens and tickets. With any
-  other difference the step is not the recorded step.
+  arguments (epochs of keys, generations of references, tokens and tickets) must have moved by the
+  same amounts. With any other difference the step is not the recorded step.
 * *Moving a family changes no guard's decision.* Transitions compare a family's numbers with each
   other, copy them, and add one. Beyond that they compare epochs and tickets with the number for
   "none", and generations with their maximum. The number for "none" does not move and lies below all
@@ -25,10 +25,13 @@ Why this gives the same result as running the transitions one by one:
 
 The last point is proved for every path of every transition that a step may contain, each family and
 any amounts (`qeffect.verification.proofs.recurring`). The last point is also tested: when a step is
-made, its transitions (the functions in force) run again from starts whose counters are far apart.
-The transitions must be accepted, and must end in the recorded end, moved by the same amounts. The
-contract's state outside its memory (free slots, reservations, device counts) is compared and
-written in the same way.
+made, its transitions run again from starts whose counters are far apart. The transitions must be
+accepted, and must end in the recorded end, moved by the same amounts.
+
+Of the contract's state outside its memory, the reservations are compared and written in the same
+way. The order of the free slots is not compared: it only decides which slot the contract chooses,
+and the step takes the recorded slots. The step leaves the slots that it used behind the others, as
+its transitions would.
 
 A start that differs may still be acceptable: for example, the caller waited once more, or another
 tape used a slot before. The step's transitions then run one by one over a copy of the state, and

@@ -39,7 +39,7 @@ class TracedColumn:
 
 
 class TracedMemory:
-    """A copy of a memory, of traced columns."""
+    """A copy of a memory whose columns note which entries are read and written."""
 
     def __init__(self, memory: Memory, names: Iterable[str]) -> None:
         self.columns = {name: TracedColumn(getattr(memory, name)) for name in names}

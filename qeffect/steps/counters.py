@@ -44,14 +44,14 @@ Event = tuple[str, tuple[Any, ...]]
 
 class Counter(NamedTuple):
     """
-    What the numbers of a column count.
+    How the numbers of one column are counted.
 
     Args:
         family: Name of the family, whose numbers are compared with each other.
         through: Columns to look up, one after the other, to get from the column's index to the
             index of the family's counter; None if the family has only one counter.
-        none: The number for "none", which does not move. The number is 0 for columns whose entries
-            the guards only compare by size with others of the family.
+        none: The number for "none", which never moves. The number is 0 for columns whose entries
+            the guards only compare by size with other entries of the family.
     """
 
     family: str
@@ -159,7 +159,7 @@ def translated_event(memory: Memory, event: Event, amounts: Amounts) -> Event:
 
     Args:
         memory: The memory whose configuration and incarnation the arguments refer to.
-        event: The transition.
+        event: The transition with its arguments.
         amounts: How far each counter has moved.
     """
     transition, given = event

@@ -24,11 +24,12 @@ class Entries:
     Selected entries of a memory's columns: their values now, and after counters have moved.
 
     Args:
-        memory: The memory; it is not kept.
+        memory: The contract's memory; no reference to it is kept.
         indices: By column, the indices of the selected entries.
         counter: Maps column, index and entry to the position of the entry's counter in a list of
             amounts.
-        still: Position of the amount for entries that do not move; this amount is always 0.
+        still: Position, in the list of amounts, of the amount for entries that do not move; this
+            amount is always 0.
     """
 
     __slots__ = ("_made", "_make", "_moved_by", "_parts", "_wholes")
@@ -115,7 +116,7 @@ def _columns(names: Sequence[str]) -> Callable[[Memory], tuple[Any, ...]]:
 
 
 def _text(name: str, held: Any, entries: Sequence[tuple[int, int]], still: int) -> str:
-    """The expression for a column's moved entries; one call if all entries are equal."""
+    """Return source text for a column's moved entries; a single call if all entries are equal."""
     if all(group == still for _, group in entries):
         return name
     numbers = [f"{value} + a{group}" for value, group in entries]
@@ -128,7 +129,7 @@ def _text(name: str, held: Any, entries: Sequence[tuple[int, int]], still: int) 
 def _function(
     texts: Sequence[str], still: int, held: Sequence[Any]
 ) -> Callable[..., tuple[Any, ...]]:
-    """One function of all amounts: a call per column would cost as much as all its entries."""
+    """Return one function that moves all columns, because a call per column would cost too much."""
     every = ", ".join(f"a{n}" for n in range(still + 1))
     text = f"lambda {every}: ({''.join(f'{own}, ' for own in texts)})"
     made: Callable[..., tuple[Any, ...]] = eval(text, {"held": held, "fromkeys": dict.fromkeys})

@@ -4,7 +4,7 @@ A recorded step: compared with a contract's state, then written over it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from itertools import chain
 from operator import sub
 from typing import Any, Final
@@ -71,6 +71,9 @@ RECUR: Final = frozenset(
     }
 )
 
+#: The transitions that claim a slot, their second argument.
+_CLAIMS: Final = frozenset({"reserve", "check_forward"})
+
 #: How far the counters of a start are moved when a new step is tried from that start.
 _FAR: Final = (1, 1_000_003)
 
@@ -106,6 +109,8 @@ class RecordedStep:
     _left: Entries = field(init=False, repr=False)
     _folds: Mapping[Hashable, tuple[int, int]] = field(init=False, repr=False)
     _counted: Mapping[int, tuple[int, ...]] = field(init=False, repr=False)
+    _used: Set[int] = field(init=False, repr=False)
+    _freed: Mapping[int, tuple[int, ...]] = field(init=False, repr=False)
 
     @classmethod
     def of(
@@ -116,10 +121,10 @@ class RecordedStep:
         end: StepState,
     ) -> RecordedStep:
         """
-        Make a step of a recording, and try it from starts with other counters.
+        Make a step from a recording, and test the step from starts with other counter values.
 
         Args:
-            transitions: The composed transitions.
+            transitions: The composed transitions that the step ran.
             start: The state before the first event.
             events: The transitions of the step, each of which was accepted.
             end: The state after the last event.
@@ -217,6 +222,12 @@ class RecordedStep:
             for stage in stages:
                 own = zip(then.stages[stage], first.stages[stage], strict=True)
                 counted[stage] = tuple(now - was for now, was in own)
+        claimed = {given[1] for transition, given in self.events if transition in _CLAIMS}
+        stay = set(chain.from_iterable(self.start.free.values())) - claimed
+        ends = self.end.free.items()
+        freed = {stage: tuple(n for n in own if n not in stay) for stage, own in ends}
+        set_(self, "_freed", freed)
+        set_(self, "_used", claimed.union(*freed.values()))
         set_(self, "_folds", folds)
         set_(self, "_counted", counted)
 
@@ -231,7 +242,7 @@ class RecordedStep:
         return self._counted
 
     def _different_amounts(self, far: int) -> Amounts:
-        """Amounts that all differ, except that slots stay below their last generation."""
+        """Return a different amount for each counter; slots stay below their last generation."""
         amounts = {group: far * (n + 1) + n for n, group in enumerate(self._groups)}
         most = self.start.memory.generation_max[0] - 1
         for slot, last in enumerate(self.end.memory.generation):
@@ -283,7 +294,7 @@ class RecordedStep:
         Compare every entry that the step reads with the current state.
 
         Args:
-            found: The contract's state now; its memory is not kept.
+            found: The contract's current state; no reference to its memory is kept.
 
         Returns:
             The first difference, without a clause; None if committing the step equals running its
@@ -312,26 +323,26 @@ class RecordedStep:
         return *map(sub, now, self._began), 0
 
     def _fallen(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
-        """A counter that has fallen: numbers counted from it could equal the number for "none"."""
+        """Return a counter that has fallen; its numbers could then equal the number for "none"."""
         if min(amounts) >= 0:
             return None
         name, index, was = self._bases[amounts.index(min(amounts))]
         return Difference(f"{name}[{index}]", getattr(memory, name)[index], was)
 
     def _changed(self, memory: Memory) -> Difference | None:
-        """An entry that is not a counter and has changed."""
+        """Return an entry that is not a counter and has changed, or None."""
         if self._still.stand_in(memory, self._unmoved):
             return None
         return self._odd(memory, None)
 
     def _unlike_counter(self, memory: Memory, amounts: tuple[int, ...]) -> Difference | None:
-        """An entry that has not moved as far as its counter."""
+        """Return an entry that has not moved as far as its counter, or None."""
         if self._moving.stand_in(memory, amounts):
             return None
         return self._odd(memory, amounts)
 
     def _odd(self, memory: Memory, amounts: Sequence[int] | None) -> Difference:
-        """The first entry read that differs, among moving entries if amounts are given."""
+        """Return the first entry that differs; with amounts, compare only entries that move."""
         start = self.start.memory
         wanted = start if amounts is None else translated(start, self.moved_by(memory))
         for name, indices in self.reads.items():
@@ -343,7 +354,7 @@ class RecordedStep:
         raise AssertionError("two comparisons of the same entries disagree")
 
     def _exhausted(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
-        """A slot whose generation would reach the maximum, where a guard decides otherwise."""
+        """Return a slot that would reach its last generation, where a guard's decision changes."""
         most = memory.generation_max[0]
         if self._highest + max(amounts) < most:
             return None  # the usual case: no slot is near its last generation
@@ -358,12 +369,25 @@ class RecordedStep:
         return None
 
     def _outside_memory(self, found: StepState) -> Difference | None:
-        """A part of the contract's state outside its memory that has changed."""
-        if found.free != self.start.free:
-            return Difference("the list of free slots", found.free, self.start.free)
+        """Return a part of the contract's state outside its memory that has changed, or None."""
         if found.reserved != self.start.reserved:
             return Difference("the list of reserved slots", found.reserved, self.start.reserved)
         return None
+
+    def free_after(self, stage: int, free: Sequence[int]) -> tuple[int, ...]:
+        """
+        Return the free slots of a stage after the step, in their order.
+
+        The order before the step may differ from the recorded one: it only decides which slot the
+        contract chooses, and the step takes the recorded slots.
+
+        Args:
+            stage: Index of the stage.
+            free: The free slots before the step, in their order.
+        """
+        if tuple(free) == self.start.free[stage]:
+            return self.end.free[stage]
+        return (*(slot for slot in free if slot not in self._used), *self._freed[stage])
 
     def recurs(self, other: RecordedStep) -> bool:
         """Whether another step is the same: its start and events differ only in risen counters."""

@@ -1,5 +1,5 @@
 """
-Recording: the transitions of one step, heard from a contract while they run.
+Recording: collects the transitions of one step from a contract while the step runs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["RecordableContract", "Recording", "StepObserver"]
 
 
 class RecordableContract(Protocol):
-    """What a recording needs of a contract."""
+    """The attributes of a contract that a recording uses."""
 
     observer: Callable[[str, tuple[Any, ...], Any], None] | None
     transitions: Transitions
 
     def step_state(self) -> StepState:
-        """The contract's state now."""
+        """Return the contract's current state."""
 
 
 @runtime_checkable
@@ -42,16 +42,16 @@ class StepObserver(Protocol):
         """Begin a recorded step; the result identifies the step."""
 
     def keep_step(self, began: Any, step: RecordedStep) -> None:
-        """The step was recorded."""
+        """Take the news that the step was recorded, and keep the step."""
 
     def drop_step(self, began: Any) -> None:
-        """The step was not recorded."""
+        """Take the news that the step was not recorded."""
 
     def repeats(self, step: RecordedStep) -> bool:
         """Whether the observer still keeps a recorded step."""
 
     def repeat_step(self, step: RecordedStep) -> None:
-        """The contract committed a kept step in one call."""
+        """Take the news that the contract committed a kept step in one call."""
 
 
 class Recording:
@@ -100,8 +100,8 @@ class Recording:
         Stop recording and return the step.
 
         Raises:
-            ValueError: The step does not recur: an action of it failed, or it depends on the value
-                of a counter.
+            ValueError: The step cannot recur: one of its actions failed, or the step depends on the
+                value of a counter.
         """
         if not self._stop():
             self._tell_dropped()
@@ -123,13 +123,13 @@ class Recording:
         return step
 
     def _tell_dropped(self) -> None:
-        """Tell the observer once, if it still observes the contract, that the step is not kept."""
+        """Tell the observer once, if the contract still calls it, that the step is not kept."""
         observer, self.observer = self.observer, None
         if observer is not None and self._contract.observer is observer:
             observer.drop_step(self._began)
 
     def _stop(self) -> bool:
-        """Give the contract its observer back; return whether the recording was its observer."""
+        """Restore the contract's former observer; return whether the recording was the observer."""
         if self._contract.observer is not self:
             return False
         self._contract.observer = self.observer

@@ -1,5 +1,5 @@
 """
-The state that a recorded step is compared with, and a difference between the two.
+The state that a recorded step is compared with, and a difference between that state and the step.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Difference:
 @frozen
 class StepState:
     """
-    A contract's state at one moment, as far as a step may change it.
+    The part of a contract's state, at one moment, that a step may change.
 
     Args:
-        memory: Every column.
+        memory: The contract's memory, with every column.
         free: The free slots of each stage, in their order.
-        reserved: Slot by the cell that reserved it.
-        counts: Expected counts of the devices, by state domain; None if nothing is counted.
+        reserved: By cell (a key without its epoch), the slot that it reserved.
+        counts: Expected device counts, by state domain; None if devices count no actions.
     """
 
     memory: Memory

@@ -54,7 +54,7 @@ CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
     {clause.id: clause for part in PARTS for clause in part.clauses}
 )
 
-#: The part about schedules: its clauses are found in a table before anything is called.
+#: The part about schedules: its clauses are checked on a table, before any contract call.
 SCHEDULE: Final[Part] = schedule.PART
 
 #: Every clause that can refuse a schedule, by its id.

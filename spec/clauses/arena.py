@@ -26,7 +26,7 @@ Tied weights, such as an embedding and the output head that reads it, have one g
 matrices, in one stage or in two, may share a destination if both are declared tied. Every dW of
 both stages then writes the shared destination as well as its own stage's destination. Undeclared
 sharing is refused, whether two matrices name one buffer or two buffers overlap in memory. The
-epoch's first dW of either stage overwrites the shared destination; all others add to it, one at a
+epoch's first dW of either stage overwrites the shared destination; all later dW add to it, one at a
 time. So a dW states for both destinations whether it overwrites, and a stage is final only when the
 sharing stage's dW have run too. If gradients are reduced, the shared gradient is reduced in one
 bucket, after the last dW of both stages. A weight that is tied across ranks has a copy on each
@@ -34,12 +34,12 @@ rank, and every copy's gradient is reduced in a bucket of the same name. A contr
 process only, so `qeffect.sharing` compares the configurations of all ranks before the first step.
 
 Destinations are bound before dI, because dI reads `main_grad`. The first dW that writes a buffer in
-an epoch overwrites the buffer; later dW accumulate. One product may write the gradients of several
-tapes that share one destination and one set of scales. Such a *grouped* dW writes the buffer once,
-and counts as the dW of each of its tapes. A dW that fails may have written half a gradient: the
-stage's epoch is then spoiled until it is rebuilt. Finalize requires the dW of every configured
-microbatch exactly once. A stage may instead copy its gradients out of dW, without an arena (the
-*copied* path). Such a stage leaves this part out and keeps all others.""",
+an epoch overwrites the buffer; later dW accumulate. One matrix product may write the gradients of
+several tapes that share one destination and one set of scales. Such a *grouped* dW writes the
+buffer once, and counts as the dW of each of its tapes. A dW that fails may have written half a
+gradient: the stage's epoch is then spoiled until it is rebuilt. Finalize requires the dW of every
+configured microbatch exactly once. A stage may instead copy its gradients out of dW, without an
+arena (the *copied* path). Such a stage leaves this part out and keeps all others.""",
     clauses=(
         Clause(
             id="arena.spoiled",
@@ -60,7 +60,8 @@ microbatch exactly once. A stage may instead copy its gradients out of dW, witho
             section="IV-E",
             cause="An earlier F, dI or dW of this stage raised, or a tape was dropped. The sum "
             "in the buffers then lacks a microbatch, or contains half of one.",
-            remedy="Purge the epoch, restore the last commit and run the epoch again.",
+            remedy="Purge the epoch (abort its tapes), restore the last commit and run the epoch "
+            "again.",
         ),
         Clause(
             id="arena.duplicate-bind",
@@ -72,8 +73,8 @@ microbatch exactly once. A stage may instead copy its gradients out of dW, witho
             argument="key",
             unchanged="The existing binding.",
             section="III-D",
-            cause="Two places bind `main_grad` for the same microbatch.",
-            remedy="Bind in one place, between the forward and its dI.",
+            cause="Two places in the code bind `main_grad` for the same microbatch.",
+            remedy="Bind in one place in the code, between the forward and its dI.",
         ),
         Clause(
             id="arena.mismatch",
@@ -94,7 +95,7 @@ microbatch exactly once. A stage may instead copy its gradients out of dW, witho
             number="4.4",
             title="Destinations are bound before dI",
             invariant="dI runs after the destinations of its cell (its key without the epoch) were "
-            "bound in this walk.",
+            "bound in this walk over the microbatches.",
             transitions=("check_dgrad",),
             argument="key",
             unchanged="The tape and the effect token.",
@@ -122,7 +123,7 @@ microbatch exactly once. A stage may instead copy its gradients out of dW, witho
             number="4.6",
             title="Only the first writer overwrites",
             invariant="Only the first dW of an epoch that writes a buffer overwrites the buffer. "
-            "The rule holds for a stage's own buffer and for a shared one.",
+            "The rule holds for a stage's own buffer and for a buffer that it shares.",
             transitions=("check_wgrad",),
             argument="first",
             unchanged=_BUFFER,
@@ -130,14 +131,15 @@ microbatch exactly once. A stage may instead copy its gradients out of dW, witho
             cause="A graph captured for microbatch 0 (is_first_microbatch, overwrite_main_grad) "
             "was replayed for a later microbatch, or the second use of a tied weight assigns "
             "its gradient. Either would erase the accumulated gradient.",
-            remedy="Ask `first_writer(key)` and `first_of_tied(key)` which graph to replay.",
+            remedy="Call `first_writer(key)` and `first_of_tied(key)` to choose the graph to "
+            "replay.",
         ),
         Clause(
             id="arena.stale-accumulation",
             number="4.7",
             title="Nothing accumulates into the previous epoch's gradient",
             invariant="A dW adds to a buffer only after another dW overwrote that buffer in this "
-            "epoch. The rule holds for a stage's own buffer and for a shared one.",
+            "epoch. The rule holds for a stage's own buffer and for a buffer that it shares.",
             transitions=("check_wgrad",),
             argument="first",
             unchanged=_BUFFER,
@@ -150,9 +152,9 @@ microbatch exactly once. A stage may instead copy its gradients out of dW, witho
             id="arena.incomplete",
             number="4.8",
             title="An arena is finalized when it is complete",
-            invariant="Finalize requires one committed dW for every cell that the walk does not "
-            "leave out. The cells are those of the stage, and of the stage that shares a "
-            "destination with it.",
+            invariant="Finalize requires one committed dW for every cell (a key without its epoch) "
+            "that the walk over the microbatches does not leave out. The cells are those of the "
+            "stage, and of the stage that shares a destination with it.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing dW may still run.",
@@ -218,7 +220,7 @@ microbatch exactly once. A stage may instead copy its gradients out of dW, witho
         Clause(
             id="arena.other-destination",
             number="4.13",
-            title="One product has one destination",
+            title="A grouped dW has one destination",
             invariant="A grouped dW takes a tape only if that tape's gradient goes to the buffer "
             "that the dW writes.",
             transitions=("group_wgrad",),
@@ -232,8 +234,9 @@ microbatch exactly once. A stage may instead copy its gradients out of dW, witho
         Clause(
             id="arena.left-out",
             number="4.14",
-            title="A stage without the arena groups no dW",
-            invariant="If a stage leaves the arena out, no dW takes a second tape.",
+            title="A stage without the arena part cannot group dW",
+            invariant="If a stage leaves the arena part out, no dW takes a second tape into a "
+            "group.",
             transitions=("group_wgrad", "ungroup_wgrad"),
             argument="key",
             unchanged="Everything, including the dW in flight.",

@@ -21,10 +21,10 @@ the caller waits for the graph's end before it uses an output. A *link* joins on
 one domain's graph stream. Per link, the contract counts the work that the caller submitted, and how
 much of it the graph stream has waited for. The contract also counts each graph stream's replays
 and, per link, how many of them the caller has waited for. Each missing wait has its own clause. A
-stream that fills a slot must have waited for the previous tenant's replays. The call that ends a
-transfer names a link, and the end counts as work of that link's caller. So a replay neither reads a
-message before it has arrived, nor overwrites a buffer that is still being read. The copy of an
-input counts as work of the caller whose link the reservation names.
+stream that fills a slot must have waited for the replays of the slot's previous tape. The call that
+ends a transfer names a link, and the end counts as work of that link's caller. So a replay neither
+reads a message before it has arrived, nor overwrites a buffer that is still being read. The copy of
+an input counts as work of the caller whose link the reservation names.
 
 The optimizer's update is device work too. The update runs on the stream of the caller that its
 check names, and that stream must have waited for every gradient. No graph stream reads the new
@@ -118,9 +118,9 @@ really put the waits on the streams.""",
         Clause(
             id="completion.slot-not-awaited",
             number="6.4",
-            title="A slot is filled after its last tenant's work",
+            title="A slot is filled after its last tape's work",
             invariant="A stream that fills or receives into a slot has waited for every replay of "
-            "the slot's last tenant.",
+            "the slot's last tape.",
             transitions=("reserve", "post_receive"),
             argument="link",
             unchanged=_STREAMS,
@@ -135,10 +135,10 @@ really put the waits on the streams.""",
             id="completion.transfer-to-graph",
             number="6.5",
             title="A replay waits for the slot's transfers",
-            invariant="Before F, the graph stream has waited for what came last in the slot: the "
-            "end of a transfer, or the copy of an input. The wait is required whichever link "
-            "reported that end or copy. Before dI, the same wait is required if the stage receives "
-            "its output's gradient.",
+            invariant="Before F, the graph stream has waited for the slot's latest event: the end "
+            "of a transfer, or the copy of an input. The wait is required whichever link reported "
+            "that end or copy. Before dI, the same wait is required if the stage receives its "
+            "output's gradient.",
             transitions=("check_forward", "check_dgrad"),
             argument="link",
             unchanged=_STREAMS,
@@ -161,7 +161,7 @@ really put the waits on the streams.""",
             section="design",
             cause="Two sends from one slot ended on two streams, and no replay waited for the "
             "first. The contract remembers only the latest end per slot.",
-            remedy="Name one link for both, or join the first link in between.",
+            remedy="Name one link for both ends, or call `join` on the first link in between.",
         ),
         Clause(
             id="completion.wrong-consumer",
@@ -242,21 +242,22 @@ really put the waits on the streams.""",
             argument="stage",
             unchanged=_STREAMS,
             section="design",
-            cause="A second save began before the first ended, or two kinds of readers overlap.",
+            cause="A second save began before the first ended, or a save and another kind of "
+            "reader overlap.",
             remedy="End the first read, or let one stream wait for both readers and report them as "
             "one.",
         ),
         Clause(
             id="completion.not-reading",
             number="6.12",
-            title="Only a read that was started ends",
+            title="A read ends only after it was started",
             invariant="The end of a read of a stage's weights or gradients is accepted only after "
             "that read was started, and only once.",
             transitions=("finish_weights_read", "finish_gradients_read"),
             argument="stage",
             unchanged=_STREAMS,
             section="design",
-            cause="The end was reported twice, or a restore came between.",
+            cause="The end was reported twice, or a restore came between start and end.",
             remedy="Call `start_weights_read`, then `finish_weights_read`, once each; likewise "
             "`start_gradients_read`, then `finish_gradients_read`.",
         ),

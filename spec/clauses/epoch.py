@@ -14,7 +14,7 @@ PART = Part(
     name="epoch",
     title="Epoch",
     hidden="whether an optimizer step is complete",
-    without="the optimizer consumes a step that lacks a microbatch, or one that failed in part",
+    without="the optimizer consumes a step that lacks a microbatch, or a step that failed in part",
     holder="per stage, a count of dW, a mark of failure and a mark that the gradients are final; "
     "an update that is checked, then committed for all stages or aborted",
     intro="""\
@@ -28,9 +28,9 @@ before all have agreed.
 An epoch has one *walk* over all microbatches, or several: gradients then accumulate over the walks.
 When every stage is final and no reduction has started, `next_walk` begins the next walk in the same
 epoch. The same keys run again, and the caller binds each key again; every dW adds to the gradients
-of the earlier walks. Each walk ends with finalize and follows the declared order, if any. A
-reference of an earlier walk stays refused, because its tape was released. After the last walk, the
-caller commits the update.
+of the earlier walks. Each walk follows the declared order, if there is one, and ends with finalize.
+A reference of an earlier walk stays refused, because its tape was released. After the last walk,
+the caller commits the update.
 
 A walk may take fewer microbatches than configured, for example on the last batch of a data set.
 Before the walk's first F, the caller leaves out each key that will not run (`skip`; `shorten_walk`
@@ -42,7 +42,7 @@ Between its check and its commit, the update may write any weight. All actions o
 by then, so any further F, dI or dW is refused. A bind, a refresh, a second update and a restore are
 refused by `epoch.in-flight`, a checkpoint by `persistence.action-in-flight`. An update that fails
 half way leaves some weights updated and others not, and nothing can tell which: the weights are
-*half updated*. After that, no action is accepted before a restore of the whole process.
+*half updated*. From then on, no action is accepted until the whole process is restored.
 
 Some faults are seen late, for example an asynchronous device error, or a wrong digest that is
 compared after the tape is gone. `fail` names the stage and the epoch of the fault. A fault of the
@@ -73,8 +73,8 @@ to one. A stage with `StageConfig(weights_sum=(1, 1))` declares this sum, and dI
 of its microbatch as a fraction. All fractions of an epoch have one denominator, and a *part* is one
 over that denominator. The contract counts the declared sum in parts, subtracts each reported
 weight, and refuses the update if the result is not zero. All arithmetic is in integers. The weights
-are added over all walks of the epoch. So the update is refused if each of several walks divides by
-its own microbatches alone, or if a shortened walk divides by the configured number.
+are added over all walks of the epoch. So the update is refused if each of several walks divides the
+loss by its own number of microbatches, or if a shortened walk divides by the configured number.
 
 A contract made with `counted=True` also compares what the device ran. With every action the device
 itself raises a count for the action's stage and kind, and folds the action into a digest that
@@ -86,7 +86,7 @@ tested, not proved.""",
         Clause(
             id="epoch.spoiled",
             number="8.1",
-            title="A spoiled epoch is never final",
+            title="A stage is never final in a spoiled epoch",
             invariant="A stage is not finalized in an epoch that was spoiled for it. An epoch is "
             "spoiled by a failed or aborted F, dI, dW or evaluation of the stage, by a dropped "
             "tape, by a failed reduction, or by a fault that `fail` reports. An epoch is spoiled "
@@ -140,7 +140,7 @@ tested, not proved.""",
             unchanged=_STAGE,
             section="IV-E",
             cause="A chunk of this rank was not finalized, or its reduction failed afterwards.",
-            remedy="Finalize every stage; after a failure restore the last commit.",
+            remedy="Finalize every stage; after a failed reduction, restore the last commit.",
         ),
         Clause(
             id="epoch.wrong-epoch",
@@ -205,9 +205,9 @@ tested, not proved.""",
         Clause(
             id="epoch.in-flight",
             number="8.9",
-            title="One update of the weights at a time, and no evaluation beside it",
+            title="One update of the weights at a time, and no evaluation during the update",
             invariant="While an update is in flight, no further update and no walk, evaluation, "
-            "restore, refresh or bind begins. Nor does another stream begin to read weights or "
+            "restore, refresh or bind begins, and no other stream begins to read weights or "
             "gradients. While an evaluation is in flight, no update, walk or restore begins, and "
             "no second evaluation of the same stage.",
             transitions=(
@@ -233,8 +233,8 @@ tested, not proved.""",
             title="Half-updated weights are not used",
             invariant="Weights are half updated after an update failed half way, or after `fail` "
             "reported a fault of an epoch whose update had already begun. Until the next restore, "
-            "no reservation, bind, action, evaluation, walk or update begins. Nor does another "
-            "stream begin to read weights or gradients.",
+            "no reservation, bind, action, evaluation, walk or update begins, and no other stream "
+            "begins to read weights or gradients.",
             transitions=(
                 "reserve",
                 "bind",
@@ -272,7 +272,8 @@ tested, not proved.""",
             argument="ticket",
             unchanged="The weight epoch, and the action in flight.",
             section="design",
-            cause="The action was already committed or aborted, or a restore came between.",
+            cause="The action was already committed or aborted, or a restore came between its "
+            "check and this call.",
             remedy="Let `with contract.update():` or `with contract.evaluation(stage):` redeem the "
             "ticket.",
         ),
@@ -288,14 +289,15 @@ tested, not proved.""",
             cause="The caller's step counter is ahead of the contract's epoch, for example after a "
             "restore.",
             remedy="Name the epoch in which the action ran; leave the argument out for the current "
-            "one.",
+            "epoch.",
         ),
         Clause(
             id="epoch.sole-writer",
             number="8.13",
             title="Every destination keeps a writer",
-            invariant="For each gradient buffer, no walk leaves out the first configured cell that "
-            "writes the buffer. So every walk writes every buffer.",
+            invariant="For each gradient buffer, no walk over the microbatches leaves out the "
+            "first configured cell (a key without its epoch) that writes the buffer. So every "
+            "walk writes every buffer.",
             transitions=("skip",),
             argument="key",
             unchanged="The destinations, and every stage's counts and marks.",

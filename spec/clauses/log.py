@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_BEFORE = "Every event before this line was replayed and kept the contract."
+_BEFORE = "Every event before this line was replayed and accepted."
 
 PART = Part(
     name="log",
@@ -49,7 +49,7 @@ out, a wait that nothing depends on, and an event that a later restore undoes.""
             unchanged=_BEFORE,
             section="design",
             cause="This line, or an earlier line, was edited, reordered, removed or damaged.",
-            remedy="Take the log from its source again.",
+            remedy="Copy the log from its source again.",
         ),
         Clause(
             id="log.sequence",
@@ -88,7 +88,7 @@ out, a wait that nothing depends on, and an event that a later restore undoes.""
             cause="The process ended before it closed its log, the end was cut off, or something "
             "was appended to the log.",
             remedy="Close the recorder, also on an exception, and keep each log in a file of its "
-            "own. The events before the break kept the contract.",
+            "own. The events before the break were accepted.",
         ),
         Clause(
             id="log.state",
@@ -97,7 +97,7 @@ out, a wait that nothing depends on, and an event that a later restore undoes.""
             invariant="The digest of the replayed state equals the digest in the closing line.",
             transitions=("replay",),
             argument="state",
-            unchanged="Every event of the log was replayed and kept the contract.",
+            unchanged="Every event of the log was replayed and accepted.",
             section="design",
             cause="The header's configuration or an event's argument differs from the runtime's.",
             remedy="Compare the header with the runtime's configuration.",

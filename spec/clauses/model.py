@@ -16,17 +16,17 @@ class Clause:
 
     Args:
         id: Stable name, ``relation.what-was-violated``; a refusal carries it.
-        number: Place in the normative text, ``part.clause``.
+        number: Number in the normative text, ``part.clause``.
         title: The clause in a few words.
         invariant: The clause in a sentence.
         transitions: Transitions that check the clause; ``configure`` is the construction of a
             contract, ``replay`` the reading of an event log, ``check`` the check of a schedule.
-        argument: Argument to look at first after a refusal, with a dot for a part of it, as in
+        argument: Argument to look at first after a refusal, or a field of an argument, as in
             ``ref.generation``; empty if the call came at the wrong time.
         unchanged: State that a refusal leaves unchanged.
         section: Section of the paper, or ``design`` where this project goes beyond it.
-        cause: The likely cause, for a person who embeds the contract.
-        remedy: What the person should do.
+        cause: The likely cause, for a person who calls the contract.
+        remedy: What this person should do.
     """
 
     id: str
@@ -53,7 +53,7 @@ class Part:
 
     Args:
         name: Name of the relation, as in clause ids.
-        title: Heading.
+        title: Heading of the part's chapter.
         hidden: The object (state or work) that a tensor dataflow graph does not show.
         without: What goes wrong when nothing protects that object.
         holder: What the contract keeps to protect that object.

@@ -13,7 +13,7 @@ PART = Part(
     title="Order",
     hidden="FP8 scaling state",
     without="a scale update is skipped, doubled or reordered, while the loss stays finite",
-    holder="one effect token per state domain; F and dI advance it, dW cannot",
+    holder="one effect token per state domain; F and dI advance the token, dW cannot",
     intro="""\
 With delayed scaling, F and dI update amax histories and scales. dW consumes the work that dI left,
 and must not update scales again. A *state domain* is the set of stages whose amax histories one
@@ -23,10 +23,10 @@ history. So all chunks of a rank share one domain. A domain has an effect token,
 and dI committed in it. A caller presents the token that it saw, and an F or dI is accepted only if
 that token is current. dW neither takes nor advances a token.
 
-A token proves that each update happened once, and that updates happened one after another. The
-order of microbatches is checked only if the caller declares a sequence. An F, dI, refresh or
+A token proves that each scaling update happened once, and that updates happened one after another.
+The order of microbatches is checked only if the caller declares an order. An F, dI, refresh or
 evaluation that fails on the device leaves scales half updated: its domain is *poisoned* until the
-numerical state of the last commit is restored. Abort never rewinds the token.
+numerical state of the last commit is restored. An abort never rewinds the token.
 
 A domain may have *scales of an epoch* instead (`StageConfig(scales="epoch")` on all its stages). F
 and dI then only gather maxima into the amax histories, in any order. The optimizer's update moves
@@ -79,7 +79,8 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             id="order.token",
             number="3.3",
             title="F and dI present the current token",
-            invariant="F and dI present the current effect token of their domain.",
+            invariant="The caller of an F or dI presents the current effect token of the state "
+            "domain, that is, the domain's count of F and dI.",
             transitions=("check_forward", "check_dgrad"),
             argument="token",
             unchanged=_TOKEN,
@@ -215,7 +216,7 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             argument="key",
             unchanged=_TOKEN,
             section="design",
-            cause="The order was declared for all microbatches, and the batch is short.",
+            cause="The order was declared for all microbatches, but the batch has fewer.",
             remedy="Make the contract without a declared order, or declare an order of the "
             "batch's number of microbatches.",
         ),
@@ -232,7 +233,7 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             cause="The backend's update of scales ran in the middle of an epoch, for example at "
             "the end of an autocast region, or the update had already been committed or aborted.",
             remedy="Move the scales inside `with contract.update() as update:`. If they moved "
-            "elsewhere, restore the numerical state of the last commit, and `restore` the "
+            "outside an update, restore the numerical state of the last commit, and `restore` the "
             "contract.",
         ),
         Clause(
@@ -263,16 +264,16 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             unchanged="The weight epoch; the update has failed and is aborted, since the weights "
             "are updated and the scales are not.",
             section="design",
-            cause="`move_scales` was left out, for example in an update that is skipped because of "
-            "the gradient norm, or only some domains moved; or `commit_epoch` was called, which "
-            "leaves no time to call `move_scales`.",
+            cause="`move_scales` was not called, for example in an update that is skipped because "
+            "of the gradient norm, or was called for some domains only; or `commit_epoch` was "
+            "called, which leaves no time to call `move_scales`.",
             remedy="In the update, move the scales of every domain and call `move_scales` for "
             "each. After this refusal, restore the numerical state of the last commit.",
         ),
         Clause(
             id="order.unequal-scales",
             number="3.15",
-            title="One product has one set of scales",
+            title="A grouped dW has one set of scales",
             invariant="A grouped dW takes a tape only if the tape's F and the F of the group's "
             "first tape ran with the same scales. If scales move with every F, no two tapes have "
             "the same scales.",
@@ -280,8 +281,8 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             argument="ref",
             unchanged="Both tapes, and the dW in flight.",
             section="design",
-            cause="One product multiplies all its operands by one pair of dequantization factors, "
-            "and another microbatch's F has moved the scales since.",
+            cause="A grouped dW is one matrix product, with one pair of dequantization factors for "
+            "all its operands, and another microbatch's F has moved the scales since.",
             remedy='Let scales move once an epoch (`scales="epoch"`), or run one dW for each tape.',
         ),
     ),

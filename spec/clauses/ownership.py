@@ -111,7 +111,7 @@ once.""",
             cause="The caller ran F, or reserved a slot, a second time for the same microbatch, "
             "block and invocation while the first tape was live. Often two calls share one "
             "invocation number.",
-            remedy="Give each invocation of a block within a microbatch its own number, or consume "
+            remedy="Give each invocation of a block within a microbatch its own number, or finish "
             "or abort the first tape before the second forward.",
         ),
         Clause(
@@ -136,8 +136,8 @@ once.""",
             id="ownership.generation-exhausted",
             number="1.6",
             title="Generations never wrap",
-            invariant="A slot whose generation has reached the counter's maximum takes no tenant. "
-            "So no release can wrap the counter.",
+            invariant="A slot whose generation has reached the counter's maximum takes no new "
+            "tape. So no release can wrap the counter.",
             transitions=("reserve", "check_forward"),
             argument="slot",
             unchanged=_POOL,
@@ -171,7 +171,7 @@ once.""",
             cause="An action was checked and neither committed nor aborted: an exception was "
             "raised between check and commit, or two host threads drive one stage.",
             remedy="Use the context managers, which abort on an exception; otherwise commit or "
-            "abort the ticket on every exit.",
+            "abort the ticket on every code path.",
         ),
         Clause(
             id="ownership.foreign-incarnation",
@@ -201,7 +201,7 @@ once.""",
         Clause(
             id="ownership.stale-reference",
             number="1.9",
-            title="A reference is valid as long as its tape",
+            title="A reference is valid as long as its tape exists",
             invariant="The slot that a reference names is occupied and has the reference's "
             "generation. There is one exception. After a tape was aborted or dropped, the call "
             "that ends its transfer is still accepted, and so is the call that takes the tape out "
@@ -272,8 +272,8 @@ once.""",
             argument="key",
             unchanged="The tape, which still waits for its dW, and the effect token.",
             section="III-A",
-            cause="The schedule or a retry ran dI of this microbatch twice; a second run would "
-            "roll the gradients' amax history again and queue deferred work twice.",
+            cause="The schedule or a retry ran dI of this microbatch twice; a second dI would roll "
+            "the gradients' amax history again and queue deferred work twice.",
             remedy="Remove the repeated dI. After a failed dI, abort the epoch instead of running "
             "dI again.",
         ),
@@ -361,7 +361,7 @@ once.""",
             unchanged=_TENANT,
             section="design",
             cause="The send of an input gradient was posted before dI of that microbatch; the "
-            "buffer still holds the gradient of the slot's previous tenant.",
+            "buffer still holds the gradient of the slot's previous tape.",
             remedy="Post the send after dI's commit.",
         ),
         Clause(
@@ -409,7 +409,7 @@ once.""",
             unchanged=_TENANT,
             section="design",
             cause="The receive or the copy was left out of the schedule, or was made for another "
-            "microbatch. The buffer still holds the input of the slot's previous tenant.",
+            "microbatch. The buffer still holds the input of the slot's previous tape.",
             remedy="Reserve the key's slot, post the receive into it, and wait for it before F; "
             "post the gradient's receive before dI. If the input is copied, reserve the key's slot "
             "with the link of the copy.",
@@ -437,8 +437,8 @@ once.""",
             argument="message",
             unchanged=_TENANT,
             section="design",
-            cause="A receive was posted twice for one microbatch; the second one would overwrite "
-            "what F or dI reads, or take another microbatch's message.",
+            cause="A receive was posted twice for one microbatch; the second receive would "
+            "overwrite what F or dI reads, or take another microbatch's message.",
             remedy="Remove the second receive.",
         ),
         Clause(
@@ -446,7 +446,7 @@ once.""",
             number="1.24",
             title="Only a receive that was posted finishes",
             invariant="The end of a receive is accepted only after the receive was posted, and "
-            "only once.",
+            "only once per receive.",
             transitions=("finish_receive",),
             argument="message",
             unchanged=_TENANT,
@@ -502,7 +502,8 @@ once.""",
             unchanged="Every live tape, and the weight epoch.",
             section="IV-E",
             cause="A dW or a reader has not finished, or a slot is still reserved for a receive.",
-            remedy="Run the actions that the tapes wait for, or purge the epoch and rebuild it.",
+            remedy="Run the actions that the tapes wait for. Or purge the epoch (abort its tapes), "
+            "restore the last commit and run the epoch again.",
         ),
         Clause(
             id="ownership.unknown-key",
@@ -552,7 +553,7 @@ once.""",
         Clause(
             id="ownership.input-not-made",
             number="1.30",
-            title="F runs after the F of the stage that feeds it",
+            title="F of a stage runs after F of the stage that feeds it",
             invariant="If another stage of the process feeds the stage, F runs only after the "
             "feeding stage's F of the same microbatch was committed, and while the tape of that F "
             "is live.",
@@ -567,7 +568,7 @@ once.""",
         Clause(
             id="ownership.gradient-not-made",
             number="1.31",
-            title="dI runs after the dI of the stage that it feeds",
+            title="dI of a stage runs after dI of the stage that it feeds",
             invariant="If the stage feeds another stage of the process, dI runs only after the fed "
             "stage's dI of the same microbatch succeeded, and only if no failure has spoiled the "
             "fed stage's epoch.",
@@ -622,15 +623,15 @@ once.""",
             cause="A loop noticed only after the first F that its batch is short, or called "
             "`shorten_walk` too early for the next walk: before `next_walk` or before the commit.",
             remedy="Read the batch's size first, then call `shorten_walk`, then run the first F. "
-            "If the walk has already begun, run all microbatches, or purge the epoch and rebuild "
-            "it.",
+            "If the walk has already begun, run all microbatches. Or purge the epoch (abort its "
+            "tapes), restore the last commit and run the epoch again.",
         ),
         Clause(
             id="ownership.not-grouped",
             number="1.35",
-            title="A tape leaves a group of dW only if it is in one",
-            invariant="A grouped dW is one product that writes the gradients of several tapes. A "
-            "tape leaves a grouped dW once, and only after the dW took the tape.",
+            title="Only a tape in a group of dW can leave the group",
+            invariant="A grouped dW is one matrix product that writes the gradients of several "
+            "tapes. A tape leaves a grouped dW once, and only after the dW took the tape.",
             transitions=("ungroup_wgrad",),
             argument="key",
             unchanged=_TENANT,

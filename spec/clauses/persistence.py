@@ -36,7 +36,7 @@ never saved.""",
             section="III-E",
             cause="The checkpoint hook ran within a step, or a delayed dW or a reader has not "
             "finished.",
-            remedy="Checkpoint directly after `commit_epoch`.",
+            remedy="Take the checkpoint directly after `commit_epoch`.",
         ),
         Clause(
             id="persistence.mid-epoch",
@@ -50,7 +50,8 @@ never saved.""",
             section="III-E",
             cause="The step has begun: the scaling state and the gradients are between two "
             "optimizer steps.",
-            remedy="Checkpoint directly after `commit_epoch`, before the next refresh or forward.",
+            remedy="Take the checkpoint directly after `commit_epoch`, before the next refresh or "
+            "forward.",
         ),
         Clause(
             id="persistence.action-in-flight",
@@ -64,8 +65,8 @@ never saved.""",
             section="III-E",
             cause="An action was checked and neither committed nor aborted; or a recorded step was "
             "checked, and its launch may be writing the weights.",
-            remedy="Commit or abort the action, or call `commit_step`, then checkpoint. Call "
-            "`withdraw_step` if the step was not run.",
+            remedy="Commit or abort the action, or call `commit_step`, then take the checkpoint. "
+            "Call `withdraw_step` if the step was not run.",
         ),
         Clause(
             id="persistence.device-work",
@@ -91,7 +92,7 @@ never saved.""",
             unchanged=_WITHHELD,
             section="III-E",
             cause="An asynchronous all-reduce was started and not waited for.",
-            remedy="Finish the reduction, commit, then checkpoint.",
+            remedy="Finish the reduction, commit the epoch, then take the checkpoint.",
         ),
         Clause(
             id="persistence.same-incarnation",
@@ -118,8 +119,9 @@ never saved.""",
             unchanged=_RUNNING,
             section="III-E",
             cause="The number of stages, microbatches or slots, the destinations or the chosen "
-            "relations changed between save and load; checkpoints preserve the topology.",
-            remedy="Restore with the configuration of the run that saved it.",
+            "relations changed between save and load; a checkpoint cannot be restored into "
+            "another topology.",
+            remedy="Restore with the configuration of the run that saved the checkpoint.",
         ),
         Clause(
             id="persistence.half-updated",

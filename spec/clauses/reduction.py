@@ -60,7 +60,8 @@ its dW and waits only for readers: the drop leaves the buffers unchanged, but sp
             unchanged=_REDUCTIONS,
             section="IV-E",
             cause="The reducer ran although an action raised, or ran again after its own failure.",
-            remedy="Restore the last checkpoint, or rebuild the epoch, on all replicas.",
+            remedy="On all replicas, restore the last checkpoint or the last commit, and run the "
+            "epoch again.",
         ),
         Clause(
             id="reduction.in-flight",

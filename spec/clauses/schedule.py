@@ -29,14 +29,14 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "stage-on-wrong-rank",
         "A stage lives on one rank",
         "All actions of a stage stand in the row of the one rank that holds it.",
-        "A looped placement was read as a V-shaped one or the other way round, or rows were "
-        "swapped.",
+        "A looped placement was read as a V-shaped placement, or a V-shaped placement as a looped "
+        "one, or rows were swapped.",
         "Move the action to the rank that holds its stage.",
     ),
     (
         "stage-missing",
         "Every stage computes",
-        "Every stage of the pipeline computes on some rank.",
+        "Every stage of the pipeline has computations in the row of some rank.",
         "A row was lost, or the stated number of stages belongs to another pipeline.",
         "Add the stage's actions, or state the number of stages.",
     ),
@@ -57,7 +57,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     ),
     (
         "duplicate-action",
-        "No action twice",
+        "No action occurs twice",
         "No action occurs twice in one step of training.",
         "An entry was copied, or a whole backward B stands beside the I and W that it consists of.",
         "Remove the second occurrence; B counts as I and W.",
@@ -65,14 +65,14 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "dgrad-before-forward",
         "Input gradients follow their forwards",
-        "The input gradient of a stage and microbatch follows its forward.",
+        "The input gradient of a stage and microbatch comes after its forward.",
         "Two entries of a row were swapped.",
         "Move the forward before the input gradient.",
     ),
     (
         "wgrad-before-dgrad",
         "Weight gradients follow their own input gradients",
-        "The weight gradient of a stage and microbatch follows its own input gradient.",
+        "The weight gradient of a stage and microbatch comes after its own input gradient.",
         "A dW was moved into an idle gap (bubble) before its dI.",
         "Move the microbatch's own input gradient before the weight gradient; the input gradient "
         "of another microbatch does not count.",
@@ -80,7 +80,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "use-before-receive",
         "Inputs arrive before they are used",
-        "A computation follows the arrival of its input on its rank.",
+        "A computation comes after the arrival of its input on its rank.",
         "A receive stands too late in the row, or was left out.",
         "Move the receive, or the neighbour stage's computation on this rank, before the "
         "computation that uses the input.",
@@ -124,7 +124,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     ),
     (
         "wait-without-start",
-        "Waits end something that was started",
+        "A wait belongs to a started send or reduction",
         "Every wait stands in the row of the send or reduction that it ends.",
         "The send was lost, or the wait stands in the row of another rank.",
         "Add the send or the REDUCE_GRAD, or remove the wait.",
@@ -138,9 +138,9 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     ),
     (
         "wait-twice",
-        "No wait twice",
+        "No wait occurs twice",
         "A send or reduction is awaited once.",
-        "An entry was copied.",
+        "An entry of the table was copied.",
         "Remove the second wait: the first already ended the send or reduction.",
     ),
     (
@@ -148,7 +148,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "All sends are awaited, or none",
         "If a table has a wait for any send (or reduction), it has a wait for every send (or "
         "reduction).",
-        "A wait was lost.",
+        "A wait was lost from the table.",
         "Add the wait before the slot or the gradients are needed again.",
     ),
     (
@@ -163,7 +163,8 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "sharding-order",
         "Unshard and reshard alternate",
         "A stage is unsharded before it is resharded, and neither happens twice in a row.",
-        "An UNSHARD or RESHARD was repeated, or its counterpart was lost.",
+        "An UNSHARD or RESHARD was repeated, or the RESHARD or UNSHARD between two of them was "
+        "lost.",
         "Remove the second UNSHARD or RESHARD, or add the missing action in between.",
     ),
     (

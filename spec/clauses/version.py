@@ -13,18 +13,19 @@ PART = Part(
     title="Version",
     hidden="quantized weight cache",
     without="a fixed address holds the quantized weights of an earlier optimizer step",
-    holder="a weight epoch and a cache epoch per stage; the first F refreshes, later F verify",
+    holder="a weight epoch and a cache epoch per stage; the first F refreshes the cache, and later "
+    "F check it",
     intro="""\
-A captured forward reads quantized weights at a fixed address, and nothing at that address says
-after which optimizer step they were quantized. Each stage therefore has a weight epoch, which the
-commit advances, and a cache epoch, which a refresh sets to the weight epoch. The cache is stale
-after a commit, after a restart and after `invalidate`.
+A captured forward reads quantized weights at a fixed address. The bytes at that address do not show
+after which optimizer step the weights were quantized. Each stage therefore has a weight epoch,
+which the commit advances, and a cache epoch, which a refresh sets to the weight epoch. The cache is
+stale after a commit, after a restart and after `invalidate`.
 
 A refresh is an action of its own or a flag of F. A refresh comes directly before its stage's first
 forward of the epoch, with no other F, dI, refresh or evaluation of its state domain in between. The
-reason is that every F and dI of a domain ends an update interval for all modules of the domain, and
-the weight's amax must fall into the same interval as the forward. A forward that finds the cache
-stale and does not refresh it is refused.""",
+reason: every F and dI of a domain ends an update interval for all modules of the domain, and the
+weight's amax must fall into the same interval as the forward. The contract refuses a forward over a
+stale cache unless the forward refreshes the cache.""",
     clauses=(
         Clause(
             id="version.wrong-epoch",
@@ -55,7 +56,7 @@ stale and does not refresh it is refused.""",
             unchanged=_CACHE,
             section="III-C",
             cause="The first forward after an optimizer step or a restart replayed a graph that "
-            "was captured with is_first_microbatch=False, and nothing refreshed the cache.",
+            "was captured with is_first_microbatch=False, so nothing refreshed the cache.",
             remedy="Refresh the stage's cache directly before its first forward of the epoch, or "
             "let that forward refresh it (`refresh=True`). Evaluate after that forward, or "
             "quantize the weights in the evaluation itself (`cached=False`).",
@@ -64,7 +65,8 @@ stale and does not refresh it is refused.""",
             id="version.already-fresh",
             number="2.3",
             title="A cache is refreshed once per epoch",
-            invariant="A refresh happens only while the cache is stale.",
+            invariant="A refresh happens only while the weight cache is stale, that is, does not "
+            "hold the current weights.",
             transitions=("check_refresh", "check_forward"),
             argument="refresh",
             unchanged=_CACHE,
@@ -86,8 +88,9 @@ stale and does not refresh it is refused.""",
             section="design",
             cause="The cache was invalidated in the middle of an epoch, for example because a "
             "module re-created its workspace at another address.",
-            remedy="Abort the epoch and rebuild it: microbatches of one step must not see two "
-            "quantizations of the weights. Create workspaces before capture and keep them.",
+            remedy="Abort the epoch, restore the last commit and run the epoch again: microbatches "
+            "of one step must not see two quantizations of the weights. Create workspaces before "
+            "capture and keep them.",
         ),
         Clause(
             id="version.refresh-interrupted",
@@ -121,7 +124,7 @@ stale and does not refresh it is refused.""",
             unchanged="The refresh in flight, and the cache's epoch.",
             section="design",
             cause="A refresh was checked and neither committed nor aborted.",
-            remedy="Commit or abort the refresh on every exit, or use the context manager.",
+            remedy="Commit or abort the refresh on every code path, or use the context manager.",
         ),
         Clause(
             id="version.unknown-ticket",
@@ -161,7 +164,7 @@ stale and does not refresh it is refused.""",
             unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
             "domain.",
             section="III-C",
-            cause="The kernel that casts a weight was skipped, an allocated cache was never "
+            cause="The kernel that casts a weight was skipped, a cache was allocated but never "
             "filled, or one matrix was quantized twice.",
             remedy="Quantize every weight of the stage once; then restore the last commit.",
         ),

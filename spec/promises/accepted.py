@@ -204,14 +204,15 @@ def right_consumer(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.dgrad-after-forward", "check_dgrad")
 def dgrad_after_forward(st: State, h: History, a: Args) -> Truth:
-    """A dI runs only if, in this walk, its key's F has succeeded and its key's dI has not."""
+    """A dI runs only if, in this walk over the microbatches, its key's F has succeeded and its
+    key's dI has not."""
     return (h.ran_forward[a.key.cell] == 1) & (h.ran_dgrad[a.key.cell] == 0)
 
 
 @STEPS("ownership.wgrad-after-dgrad", "check_wgrad", "group_wgrad")
 def wgrad_after_dgrad(st: State, h: History, a: Args) -> Truth:
-    """A dW takes a key's work only if, in this walk, the key's dI has succeeded and no dW of the
-    key has. That dI queued work for every matrix of the stage."""
+    """A dW takes a key's work only if, in this walk over the microbatches, the key's dI has
+    succeeded and no dW of the key has. That dI queued work for every matrix of the stage."""
     once = (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0)
     return once & (h.queued[a.ref.slot] == st.matrices[a.key.stage])
 
@@ -240,20 +241,22 @@ def claimed_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.forward-once", "reserve", "check_forward")
 def forward_once(st: State, h: History, a: Args) -> Truth:
-    """A key gets a slot, or runs F, only if its F has not succeeded in this walk."""
+    """A key gets a slot, or runs F, only if its F has not succeeded in this walk over the
+    microbatches."""
     return h.ran_forward[a.key.cell] == 0
 
 
 @STEPS("ownership.left-out-stays-out", "reserve", "skip", "check_forward")
 def left_out_stays_out(st: State, h: History, a: Args) -> Truth:
-    """A key that the walk leaves out gets no slot and no forward, and is not left out a second
-    time."""
+    """A key that the walk over the microbatches leaves out gets no slot and no forward, and is not
+    left out a second time."""
     return h.skipped[a.key.cell] == 0
 
 
 @STEPS("ownership.left-out-first", "skip", c="cell")
 def left_out_first(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A key is left out of a walk only before any F of the walk has succeeded."""
+    """A key is left out of a walk over the microbatches only before any F of the walk has
+    succeeded."""
     return h.ran_forward[c] == 0
 
 
@@ -337,16 +340,16 @@ def threaded(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.declared-forward", "check_forward")
 def declared_forward(st: State, h: History, a: Args) -> Truth:
-    """If a domain declares an order, F runs at its declared place: the F and dI that have run in
-    this walk are as many as the order puts before this F."""
+    """If a domain declares an order, F runs at its declared position: exactly as many F and dI have
+    run in this walk over the microbatches as the order puts before this F."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @STEPS("order.declared-dgrad", "check_dgrad")
 def declared_dgrad(st: State, h: History, a: Args) -> Truth:
-    """If a domain declares an order, dI runs at its declared place: the F and dI that have run in
-    this walk are as many as the order puts before this dI."""
+    """If a domain declares an order, dI runs at its declared position: exactly as many F and dI
+    have run in this walk over the microbatches as the order puts before this dI."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_walk[d])
 
@@ -465,8 +468,9 @@ def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.sound-at-finalize", "finalize")
 def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized only if every F and dI that the walk does not leave out has succeeded.
-    No F, dI, refresh or evaluation of the stage's domain has failed since the last restore."""
+    """A stage is finalized only if every F and dI that the walk over the microbatches does not
+    leave out has succeeded. No F, dI, refresh or evaluation of the stage's domain has failed since
+    the last restore."""
     n = st.cells[a.stage] - h.num_skipped[a.stage]
     ran = (h.num_forwards[a.stage] == n) & (h.num_dgrads[a.stage] == n)
     return ran & (h.broken[st.domain_of[a.stage]] == 0)
@@ -474,16 +478,16 @@ def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.declared-whole", "finalize")
 def declared_whole(st: State, h: History, a: Args) -> Truth:
-    """If a domain declares an order, a stage of the domain is finalized only after every cell of
-    the stage has run F in this walk."""
+    """If a domain declares an order, a stage of the domain is finalized only after every cell
+    (microbatch, block, invocation) of the stage has run F in this walk over the microbatches."""
     whole = h.num_forwards[a.stage] == st.cells[a.stage]
     return implies(st.declared[st.domain_of[a.stage]] != 0, whole)
 
 
 @STEPS("arena.bound-destination", "check_dgrad")
 def bound_destination(st: State, h: History, a: Args) -> Truth:
-    """A dI runs only if its key was bound exactly once in this walk, to the key's configured
-    destination."""
+    """A dI runs only if its key was bound exactly once in this walk over the microbatches, to the
+    key's configured destination."""
     c = a.key.cell
     return (h.binds[c] == 1) & (h.bound_to[c] == st.destination_of[c])
 
@@ -540,7 +544,8 @@ def bound_or_written_unspoiled(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.bound-once", "bind")
 def bind_once(st: State, h: History, a: Args) -> Truth:
-    """A cell is bound at most once per walk, to its configured destination."""
+    """A cell (a key without its epoch) is bound at most once per walk over the microbatches, to its
+    configured destination."""
     c = a.key.cell
     return (h.binds[c] == 0) & (a.destination == st.destination_of[c])
 
@@ -549,14 +554,15 @@ def bind_once(st: State, h: History, a: Args) -> Truth:
 
 
 def _done(h: History, cell: Index) -> Truth:
-    """Whether a cell's dW ran, or the walk leaves the cell out."""
+    """Whether a cell's dW ran, or the walk over the microbatches leaves the cell out."""
     return (h.ran_wgrad[cell] == 1) | (h.skipped[cell] == 1)
 
 
 @STEPS("epoch.whole", "finalize", c="cell")
 def whole(st: State, h: History, a: Args, c: Index) -> Truth:
-    """When a stage is finalized, each of its cells has run F, dI and dW exactly once in this walk,
-    and dW covered every matrix. A cell that the walk leaves out has run none of the three."""
+    """When a stage is finalized, each of its cells (microbatch, block, invocation) has run F, dI
+    and dW exactly once in this walk over the microbatches, and dW covered every matrix. A cell that
+    the walk leaves out has run none of the three."""
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
     none = (h.ran_forward[c] == 0) & (h.ran_dgrad[c] == 0) & (h.ran_wgrad[c] == 0)
     ours = st.stage_of[c] == a.stage
@@ -566,17 +572,18 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("epoch.written", "finalize", c="cell")
 def written(st: State, h: History, a: Args, c: Index) -> Truth:
-    """Each gradient buffer has one keeper: a cell that writes the buffer and that no walk leaves
-    out. When a stage is finalized, the keeper of each of its buffers has run dW in this walk."""
+    """Each gradient buffer has one keeper: a cell (microbatch, block, invocation) that writes the
+    buffer and that no walk leaves out. When a stage is finalized, the keeper of each of its buffers
+    has run dW in this walk over the microbatches."""
     first = st.keeper_of[st.buffer_of[c]]
     return implies(st.stage_of[c] == a.stage, h.ran_wgrad[first] == 1)
 
 
 @STEPS("arena.tied-whole", "finalize", needs="arena", c="cell", k="cell")
 def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
-    """When a stage is finalized, every cell that writes one of its destinations has run dW or was
-    left out. The cells of a stage that shares a destination are included. No failed dW has left
-    the gradients of either stage half written."""
+    """When a stage is finalized, every cell (microbatch, block, invocation) that writes one of its
+    destinations has run dW or was left out. The cells of a stage that shares a destination are
+    included. No failed dW has left the gradients of either stage half written."""
     onto = (st.stage_of[c] == a.stage) & (
         st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]
     )
@@ -594,13 +601,13 @@ def not_spoiled(st: State, h: History, a: Args) -> Truth:
 @STEPS("version.never-lost-in-use", "finalize", needs="order")
 def never_lost_in_use(st: State, h: History, a: Args) -> Truth:
     """A stage is not finalized if its weight cache was lost after the stage's first F of the epoch
-    began, while a dI of the walk was still to succeed."""
+    began, while a dI of the walk over the microbatches was still to succeed."""
     return h.lost_in_use[a.stage] != h.weights[0]
 
 
 @STEPS("epoch.final-once", "finalize")
 def final_once(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized at most once per walk."""
+    """A stage is finalized at most once per walk over the microbatches."""
     return h.finals[a.stage] == 0
 
 
@@ -628,7 +635,7 @@ def refresh_after_caller(st: State, h: History, a: Args) -> Truth:
 @STEPS("completion.filled-after-former-work", "reserve")
 def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
     """A slot is reserved only with a link of its stage's domain, and only after the link's caller
-    has waited for every replay of the slot's previous tenant."""
+    has waited for every replay of the slot's previous tape."""
     mine = (a.link == h.link[0]) & (a.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -637,7 +644,7 @@ def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
 @STEPS("completion.received-after-former-work", "post_receive")
 def received_after_former_work(st: State, h: History, a: Args) -> Truth:
     """A receive is posted only with a link of its stage's domain, and only after the link's caller
-    has waited for every replay of the slot's previous tenant."""
+    has waited for every replay of the slot's previous tape."""
     mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -748,8 +755,10 @@ def gradients_reader_running(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.whole-gradients-read", "start_gradients_read", c="cell")
 def whole_gradients_read(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A read of a stage's gradients starts only after every cell of the stage has run dW once, over
-    every matrix, or was left out of the walk."""
+    """
+    A read of a stage's gradients starts only after every cell (microbatch, block, invocation) of
+    the stage has run dW once, over every matrix, or was left out of the walk over the microbatches.
+    """
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[a.stage])
     return implies(st.stage_of[c] == a.stage, once | (h.skipped[c] == 1))
 
@@ -800,7 +809,8 @@ def read_not_reduced(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("completion.after-gradients-readers", "next_walk", "check_update", g="stage")
 def after_gradients_readers(st: State, h: History, a: Args, g: Index) -> Truth:
-    """The next walk, or an update, begins only if no separate stream is reading gradients."""
+    """The next walk over the microbatches, or an update, begins only if no separate stream is
+    reading gradients."""
     return h.gradients_reader[g] != RUNNING
 
 
@@ -842,8 +852,8 @@ def _writes(st: State, bucket: Index, stage: Index) -> Truth:
 
 @STEPS("reduction.of-whole-gradients", "start_reduction", c="cell")
 def of_whole_gradients(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A reduction starts only after every cell that writes the bucket has run dW once, over every
-    matrix, or was left out of the walk."""
+    """A reduction starts only after every cell (microbatch, block, invocation) that writes the
+    bucket has run dW once, over every matrix, or was left out of the walk over the microbatches."""
     ours = _writes(st, a.bucket, st.stage_of[c])
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[st.stage_of[c]])
     return implies(ours, once | (h.skipped[c] == 1))
@@ -895,8 +905,8 @@ def never_rewritten(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("reduction.never-rebound", "bind", needs="arena", b="bucket")
 def never_rebound(st: State, h: History, a: Args, b: Index) -> Truth:
-    """After a reduction of a stage's gradients has begun in an epoch, only a key that the walk
-    leaves out can still be bound in that stage and epoch."""
+    """After a reduction of a stage's gradients has begun in an epoch, only a key that the walk over
+    the microbatches leaves out can still be bound in that stage and epoch."""
     runs = _writes(st, b, a.key.stage) & (h.skipped[a.key.cell] == 0)
     return implies(runs, h.reduction[b] == NONE)
 
@@ -915,8 +925,8 @@ def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
 @STEPS("epoch.commit", "check_update", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
     """An update begins only if it names the current epoch and no failure has spoiled that epoch.
-    Every cell has run dW or is left out of the walk. No tape is live, and no action is in flight on
-    a slot."""
+    Every cell (microbatch, block, invocation) has run dW or is left out of the walk over the
+    microbatches. No tape is live, and no action is in flight on a slot."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -940,9 +950,9 @@ def weights_add_up(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("epoch.walk-whole", "next_walk", c="cell", g="stage", s="slot")
 def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """The next walk begins only if the call names the current epoch and no failure has spoiled that
-    epoch. Every cell has run dW or is left out of the walk that ends. No tape is live, and no
-    action is in flight on a slot."""
+    """The next walk over the microbatches begins only if the call names the current epoch and no
+    failure has spoiled that epoch. Every cell (microbatch, block, invocation) has run dW or is left
+    out of the walk that ends. No tape is live, and no action is in flight on a slot."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -950,21 +960,23 @@ def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> 
 
 @STEPS("order.walk-whole", "next_walk", d="domain")
 def walk_in_order(st: State, h: History, a: Args, d: Index) -> Truth:
-    """The next walk begins only if no F, dI, refresh or evaluation is in flight."""
+    """The next walk over the microbatches begins only if no F, dI, refresh or evaluation is in
+    flight."""
     return h.running[d] == 0
 
 
 @STEPS("reduction.after-every-walk", "next_walk", b="bucket")
 def reduced_after_every_walk(st: State, h: History, a: Args, b: Index) -> Truth:
-    """The next walk of an epoch begins only if no reduction has begun in the epoch."""
+    """The next walk over an epoch's microbatches begins only if no reduction has begun in the
+    epoch."""
     return h.reduction[b] == NONE
 
 
 @STEPS("epoch.commit-whole", "commit_update", "abort_update", c="cell", s="slot")
 def commit_whole(st: State, h: History, a: Args, c: Index, s: Index) -> Truth:
-    """When an update commits or fails, every cell has run dW or is left out of the walk, no tape is
-    live, and no action is in flight on a slot. The call names the epoch of the weights that the
-    update replaces."""
+    """When an update commits or fails, every cell (microbatch, block, invocation) has run dW or is
+    left out of the walk over the microbatches, no tape is live, and no action is in flight on a
+    slot. The call names the epoch of the weights that the update replaces."""
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return _done(h, c) & idle & (a.epoch == h.weights[0])
 
@@ -1000,8 +1012,8 @@ def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
     "checkpoint",
 )
 def whole_weights(st: State, h: History, a: Args) -> Truth:
-    """No reservation, bind, action, read of weights or gradients, next walk or checkpoint begins
-    while an update is in flight or weights are half updated."""
+    """No reservation, bind, action, read of weights or gradients, next walk over the microbatches
+    or checkpoint begins while an update is in flight or weights are half updated."""
     return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
 
 
@@ -1034,8 +1046,8 @@ def evaluated_alone(st: State, h: History, a: Args) -> Truth:
     g="stage",
 )
 def none_evaluates(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No evaluation is in flight when a walk ends, when an update begins or ends, or at a
-    checkpoint or a restore."""
+    """No evaluation is in flight when a walk over the microbatches ends, when an update begins or
+    ends, or at a checkpoint or a restore."""
     return h.evaluating[g] == 0
 
 

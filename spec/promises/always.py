@@ -49,21 +49,22 @@ def once(st: State, h: History, c: Index) -> Truth:
 
 @WORLD("ownership.left-out-never-runs", c="cell")
 def left_out_never_runs(st: State, h: History, c: Index) -> Truth:
-    """A cell that the walk leaves out runs no F in that walk."""
+    """A cell (a key without its epoch) that the walk over the microbatches leaves out runs no F in
+    that walk."""
     return implies(h.skipped[c] != 0, h.ran_forward[c] == 0)
 
 
 @WORLD("ownership.left-out-counted")
 def left_out_counted(st: State, h: History) -> Truth:
-    """
-    The contract's count of left-out cells equals the number of cells that the walk leaves out.
-    """
+    """The contract's count of left-out cells (keys without their epoch) equals the number of cells
+    that the walk over the microbatches leaves out."""
     return st.skips[0] == h.left_out[0]
 
 
 @WORLD("ownership.covered-whole", c="cell")
 def covered_whole(st: State, h: History, c: Index) -> Truth:
-    """If a cell has run dW in this walk, that dW covered every matrix of the stage."""
+    """If a cell (a key without its epoch) has run dW in this walk over the microbatches, that dW
+    covered every matrix of the stage."""
     return implies(h.ran_wgrad[c] != 0, h.covered[c] == st.matrices[st.stage_of[c]])
 
 

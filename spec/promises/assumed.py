@@ -44,7 +44,7 @@ def slots_have_stages(st: State, s: Index) -> Truth:
 
 @CONFIGURATION("ownership.cells-have-stages", c="cell")
 def cells_have_stages(st: State, c: Index) -> Truth:
-    """Every cell belongs to a stage."""
+    """Every cell (a key without its epoch) belongs to a stage."""
     return st.stage_of[c] != NO_STAGE
 
 
@@ -64,7 +64,7 @@ def input_one_way(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("ownership.cells-counted", g="stage")
 def cells_counted(st: State, g: Index) -> Truth:
-    """Every stage has at least one cell."""
+    """Every stage has at least one cell (a key without its epoch)."""
     return 1 <= st.cells[g]
 
 
@@ -103,8 +103,8 @@ def sharers_at_home(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("epoch.keepers-write", c="cell")
 def keepers_write(st: State, c: Index) -> Truth:
-    """A buffer's keeper (the cell that no walk leaves out) writes the buffer. Every cell whose own
-    buffer this is belongs to the keeper's stage."""
+    """A buffer's keeper, a cell (a key without its epoch) that no walk over the microbatches leaves
+    out, writes the buffer. Every cell whose own buffer this is belongs to the keeper's stage."""
     keeper = st.keeper_of[st.buffer_of[c]]
     return (st.buffer_of[keeper] == st.buffer_of[c]) & (st.stage_of[keeper] == st.stage_of[c])
 
@@ -140,8 +140,8 @@ def one_domain(st: State, b: Index) -> Truth:
 
 @ASSUMED("ownership.edges-join-cells", "check_dgrad", "finish_receive")
 def edges_join_cells(st: State, h: History, a: Args) -> Truth:
-    """If a key's stage feeds another stage of the process, the cell that the key's cell feeds
-    belongs to that fed stage."""
+    """If a key's stage feeds another stage of the process, the configuration maps the key to a cell
+    (a key without its epoch) of that fed stage."""
     target = st.target_of[a.key.stage]
     return (st.stage_of[st.gradient_of[a.key.cell]] == target) & (target != NO_STAGE)
 

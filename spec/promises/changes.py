@@ -57,7 +57,7 @@ def token_from_zero(st: State, after: State, a: Args, d: Index) -> Truth:
 @CHANGES("ownership.tenant-stays", *_EVERY, s="slot")
 def tenant_stays(st: State, after: State, a: Args, s: Index) -> Truth:
     """
-    A slot that stays live keeps its tenant: no other key takes the slot before the slot is free.
+    A slot that stays live keeps its tape: no other key takes the slot before the slot is free.
     """
     same = (after.cell_at[s] == st.cell_at[s]) & (after.epoch_at[s] == st.epoch_at[s])
     return implies(live(st, s) & live(after, s), same)
@@ -109,6 +109,6 @@ def stale_after_restore(st: State, after: State, a: Args, g: Index) -> Truth:
 
 @CHANGES("persistence.epoch-of-checkpoint", "restore", g="stage")
 def epoch_of_checkpoint(st: State, after: State, a: Args, g: Index) -> Truth:
-    """A restore sets every weight epoch to the epoch of the checkpoint, and takes the incarnation
-    that was drawn for it."""
+    """A restore sets every weight epoch to the epoch of the checkpoint, and begins the incarnation
+    that was drawn for this restore."""
     return (after.weight_epoch[g] == a.epoch) & (after.incarnation[0] == a.incarnation)

@@ -51,15 +51,14 @@ def good_reference(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.dgrad-next", "check_dgrad")
 def dgrad_next(st: State, h: History, a: Args) -> Truth:
-    """The key's F has succeeded in this walk, and its dI has not."""
+    """The key's F has succeeded in this walk over the microbatches, and its dI has not."""
     return (h.ran_forward[a.key.cell] == 1) & (h.ran_dgrad[a.key.cell] == 0)
 
 
 @LEGAL("ownership.wgrad-next", "check_wgrad", "group_wgrad")
 def wgrad_next(st: State, h: History, a: Args) -> Truth:
-    """
-    The key's dI has succeeded in this walk, its dW has not, and no other dW has taken its tape.
-    """
+    """The key's dI has succeeded in this walk over the microbatches, its dW has not, and no other
+    dW has taken its tape."""
     alone = (h.moving[a.ref.slot] & GROUP_BIT) == 0
     return (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0) & alone
 
@@ -76,14 +75,14 @@ def vacant_slot(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.lives-once", "check_forward", s="slot")
 def lives_once(st: State, h: History, a: Args, s: Index) -> Truth:
-    """No other slot holds live work of the key's cell."""
+    """No other slot holds live work of the key's cell (a key without its epoch)."""
     return implies((h.owing[s] != 0) & (h.tenant[s] == a.key.cell), s == a.slot)
 
 
 @LEGAL("ownership.forward-next", "check_forward")
 def forward_next(st: State, h: History, a: Args) -> Truth:
-    """This walk has not run the key's F and does not leave the key out. No failure, and no loss of
-    a cache in use, has spoiled the epoch of the key's stage."""
+    """This walk over the microbatches has not run the key's F and does not leave the key out. No
+    failure, and no loss of a cache in use, has spoiled the epoch of the key's stage."""
     sound = (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
     return (h.ran_forward[a.key.cell] == 0) & (h.skipped[a.key.cell] == 0) & sound
 
@@ -281,15 +280,15 @@ def one_movement(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("arena.bound", "check_dgrad")
 def bound(st: State, h: History, a: Args) -> Truth:
-    """The key's destination was bound exactly once in this walk."""
+    """The key's destination was bound exactly once in this walk over the microbatches."""
     return h.binds[a.key.cell] == 1
 
 
 @LEGAL("arena.own-destination", "check_wgrad")
 def own_destination(st: State, h: History, a: Args) -> Truth:
-    """The destination is the configured one, and no other dW is writing the stage's own buffer or
-    the shared one. dW adds to a buffer if it holds gradients of the key's epoch, and otherwise
-    overwrites the buffer."""
+    """The destination is the key's configured destination, and no other dW is writing the stage's
+    own buffer or the shared buffer. dW adds to a buffer if it holds gradients of the key's epoch,
+    and otherwise overwrites the buffer."""
     c = a.key.cell
     own, shared = st.buffer_of[c], st.shared_of[st.buffer_of[c]]
     adds = (a.first == ADDS) | (a.first == OPENS)
@@ -304,8 +303,8 @@ def own_destination(st: State, h: History, a: Args) -> Truth:
 @LEGAL("arena.with-its-leader", "group_wgrad")
 def with_its_leader(st: State, h: History, a: Args) -> Truth:
     """The ticket belongs to a dW in flight on the first tape of the group. Both tapes belong to one
-    stage and one gradient buffer. The destination is the configured one, and no action is in flight
-    on the further tape."""
+    stage and one gradient buffer. The destination is the key's configured destination, and no
+    action is in flight on the further tape."""
     running = (h.outstanding[0] == WGRAD) & (a.ticket == h.ticket[0]) & (a.ticket != 0)
     idle = h.acting[a.ref.slot] == 0
     here = (h.ticket_slot[0] == a.leader) & (st.slot_stage[a.leader] == a.key.stage)

@@ -18,26 +18,28 @@ MEMORY = Register()
 
 @MEMORY("ownership.injective", a="cell", b="cell")
 def injective(st: State, a: Index, b: Index) -> Truth:
-    """The contract never records one slot for two cells."""
+    """The contract never records one slot for two cells (keys without their epoch)."""
     return implies((st.slot_of[a] == st.slot_of[b]) & (st.slot_of[a] != NO_SLOT), a == b)
 
 
 @MEMORY("ownership.cell-names-its-slot", c="cell")
 def cell_names_its_slot(st: State, c: Index) -> Truth:
-    """If the contract records a slot for a cell, that slot is live and holds the cell."""
+    """If the contract records a slot for a cell (a key without its epoch), that slot is live and
+    holds the cell."""
     slot = st.slot_of[c]
     return implies(slot != NO_SLOT, live(st, slot) & (st.cell_at[slot] == c))
 
 
 @MEMORY("ownership.slot-names-its-cell", s="slot")
 def slot_names_its_cell(st: State, s: Index) -> Truth:
-    """If a live slot holds a cell, the contract records that slot as the cell's slot."""
+    """If a live slot holds a cell (a key without its epoch), the contract records that slot as the
+    cell's slot."""
     return implies(live(st, s), st.slot_of[st.cell_at[s]] == s)
 
 
 @MEMORY("ownership.own-stage", s="slot")
 def own_stage(st: State, s: Index) -> Truth:
-    """A live slot holds a cell of its own stage."""
+    """A live slot holds a cell (a key without its epoch) of its own stage."""
     return implies(live(st, s), st.stage_of[st.cell_at[s]] == st.slot_stage[s])
 
 

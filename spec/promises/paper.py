@@ -64,7 +64,7 @@ _ALL = (
         name="one-live-tape",
         place="III-F, Invariant 2; III-A",
         title="Generational ownership",
-        says="A key has at most one live tape, and a slot at most one tenant, which is never "
+        says="A key has at most one live tape, and a slot holds at most one tape, which is never "
         "preempted. A reference finds its own key's work or is refused.",
         promises=(
             "ownership.injective",

@@ -15,8 +15,10 @@ import torch
 
 __all__ = ["FAULTS", "Edited", "Fault", "edit_method", "edit_stream"]
 
-#: The step of a run in which the fault happens.
-FAULTY_STEP = 1
+#: The step in which the fault happens; the guard compares it with a recorded step.
+FAULTY_STEP = 3
+#: How many steps a faulty run has.
+STEPS = FAULTY_STEP + 2
 
 
 class Edited:

@@ -110,7 +110,7 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
     """Run a case; return what happened."""
     from qeffect.guards import deepspeed as guards
     from qeffect.refusals import Refused
-    from tests.deepspeed.faults import FAULTS
+    from tests.deepspeed.faults import FAULTS, STEPS
 
     engine = build(case)
     engine.folder = case.get("folder", "")
@@ -127,7 +127,7 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
     said: dict[str, Any] = {"bits": [], "class": type(engine).__name__, "stage": engine.stage_id}
     said["optimizer"] = type(engine.optimizer).__name__
     try:
-        for step in range(case.get("steps", 3)):
+        for step in range(case.get("steps", STEPS)):
             if case.get("resize") and step == 1:
                 engine.set_train_batch_size(engine.train_batch_size() * 3 // 2)
             loss = float(engine.train_batch(batches))

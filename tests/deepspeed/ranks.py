@@ -1,4 +1,4 @@
-"""Launches ranks of a real DeepSpeed run, each a process of its own with a limit."""
+"""Launch the ranks of a real DeepSpeed run, each in its own process with a time limit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ def launch(
     world: int, folder: Path, cases: list[dict[str, Any]], *, whole: bool = True
 ) -> list[list[dict[str, Any]]]:
     """
-    Run cases on every rank, one after another; return what each rank says of each case.
+    Run cases on every rank, one after another; return the result that each rank reports for each
+    case.
 
     Args:
-        world: How many ranks.
+        world: Number of ranks.
         folder: An empty folder.
         cases: The runs; see `tests.deepspeed.rank`.
-        whole: Whether every rank has to end well; otherwise a rank may end with its peer.
+        whole: Whether every rank must end without an error; otherwise a rank may end because its
+            peer ended.
     """
     outs = [folder / f"rank{rank}.json" for rank in range(world)]
     commands = []
@@ -53,9 +55,9 @@ def run(
     Run a Python command for each rank; return the exit codes, and print each rank's last lines.
 
     Args:
-        folder: Where each rank's output is kept.
+        folder: Folder for each rank's output.
         commands: The arguments of each rank's interpreter.
-        limit_s: No rank lives longer, in seconds.
+        limit_s: Time limit in seconds, after which a rank is killed.
         path: A folder of packages that the ranks find before others.
     """
     began = time.monotonic()

@@ -1,9 +1,10 @@
 """
-A stand-in for DeepSpeed's pipeline engine: its attributes, over its own recorded instructions.
+A stand-in for DeepSpeed's pipeline engine: it has the engine's attributes and runs the engine's
+recorded instructions.
 
-One rank of a pipeline, in one process and without the package. Every message arrives, with numbers
-of its own; a reduction does nothing. The class has the name and the release of DeepSpeed's, so that
-the guard takes it for the engine.
+The stand-in is one rank of a pipeline, in one process and without the package DeepSpeed. Every
+message arrives, with random values; a reduction does nothing. The class has the name and release of
+DeepSpeed's class, so that the guard treats the stand-in as the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PACKAGE = "deepspeed_stand_in"
 
 
 class TrainSchedule:
-    """DeepSpeed's schedule of this name, as it was recorded."""
+    """DeepSpeed's schedule of this name, from a recording."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         name = f"{type(self).__name__} {stages} {micro_batches}"
@@ -50,7 +51,7 @@ class TrainSchedule:
 
 
 class DeepSpeedEngine:
-    """What the guard and the faults use of the base class."""
+    """The parts of the base class that the guard and the faults use."""
 
     is_data_parallel = is_model_parallel = False
     grid: Any = None

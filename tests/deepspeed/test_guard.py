@@ -21,7 +21,7 @@ from qeffect.log.joint import replay_together
 from qeffect.log.replayer import replay
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import ScheduleError
-from tests.deepspeed.faults import FAULTS, FAULTY_STEP, Edited, edit_method
+from tests.deepspeed.faults import FAULTS, FAULTY_STEP, STEPS, Edited, edit_method
 from tests.deepspeed.rank import data, put_under
 from tests.deepspeed.stand_in import CLASSES, PACKAGE, PipelineEngine
 
@@ -34,7 +34,7 @@ def engine_of(name: str, rank: int) -> Any:
     return PipelineEngine(rank, 2) if FAULTS[name].model == "pipeline" else PipelineEngine(0, 1)
 
 
-def steps(engine: Any, number: int = 3) -> list[list[Tensor]]:
+def steps(engine: Any, number: int = STEPS) -> list[list[Tensor]]:
     """Run steps; return the bits of loss and parameters after each."""
     batches, found = data(3, torch.float32), []
     torch.manual_seed(9)
@@ -64,7 +64,7 @@ class TestLegal:
         guarded.remove()
 
         assert same(plain, found)
-        assert 3 == guarded.contract.epoch
+        assert STEPS == guarded.contract.epoch
         assert not guarded.contract.live()
         assert set(before) == set(vars(engine))
         assert "step" not in vars(engine.optimizer)
@@ -79,8 +79,8 @@ class TestLegal:
         report = replay_together(sorted(tmp_path.iterdir()))
 
         assert "accepted" == report.verdict
-        assert 3 == report.epochs
-        assert 24 == report.messages
+        assert STEPS == report.epochs
+        assert STEPS * 8 == report.messages
 
     def test_evaluation_is_not_guarded(self) -> None:
         engine = PipelineEngine(0, 1)
@@ -200,11 +200,11 @@ class TestReport:
         guarded = deepspeed.guard(engine, log=tmp_path)
         put_under(guarded, engine, FAULTS["another_output"].put)
         before = guarded.contract
-        steps(engine, 4)
+        steps(engine, FAULTY_STEP + 3)
         guarded.remove()
 
         assert guarded.contract is not before
-        assert 4 == guarded.contract.epoch
+        assert FAULTY_STEP + 3 == guarded.contract.epoch
         names = ["rank0.contract1.jsonl", "rank0.jsonl"]
         assert names == sorted(path.name for path in tmp_path.iterdir())
         assert {"accepted"} == {replay(tmp_path / name).verdict for name in names}
@@ -343,7 +343,7 @@ class TestTrust:
         put_under(guarded, engine, FAULTS["reduction_left_out_inside"].put)
         steps(engine)
 
-        assert 3 == guarded.contract.epoch
+        assert STEPS == guarded.contract.epoch
         assert any("ReduceGrads is switched off" in claim for claim in guarded.on_trust())
 
     def test_logs_of_replicas_have_folders_of_their_own(self, tmp_path: Path) -> None:

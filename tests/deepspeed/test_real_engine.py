@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from qeffect.log.joint import replay_together
-from tests.deepspeed.faults import FAULTS, FAULTY_STEP
+from tests.deepspeed.faults import FAULTS, FAULTY_STEP, STEPS
 from tests.deepspeed.ranks import launch, run
 from tests.docs.code import blocks
 
@@ -77,7 +77,7 @@ def test_a_legal_run_keeps_its_bits(name: str, wide: bool) -> None:
     """Losses and parameters of every step are those without a guard, and the logs replay."""
     folder, said = legal(wide)
     plain, guarded = said[name, False], said[name, True]
-    steps = (WIDE if wide else LEGAL)[name].get("steps", 3)
+    steps = (WIDE if wide else LEGAL)[name].get("steps", STEPS)
 
     for one, two in zip(plain, guarded, strict=True):
         assert "refused" not in two, two

@@ -75,7 +75,7 @@ GPU_FAULTS = (
 CELL, PRICED = "h2048-s256-m4", "h4096-s256-m4"
 SEQUENCE, FFN = 4096, 14336  # of the priced steps
 STEPS = 8
-ROUNDS, WARM, TIMED = 5, 2, 8
+ROUNDS, WARM, TIMED = 5, 3, 8
 ACTIONS = 16  # F and B of a rank in a priced step: two chunks, four microbatches
 LONG_STEPS = 1000
 LIMIT_S, LONG_LIMIT_S = 100.0, 240.0
@@ -211,6 +211,7 @@ def faults(member: Any) -> dict[str, Any]:
     """Run each fault without a guard and with one; what the guard says of each, by name."""
     from qeffect.guards import megatron as guards
     from tests.megatron.faults import FAULTS, Undo
+    from tests.megatron.faults import STEPS as FAULTY_RUN
 
     side = make(member, "none", CELL)
     side.config.deallocate_pipeline_outputs = False  # a message of another microbatch is whole
@@ -228,7 +229,7 @@ def faults(member: Any) -> dict[str, Any]:
             if happens and fault.above:
                 fault.put(run, undo)
             take_loop(side)
-            run.train(3)
+            run.train(FAULTY_RUN)
             member.synchronize()
             if guarded is None:
                 one["unguarded_loss"] = side.loss()

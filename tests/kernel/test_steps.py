@@ -1,11 +1,15 @@
-"""A step that recurs is checked by one look and committed at once, as if action by action."""
+"""
+A recurring step is checked in one comparison and committed at once, with the effect of its single
+actions.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 
 from qeffect import Contract, Refused, StageConfig, TapeKey, Ticket
 from qeffect.engine.stage import OPTIONAL, STATE, Transitions
+from qeffect.ledgers import recorded_steps
 from qeffect.steps import BASES, COUNTERS, RecordedStep
 
 from .helpers import Rig, refused, stage
@@ -240,9 +245,29 @@ def test_a_harmless_difference_is_tried_action_by_action(
         assert whole(one) == whole(each)
 
 
-@pytest.mark.parametrize("happens", [reorder, reserve])
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+def test_any_order_of_the_free_slots_is_taken(
+    order: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order only decides which slot a contract chooses, and a step has its slots already."""
+    one, each = (Rig(stage(slots=3)) for _ in range(2))
+    each.contract.memory.incarnation[0] = one.contract.incarnation
+    step, _ = recorded(one), recorded(each)
+    for rig in (one, each):
+        free = rig.contract._free[0]
+        free.clear()
+        free.update(dict.fromkeys(order))
+    monkeypatch.setattr(recorded_steps, "attempt", lambda *_: "a trial of each transition")
+    assert one.contract.check_step(step) is None
+    one.contract.commit_step(step)
+    in_slots(each.contract, step)
+    run(each)
+
+    assert whole(one) == whole(each)
+
+
 def test_what_a_contract_holds_beside_its_memory_is_looked_at(
-    happens: Callable[[Contract], None], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without the look, the recorded lists would replace the present ones."""
     one, each, blind = (Rig(stage(slots=3)) for _ in range(3))
@@ -251,7 +276,7 @@ def test_what_a_contract_holds_beside_its_memory_is_looked_at(
     step, blindly = recorded(one), recorded(blind)
     recorded(each)
     for rig in (one, each, blind):
-        happens(rig.contract)
+        reserve(rig.contract)
     one.contract.commit_step(step)
     in_slots(each.contract, step)
     run(each)

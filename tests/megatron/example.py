@@ -1,4 +1,4 @@
-"""Runs a script of Megatron-core on a CPU: ``python -m tests.megatron.example FILE``."""
+"""Run a script of Megatron-core on a CPU: ``python -m tests.megatron.example FILE``."""
 
 from __future__ import annotations
 

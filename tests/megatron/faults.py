@@ -13,10 +13,12 @@ from typing import Any
 import attrs
 import torch
 
-__all__ = ["CASES", "FAULTS", "FAULTY_STEP", "WIDE_FAULTS", "Fault", "Undo"]
+__all__ = ["CASES", "FAULTS", "FAULTY_STEP", "STEPS", "WIDE_FAULTS", "Fault", "Undo"]
 
-#: The step of a run in which the fault happens.
-FAULTY_STEP = 1
+#: The step in which the fault happens; the guard compares it with a recorded step.
+FAULTY_STEP = 3
+#: How many steps a faulty run has.
+STEPS = FAULTY_STEP + 2
 
 
 class Undo:

@@ -1,4 +1,4 @@
-"""A small model of Megatron-core's modules, for a CPU."""
+"""A small model made of Megatron-core's modules, for a CPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ WIDTH, ROWS, SEQUENCE = 8, 2, 2
 
 class QuantizedLinear(nn.Linear):
     """
-    A linear layer over quantized weights, which it keeps as Transformer Engine's layers do.
+    A linear layer with quantized weights, which it caches in the same way as Transformer Engine's
+    layers.
 
-    The first microbatch of a step quantizes them anew; the others use what it left.
+    The first microbatch of a step quantizes the weights again; later microbatches use the cached
+    weights.
     """
 
     def __init__(self) -> None:
@@ -37,9 +39,9 @@ class QuantizedLinear(nn.Linear):
 
 class Layer(nn.Module):
     """
-    A layer with random numbers of its own, so that a forward too many changes the run.
+    A layer that draws random numbers, so that one forward too many changes the run.
 
-    Its output depends on the number of the microbatch, as a graph of each microbatch does.
+    The output depends on the number of the microbatch, as if each microbatch had its own graph.
     """
 
     def __init__(self, quantized: bool) -> None:
@@ -56,7 +58,7 @@ def fuse(parameters: Iterable[nn.Parameter]) -> None:
     """
     Let each backward add to the parameters' `main_grad` without moving its version counter.
 
-    So do kernels that multiply and add in one, and replayed graphs.
+    Fused kernels that multiply and add, and replayed graphs, do the same.
     """
 
     def added(parameter: Any, gradient: Tensor) -> Tensor:
@@ -97,8 +99,8 @@ class Training:
 
     Attributes:
         schedules, p2p, buffers, saves: Megatron-core's modules, which a fault may change.
-        model: The chunks, as the loop gets them.
-        config: Their configuration.
+        model: The chunks, in the form that the loop takes.
+        config: The configuration of the chunks.
         optimizer: The optimizer.
         microbatches: Number of microbatches of a step.
         data: An iterator for each chunk.
@@ -142,7 +144,7 @@ class Training:
         return found
 
     def step(self) -> list[str]:
-        """Train one step; return the bits of its losses and of the weights after it."""
+        """Train one step; return the bits of its losses and of the weights after the step."""
         self.zero()
         losses = self.loop()
         self.update()

@@ -196,7 +196,7 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     """Run a case; return what happened."""
     from qeffect.guards import megatron
     from qeffect.refusals import Refused
-    from tests.megatron.faults import FAULTS, WIDE_FAULTS, Undo
+    from tests.megatron.faults import FAULTS, STEPS, WIDE_FAULTS, Undo
     from tests.megatron.stale import graph_layers
 
     run = Run(case, rank)
@@ -214,7 +214,7 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     said: dict[str, Any] = {"bits": [], "stage": run.pipeline, "replica": run.replica}
     began = time.perf_counter()
     try:
-        for step in range(case.get("steps", 3)):
+        for step in range(case.get("steps", STEPS)):
             if case.get("resize") and step == 1:
                 run.microbatches += 2
             bits = run.step()

@@ -1,4 +1,4 @@
-"""Launches ranks of a real Megatron-core run, each a process of its own with a limit."""
+"""Launch the ranks of a real Megatron-core run, each in its own process with a time limit."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ def launch(
     whole: bool = True,
 ) -> list[list[dict[str, Any]]]:
     """
-    Run cases on every rank, one after another; return what each rank says of each case.
+    Run cases on every rank, one after another; return the result that each rank reports for each
+    case.
 
     Args:
-        world: How many ranks.
+        world: Number of ranks.
         folder: An empty folder.
         cases: The runs; see `tests.megatron.rank`.
         release: The release of Megatron-core.
-        whole: Whether every run has to end well; otherwise a rank may end with its peer.
+        whole: Whether every run must end without an error; otherwise a rank may end because its
+            peer ended.
     """
     outs = [folder / f"rank{rank}.json" for rank in range(world)]
     commands = []

@@ -1,10 +1,10 @@
 """
-Graphs that only read a flag, under Megatron-core's own replays.
+Stand-in graphs that only read a flag, replayed by Megatron-core's own code.
 
 Under ``cuda_graph_impl="local"`` Megatron-core's `CudaGraphManager` chooses a graph for a layer's
 forward, and `_CudagraphReplayNode.forward` writes the flag that skips the quantization of weights.
-Here both run as they are. The graph is a stand-in: it reads the flag, and lets the layer quantize
-its weights or not.
+Here both run unchanged. The graph is a stand-in: it reads the flag, and lets the layer quantize its
+weights or not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["graph_layers"]
 
 
 class _Manager:
-    """Transformer Engine's manager of the FP8 state, as far as Megatron-core's replays use it."""
+    """The part of Transformer Engine's manager of FP8 state that Megatron-core's replays use."""
 
     skips: bool | None = None
 
@@ -36,7 +36,7 @@ def graph_layers(run: Any) -> list[list[bool | None]]:
     Run each layer as graphs from the second step on.
 
     Returns:
-        By step from the second one on, what each replay read from the flag.
+        For each step from the second step on, the flag's value that each replay read.
     """
     from megatron.core.transformer import cuda_graphs
 

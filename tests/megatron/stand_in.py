@@ -1,8 +1,8 @@
 """
-A stand-in for Megatron-core: one rank of a pipeline, in one process and without the package.
+A stand-in for Megatron-core: one rank of a pipeline, in one process and without Megatron-core.
 
-`installed` puts modules of Megatron-core's names into `sys.modules`, so that the guard imports
-them; the loops stand in `stand_in_loops`, everything else in `stand_in_parts`.
+`installed` puts modules with Megatron-core's names into `sys.modules`, so that the guard imports
+these modules. `stand_in_loops` has the loops, and `stand_in_parts` has everything else.
 """
 
 from __future__ import annotations

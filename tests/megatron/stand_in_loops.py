@@ -1,8 +1,8 @@
 """
 The loops of the stand-in: Megatron-core's names, in Megatron-core's order.
 
-The rows are those of `qeffect.schedule.megatron`; the loops look `forward_step` and `backward_step`
-up in this module, as Megatron-core's do.
+The loops run the rows of `qeffect.schedule.megatron`. As Megatron-core's loops do, they look up
+`forward_step` and `backward_step` in their own module.
 """
 
 from __future__ import annotations

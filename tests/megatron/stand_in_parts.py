@@ -1,8 +1,8 @@
 """
 The parts of the stand-in: exchanges, buckets of gradients, optimizers, graphs and checkpoints.
 
-Every message arrives, with numbers of its own. A reduction halves the gradients, as a mean over two
-replicas of which the other has none.
+Every message arrives, with random values. A reduction halves the gradients, as a mean over two
+replicas does if the second replica's gradients are zero.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Group:
 
 
 class P2PCommunicator:
-    """Exchanges with the neighbours, who always answer."""
+    """Exchanges messages with the neighbouring ranks, which always answer."""
 
     def __init__(self, pp_group: Group, config: Any) -> None:
         self.pp_group, self.config = pp_group, config

@@ -1,4 +1,4 @@
-"""What was found in Megatron-core: the texts for upstream, and their reproducers as they stand."""
+"""What was found in Megatron-core: the bug reports, and their reproducers, run unchanged."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from qeffect.log.joint import replay_together
 from qeffect.log.replayer import replay
 from qeffect.refusals import Refused
 from tests.megatron import stand_in_parts
-from tests.megatron.faults import CASES, FAULTS, Undo, around
+from tests.megatron.faults import CASES, FAULTS, FAULTY_STEP, STEPS, Undo, around
 from tests.megatron.model import QuantizedLinear
 from tests.megatron.stand_in import StandIn, installed
 
@@ -62,7 +62,7 @@ def put(name: str, run: StandIn, **options: Any) -> Iterator[Any]:
         undo()
 
 
-def steps(run: StandIn, number: int = 3) -> list[list[str]]:
+def steps(run: StandIn, number: int = STEPS) -> list[list[str]]:
     """Run steps; return the bits of losses and weights after each."""
     torch.manual_seed(9)
     return [run.step() for _ in range(number)]
@@ -83,7 +83,7 @@ class TestLegal:
         guarded.remove()
 
         assert plain == found
-        assert 3 == guarded.epochs == len(set(map(str, found)))
+        assert STEPS == guarded.epochs == len(set(map(str, found)))
         assert guarded.contract is not None
         assert not guarded.contract.live()
         assert "accepted" == replay(next(tmp_path.iterdir())).verdict
@@ -98,8 +98,8 @@ class TestLegal:
             guarded.remove()
         report = replay_together(sorted(tmp_path.iterdir()))
 
-        assert ("accepted", 3) == (report.verdict, report.epochs)
-        assert 3 * 4 * 3 * 2 == report.messages
+        assert ("accepted", STEPS) == (report.verdict, report.epochs)
+        assert STEPS * 4 * 3 * 2 == report.messages
 
     def test_every_name_is_put_back(self, made: dict[str, ModuleType]) -> None:
         owners = [*made.values(), *vars(stand_in_parts).values()]
@@ -196,7 +196,7 @@ class TestLegal:
         guarded = megatron.guard(manner="refuse")
         steps(run)
 
-        assert 3 == guarded.epochs
+        assert STEPS == guarded.epochs
 
     def test_a_checkpoint_between_steps(self, made: dict[str, ModuleType]) -> None:
         run = StandIn(made, {}, 0)
@@ -245,7 +245,7 @@ class TestLegal:
         guarded = megatron.guard(manner="refuse")
         steps(run)
 
-        assert 3 == guarded.epochs
+        assert STEPS == guarded.epochs
 
     def test_a_step_of_sixty_is_as_legal_as_the_first(self, made: dict[str, ModuleType]) -> None:
         run = StandIn(made, CASES["interleaved"], 1)
@@ -294,11 +294,11 @@ class TestFaults:
     def test_after_a_violation_the_next_step_is_judged(self, made: dict[str, ModuleType]) -> None:
         run = StandIn(made, {}, 1)
         with put("weight_written", run, manner="report") as guarded:
-            steps(run, 2)
-            assert 1 == guarded.epochs
+            steps(run, FAULTY_STEP + 1)
+            assert FAULTY_STEP == guarded.epochs
             steps(run, 2)
 
-            assert 3 == guarded.epochs
+            assert FAULTY_STEP + 2 == guarded.epochs
             assert 1 == len(guarded.violations)
 
     def test_a_callable_gets_the_violation(
@@ -310,7 +310,10 @@ class TestFaults:
             steps(run)
 
         assert ["ownership.read-before-dgrad"] == [each.clause for each in got]
-        assert "ownership.read-before-dgrad on pipeline rank 1, step 1, at exchange" in caplog.text
+        assert (
+            f"ownership.read-before-dgrad on pipeline rank 1, step {FAULTY_STEP}, at exchange"
+            in caplog.text
+        )
 
     def test_what_the_callable_does_is_not_judged(self, made: dict[str, ModuleType]) -> None:
         run = StandIn(made, {}, 1)
@@ -334,7 +337,7 @@ class TestOverlappedReduction:
         run, undo = StandIn(made, CASES["overlapped"], 0), Undo()
         around(run, undo, run.schedules, "backward_step", inner)
         guarded = megatron.guard(manner="report")
-        steps(run, 2)
+        steps(run, FAULTY_STEP + 1)
         guarded.remove()
         undo()
 
@@ -423,7 +426,7 @@ class TestScaling:
 
     @staticmethod
     def found(made: dict[str, ModuleType], extra: set[int], microbatches: int = 4) -> list[Any]:
-        """The violations of three steps, in which some forwards update once too often."""
+        """The violations of a few steps, in which some forwards update once too often."""
 
         class FP8GlobalStateManager:
             calls = 0
@@ -448,7 +451,7 @@ class TestScaling:
         steps(run)
         guarded.remove()
         assert calls[0] + len(extra) == FP8GlobalStateManager.calls
-        assert calls[0] == 3 * run.microbatches
+        assert calls[0] == STEPS * run.microbatches
         return list(guarded.violations)
 
     @pytest.mark.parametrize(
@@ -512,7 +515,7 @@ class TestScaling:
         guarded.remove()
 
         assert () == guarded.violations
-        assert 3 == guarded.epochs
+        assert STEPS == guarded.epochs
 
 
 class TestPutOn:

@@ -1,8 +1,8 @@
 """
-`megatron.guard()` over Megatron-core itself: `make megatron`. On CPUs, over gloo.
+`megatron.guard()` over Megatron-core itself, on CPUs over gloo (`make megatron`).
 
-Two ranks of each release import it once, and run each case in a fork with a model of its own. The
-newest release runs every case, the others a few of each kind.
+Two ranks of each release import Megatron-core once, and run each case with its own model in a
+forked process. The newest release runs every case; the other releases run a few cases of each kind.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ from typing import Any
 import attrs
 import torch
 
-__all__ = ["FAULTS", "FAULTY_STEP", "Fault"]
+__all__ = ["FAULTS", "FAULTY_STEP", "STEPS", "Fault"]
 
-#: The step of a run in which the fault happens, from 0.
-FAULTY_STEP = 1
+#: The step in which the fault happens; the guard compares it with a recorded step.
+FAULTY_STEP = 3
+#: How many steps a faulty run has.
+STEPS = FAULTY_STEP + 2
 
 
 def _now(trainer: Any) -> bool:

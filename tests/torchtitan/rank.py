@@ -3,8 +3,8 @@ One rank of a real run of TorchTitan's trainer on a CPU, over gloo; `launch` sta
 
     python -m tests.torchtitan.rank RANK WORLD STORE OUT CASES
 
-`CASES` is JSON: a list of runs, one after another. Each run has a trainer of its own with the same
-first weights; what the rank says of each goes to `OUT` as JSON.
+`CASES` is JSON: a list of runs, one after another. Each run has its own trainer with the same
+initial weights; the rank's result of each run goes to `OUT` as JSON.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from qeffect.gpu_runtime.lab.sides.titan_cpu import on_a_cpu
+from tests.torchtitan.faults import STEPS
 
 __all__ = ["configuration"]
 
@@ -30,7 +31,7 @@ def configuration(case: dict[str, Any], folder: str) -> Any:
         config.training,
         local_batch_size=microbatches,
         global_batch_size=microbatches * shards * case.get("walks", 1),
-        steps=case.get("steps", 3),
+        steps=case.get("steps", STEPS),
     )
     config.parallelism = replace(
         config.parallelism,

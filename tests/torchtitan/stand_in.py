@@ -1,8 +1,8 @@
 """
 A stand-in for TorchTitan: its specification, its container of optimizers and its training step.
 
-One process is the whole pipeline, over the schedules of the installed torch. The package has the
-name and the release of TorchTitan's, so that the guard takes the specification for the package's.
+One process is the whole pipeline, with the schedules of the installed torch. The stand-in package
+has TorchTitan's name and release, so that the guard accepts its specification as TorchTitan's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGE = "torchtitan_stand_in"
 
 @dataclass
 class ModelSpec:
-    """The fields that the guard exchanges, and one that it passes on."""
+    """The fields that the guard replaces, and one field that the guard passes on."""
 
     name: str
     pipelining_fn: Callable[..., Any] | None
@@ -82,9 +82,9 @@ class Training:
 
     Args:
         spec: The specification.
-        walks: How many steps of the schedule an update takes.
+        walks: Number of runs of the schedule per update.
         optimizer: Kind of the optimizers; see `Optimizers`.
-        declared: Whether the trainer says how many walks an update takes.
+        declared: Whether the trainer states the number of runs per update.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Training:
         self.optimizers.zero_grad()
 
     def walk(self) -> None:
-        """Run one step of the schedule."""
+        """Run the schedule once."""
         x, y = (torch.randn(self.rows, WIDTH, generator=self._data) for _ in range(2))
         self.pp_schedule.step(x, target=y, losses=self.losses)
 

@@ -1,7 +1,7 @@
 """
-`torchtitan.guarded(spec)` over a stand-in for TorchTitan: epochs that end with the update.
+`torchtitan.guarded(spec)` over a stand-in for TorchTitan: each epoch ends with the update.
 
-`test_real_trainer` runs the same over the real package.
+`test_real_trainer` runs the same tests over the real package.
 """
 
 from __future__ import annotations

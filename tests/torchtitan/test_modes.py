@@ -1,6 +1,4 @@
-"""
-The sweep of TorchTitan's modes over the real trainer: `make torchtitan`. On CPUs, over gloo.
-"""
+"""`report modes` over TorchTitan's real trainer, on CPUs over gloo (`make torchtitan`)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import pytest
 
 from qeffect.log.joint import replay_together
 from tests.docs.code import blocks
-from tests.torchtitan.faults import FAULTS, FAULTY_STEP
+from tests.torchtitan.faults import FAULTS, FAULTY_STEP, STEPS
 from tests.torchtitan.ranks import launch, run
 
 pytestmark = pytest.mark.torchtitan
@@ -79,7 +79,7 @@ def test_a_legal_run_keeps_its_bits(name: str, sharded: bool) -> None:
     """Losses and parameters of every step are those without a guard, and the logs replay."""
     folder, said = legal(sharded)
     plain, guarded = said[name, False], said[name, True]
-    steps = (SHARDED if sharded else LEGAL)[name].get("steps", 3)
+    steps = (SHARDED if sharded else LEGAL)[name].get("steps", STEPS)
 
     for one, two in zip(plain, guarded, strict=True):
         assert "refused" not in two, two
