@@ -1,5 +1,5 @@
 """
-``python -m qeffect.gpu_runtime`` is ``qeffect runtime``.
+``python -m qeffect.gpu_runtime`` does the same as ``qeffect runtime``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Run a command of the runtime.
 
     Args:
-        argv: Arguments without the program's name; by default the process's own.
+        argv: Command-line arguments without the program's name; by default those of this process.
 
     Returns:
-        0 when all is well, 1 for a violation or a mismatch, 2 for unusable input or a missing
+        0 for success, 1 for a violation or a mismatch, 2 for unusable input or a missing
         dependency, 130 after an interrupt.
     """
     return cli.main(argv, before=("runtime",))

@@ -2,7 +2,7 @@
 ``qeffect runtime``: the runtime's commands, registered with the kernel's command line.
 
 torch, and every module that imports torch, is loaded only when a command that needs torch is named.
-So the help and the doctor also work on a machine without torch.
+So ``--help`` and the command `doctor` also work on a machine without torch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class RuntimeCommand:
 
     Args:
         name: The word after ``qeffect runtime``.
-        help: What the command does, in a line.
-        module: Holds ``add_NAME_arguments(parser)`` and ``run_NAME(args, progress)``.
+        help: What the command does, in one line.
+        module: Name of the module with the functions ``add_NAME_arguments(parser)`` and
+            ``run_NAME(args, progress)``.
         comparison: Module of `lab/` that declares ``--compare`` and runs the command if that option
             is given; empty if the command has no such option.
         moved: The command's new name, if it was renamed. The old name works for one release, with a
@@ -52,7 +53,7 @@ class RuntimeCommand:
             self._part(module, "add", "_arguments")(parser)
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
-        """Do the work."""
+        """Run the command, and return its outcome."""
         if self.moved is not None and os.environ.get("RANK", "0") == "0":
             progress.note(f"qeffect: runtime {self.name} is now {self.moved}; use the new name")
         compares = self.comparison and args.compare is not None
@@ -98,8 +99,14 @@ PARTS = (
     ("kills", "kill a training run again and again, resume it and compare every bit"),
     ("modes", "run a framework under many sets of options; compare bits, list guard reports"),
     ("guards", "measure the host time of the guard of torch's pipeline"),
-    ("scales", "compare losses with FP8 scales updated at every action and once per step"),
-    ("second_runs", "flip bits to test steps that run twice, and time such steps"),
+    (
+        "scales",
+        "compare the losses of two ways to update FP8 scales: at every action, or once per step",
+    ),
+    (
+        "second_runs",
+        "test and time steps that run twice: flip bits, which the comparison must find",
+    ),
     ("streams", "count stale reads with one-way and two-way waits between streams"),
     ("pools", "show which data CUDA graphs corrupt if they share one memory pool"),
     ("probes", "check the documentation's statements about Transformer Engine on this machine"),
@@ -110,13 +117,13 @@ MOVED = ("curves", "bench", "scale", "tables", "streams", "pools", "probes", "pl
 
 
 class ReportCommands:
-    """The parts of ``qeffect runtime report``."""
+    """The subcommands of ``qeffect runtime report``."""
 
     name = "report"
     help = "measure the runtime, part by part, and write, merge and draw the JSON reports"
 
     def commands(self) -> Iterator[RuntimeCommand]:
-        """Yield a command for each part."""
+        """Yield the subcommands."""
         for name, text in PARTS:
             yield RuntimeCommand(name, text, f"lab.commands.{name}")
 

@@ -1,5 +1,5 @@
 """
-What a machine has, what will work on it, and how to get what is missing.
+Examine a machine: what it has, which backends work on it, and how to install missing parts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ TORCH_MINIMUM = (2, 11)
 @frozen
 class Diagnosis:
     """
-    One part of the machine that was examined.
+    The result of examining one part of the machine, such as torch.
 
     Args:
         what: Name of the part.
-        found: What this machine has.
-        works: Whether that is enough.
-        remedy: What to do if it is not enough.
+        found: What this machine has, such as the installed version.
+        works: Whether the found part is good enough for the runtime.
+        remedy: What to install or change if the part is not good enough.
     """
 
     what: str
@@ -122,24 +122,24 @@ def _library(torch: Any, probe: bool) -> Diagnosis:
 
 
 def _internals() -> str:
-    """Whether an untested version has the internal names that the runtime uses, as a message."""
+    """Say whether this Transformer Engine has all internal names that the runtime uses."""
     from .backends.te.internals import BASELINE, IMPORTED, missing_imports
 
     try:
         missing = missing_imports((*IMPORTED, *BASELINE))
     except Exception as error:  # whatever the library raises while it loads
-        return f"The library's internals cannot be examined: {error}"
+        return f"Transformer Engine's internals cannot be examined: {error}"
     if missing:
-        return f"The library lacks names that the runtime uses: {', '.join(missing)}"
-    return "All names that the runtime imports are present"
+        return f"Transformer Engine lacks names that the runtime uses: {', '.join(missing)}"
+    return "Transformer Engine has all names that the runtime imports"
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """`doctor` has no options of its own."""
+    """Declare no options: `doctor` has none."""
 
 
 def run_doctor(args: argparse.Namespace, progress: Progress) -> Outcome:
-    """Report what was found; exit code 2 if not even the reference backend works."""
+    """Print what was found; the exit code is 2 if not even the reference backend works."""
     findings = examine(probe=True)
     by_name = {f.what: f for f in findings}
     reference = by_name["torch"].works

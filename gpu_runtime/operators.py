@@ -1,22 +1,23 @@
 """
-The guarded actions as `torch.library` operators: explicit tensors, the effect token as state.
+The guarded actions as `torch.library` operators that take and return explicit tensors.
 
-A graph compiler sees four operators. Each operator mutates a token of two integers on the CPU. The
-first integer counts the effects (F and dI) of the state domain in this epoch; the second counts all
-actions of the domain. The kernel checks the first integer, and therefore refuses an operator that
-runs twice, was dropped or was moved. Because the mutation is declared, a compiler may not repeat,
-drop or move an operator. Outputs are independent of the runtime's static buffers.
+A graph compiler sees four operators: refresh, forward, dgrad and wgrad. Each operator mutates the
+effect token, two integers on the CPU. The first integer counts the effects (F and dI) of the state
+domain in this epoch; the second counts all actions of the domain. The kernel checks the first
+integer, and therefore refuses an operator that runs twice, was dropped or was moved. Because the
+mutation is declared, a compiler may not repeat, drop or move an operator. Outputs are independent
+of the runtime's static buffers.
 
 Gradient memory is an argument too, and declared as mutated: dW writes its microbatch's destinations
 (`Session.destinations`), dI adds to the sums of the non-matrix gradients, and a refresh empties the
 sums (`Session.sums`). So a compiler sees that a read of a gradient must follow the last operator
-that writes it. Pass the gradient memory itself. If a compiler passes a copy, to keep the graph
-functional, the operator updates the copy when it ends.
+that writes it. Pass the gradient memory itself. If a compiler passes a copy of this memory, to keep
+the graph functional, the operator updates the copy at its end.
 
 `torch.library.opcheck` runs an operator several times on clones of one token. A contract must
-refuse these repetitions, and an ordinary session does. A session in *rehearsal* instead goes back
-to the point of the epoch that the token names: it restarts the epoch and repeats its actions. So
-schema, aliasing, fake implementation and functionalization can be checked.
+refuse these repetitions, and an ordinary session refuses them. A session in *rehearsal* instead
+goes back to the point of the epoch that the token names: it restarts the epoch and repeats its
+actions. So `opcheck` can check schema, aliasing, fake implementation and functionalization.
 
 Operators are defined with `Library.define`, not `custom_op`: bodies of `custom_op` do not record
 autograd. F and dI have an overload for each number of results (`forward.n1`), because a compiler
@@ -49,7 +50,8 @@ MAX_RESULTS = 4
 
 class Session:
     """
-    A runtime and the references that it has issued; operators name the session by an integer.
+    A runtime, and the references that it has issued to callers; operators name a session by an
+    integer handle.
 
     Args:
         runtime: The runtime.
@@ -57,7 +59,8 @@ class Session:
             the token. For `opcheck`; keeps the epoch's inputs alive.
 
     Raises:
-        BackendError: The runtime groups dW, which the operator of dW cannot express.
+        BackendError: The runtime computes the dW of several microbatches as one product, which the
+            operator of dW cannot express.
     """
 
     def __init__(self, runtime: Runtime, *, rehearsal: bool = False) -> None:
@@ -75,7 +78,7 @@ class Session:
         _SESSIONS[self.handle] = self
 
     def token(self) -> Tensor:
-        """The current token."""
+        """The current effect token: the counts of effects and of actions in this epoch."""
         return torch.tensor([self._effects() - self._base, len(self._journal)])
 
     def destinations(self, stage: int, microbatch: int) -> list[Tensor]:
@@ -83,18 +86,21 @@ class Session:
         The gradient destinations of a microbatch's dW, one per deferred product: the argument
         `arena` of `wgrad`.
 
-        Empty with the rule ``copied``, under which the library writes its own memory.
+        Empty with the rule ``copied``: the library then writes its gradients to its own memory.
         """
         memory = self.runtime.memories[stage]
         held = memory.arena.destinations(microbatch) or {}
         return [held[unit.name] for unit in memory.stage.units if unit.name in held]
 
     def sums(self, stage: int) -> list[Tensor]:
-        """The sums of a stage's non-matrix gradients, which its refresh and its dI write."""
+        """
+        The sums of a stage's non-matrix gradients; the stage's refresh empties them and dI adds to
+        them.
+        """
         return list(self.runtime.memories[stage].sums)
 
     def finish(self, optimizer: Optimizer) -> Gradients:
-        """End the epoch; tokens restart at zero."""
+        """Update the weights and end the epoch; the effect token restarts at zero."""
         gradients = self.runtime.finish(optimizer)
         self._begin()
         return gradients
@@ -209,7 +215,9 @@ class Session:
         try:
             return self._refs[key]
         except KeyError:
-            raise BackendError(f"{key} has no tape in this epoch; run its forward first") from None
+            raise BackendError(
+                f"{key} has no tape (data kept from F to dW) in this epoch; run its forward first"
+            ) from None
 
 
 _HANDLES = itertools.count(1)
@@ -218,7 +226,7 @@ _SESSIONS: WeakValueDictionary[int, Session] = WeakValueDictionary()
 
 def session_of(handle: int) -> Session:
     """
-    The session that an operator's integer argument names.
+    Return the session with this integer handle, the argument of an operator.
 
     Raises:
         BackendError: The session does not exist; a session lives only while it is referenced.
@@ -230,7 +238,7 @@ def session_of(handle: int) -> Session:
 
 
 def _nothing() -> None:
-    """A placeholder for an action that will not be repeated."""
+    """Do nothing, in place of an action that will not be repeated."""
 
 
 @contextmanager
@@ -308,7 +316,7 @@ def _wgrad(token: Tensor, arena: list[Tensor], session: int, stage: int, microba
 
 
 def _fake_nothing(token: Tensor, *_: Any) -> None:
-    """No results."""
+    """Stand in for an operator without results when a compiler traces it."""
 
 
 def _fake_forward(
@@ -333,7 +341,7 @@ def _empty(specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 def _with_arity(function: Callable[..., list[Tensor]], arity: int) -> Callable[..., Any]:
-    """A function that returns its overload's number of tensors, in the form that torch needs."""
+    """Wrap an operator's body so that it returns `arity` tensors, in the form that torch needs."""
 
     @wraps(function)
     def call(token: Tensor, *given: Any) -> Any:

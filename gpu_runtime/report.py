@@ -1,8 +1,8 @@
 """
-Reports: raw measurements, the figures derived from them, and the machine that they were made on.
+Reports: raw measurements, figures that are derived from them, and a description of the machine.
 
-After every finished part the whole report is written again. A run that is killed therefore leaves a
-valid report of its finished parts; `complete` says whether the run reached its end.
+A run writes the whole report again after each of its parts. A run that is killed therefore leaves a
+valid report of its finished parts. `complete` says whether the run reached its end.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Report:
     A report that a run writes.
 
     Args:
-        kind: The command that writes it, such as ``train``.
-        path: The file; None keeps the report in memory.
+        kind: Name of the command that writes the report, such as ``train``.
+        path: The file to write; None keeps the report in memory.
         environment: The machine, the versions and the commit, from `environment`.
         configuration: The options of the run, as plain data.
         raw: The measurements; the run adds to them.
@@ -78,11 +78,12 @@ class Report:
 
 def environment(commit: str | None, out: Path | None = None) -> dict[str, Any]:
     """
-    Return the environment that every report of the project records, and the device.
+    Return the environment that every report records: the machine, the versions, the commit, and the
+    device.
 
     Args:
-        commit: The commit of a tree outside git; None asks git.
-        out: The report's file, if any.
+        commit: The commit of the source tree, for a tree outside git; None asks git.
+        out: The report's file; None if the report is not written to a file.
 
     Raises:
         UnusableError: The given commit is malformed, or the commit is unknown and the file is in

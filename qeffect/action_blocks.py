@@ -44,19 +44,19 @@ class Guards(Protocol):
 
     @property
     def check_refresh(self) -> Callable[..., Ticket]:
-        """Reserve a domain for a refresh."""
+        """Reserve a stage's state domain (shared FP8 scaling state) for a weight-cache refresh."""
 
     @property
     def check_evaluation(self) -> Callable[..., Ticket]:
-        """Reserve a domain for an evaluation."""
+        """Reserve a stage and its state domain (shared FP8 scaling state) for an evaluation."""
 
     @property
     def check_forward(self) -> Callable[..., Ticket]:
-        """Reserve a slot and a domain for F."""
+        """Reserve a slot and the state domain (shared FP8 scaling state) for F."""
 
     @property
     def check_dgrad(self) -> Callable[..., Ticket]:
-        """Reserve a tape and a domain for dI."""
+        """Reserve a tape and the state domain (shared FP8 scaling state) for dI."""
 
     @property
     def check_wgrad(self) -> Callable[..., Ticket]:
@@ -77,10 +77,10 @@ class Guards(Protocol):
         draws: int | None = None,
         weight: tuple[int, int] | None = None,
     ) -> TapeRef | None:
-        """Redeem a ticket after its action succeeded."""
+        """Redeem a ticket (an action's reservation) after the action succeeded."""
 
     def abort(self, ticket: Ticket) -> None:
-        """Redeem a ticket after its action failed."""
+        """Redeem a ticket (an action's reservation) after the action failed."""
 
     def move_scales(self, stage: int, updates: int | None = None) -> None:
         """Record that the scales of a stage's domain moved in the update."""
@@ -90,18 +90,18 @@ class Actions(Protocol):
     """The contract's context managers for F, dI and dW, which the decorator `guarded` enters."""
 
     def forward(self, key: TapeKey, **options: Any) -> Forward:
-        """Guard F."""
+        """Guard a forward F."""
 
     def dgrad(self, key: TapeKey, ref: TapeRef, **options: Any) -> Dgrad:
-        """Guard dI."""
+        """Guard an input gradient dI."""
 
     def wgrad(self, key: TapeKey, ref: TapeRef, **options: Any) -> Wgrad:
-        """Guard dW."""
+        """Guard a weight gradient dW."""
 
 
 class _Guarded:
     """
-    One guarded action; a ticket exists between entry and exit.
+    One guarded action, which holds a ticket between entry and exit of its block.
 
     A block that ends while another thread's call is under way cannot redeem its ticket;
     ``outstanding()`` then lists that ticket. If the block succeeded, its exit raises
@@ -117,7 +117,7 @@ class _Guarded:
         raise NotImplementedError  # each action has its own
 
     def commit(self) -> None:
-        """Redeem the ticket with the action's evidence."""
+        """Redeem the ticket with the action's evidence, that is, its reports of what it did."""
         raise NotImplementedError  # each action has its own
 
     def __enter__(self) -> Any:
@@ -187,9 +187,8 @@ class Forward(_Guarded):
     """
     A guarded F; read ``slot`` inside the block, and ``ref`` after the block.
 
-    Three values may be set, each if the backend reports it: ``filled`` as in a refresh, ``updates``
-    to the number of scaling updates, ``draws`` to the position of the random generator when F
-    began.
+    Set the values that the backend reports: ``filled`` as in `Refresh`, ``updates`` to the number
+    of scaling updates, ``draws`` to the position of the random generator when F began.
     """
 
     __slots__ = ("draws", "filled", "key", "options", "updates")
@@ -232,11 +231,12 @@ class Dgrad(_Guarded):
     """
     A guarded dI; set ``queued`` to the matrices whose gradient work dI deferred.
 
-    Set what the backend reports: ``updates`` to the number of scaling updates, and ``scales`` to
-    the effect token of the F whose scales dI used. If scales move once an epoch, set ``scales`` to
-    the domain's token at the last movement of the scales. If dI recomputes F, set ``draws`` to the
-    position of the random generator when the recomputation began. Set ``weight`` to the factor by
-    which the microbatch's gradient is weighted, as (numerator, denominator).
+    Set the values that the backend reports: ``updates`` to the number of scaling updates, and
+    ``scales`` to the effect token (the state domain's count of F and dI) of the F whose scales dI
+    used. If scales move once an epoch, set ``scales`` to the domain's token at the last movement of
+    the scales. If dI recomputes F, set ``draws`` to the position of the random generator when the
+    recomputation began. Set ``weight`` to the factor by which the microbatch's gradient is
+    weighted, as (numerator, denominator).
     """
 
     __slots__ = ("draws", "key", "options", "queued", "ref", "scales", "updates", "weight")
@@ -269,7 +269,7 @@ class Wgrad(_Guarded):
     """
     A guarded dW; set ``covered`` to the matrices whose gradient was written.
 
-    For a grouped dW (``group=[(key, ref), ...]``), ``covered`` holds for each tape of the group.
+    For a grouped dW (``group=[(key, ref), ...]``), ``covered`` applies to each tape of the group.
     """
 
     __slots__ = ("covered", "key", "options", "ref")
@@ -317,19 +317,19 @@ def guarded(
     """
     Decorate a physical action so that every call is checked, then committed or aborted.
 
-    The decorated F is called as ``f(key, ...)`` and returns ``(ref, result)``; the function itself
-    returns only ``result``. The decorated dI and dW are called as ``f(key, ref, ...)`` and return
-    ``result``. The function itself must then return ``(matrices, result)``: the matrices that it
-    queued (dI) or covered (dW), and the result.
+    The decorated F is called as ``f(key, ...)`` and returns ``(ref, result)``; the undecorated
+    function returns only ``result``. The decorated dI and dW are called as ``f(key, ref, ...)`` and
+    return ``result``; the undecorated function must return ``(matrices, result)``: the matrices
+    whose gradient work it queued (dI) or whose gradient it wrote (dW), and the result.
 
     The action must have happened when the function returns. A coroutine or a generator has not
     started by then, and is rejected.
 
     Raises:
         ValueError: The action is not F, dI or dW.
-        TypeError: The function is an ``async def`` or a generator. At a call: the function
-            returned a coroutine or generator, or a dI or dW did not return a pair; the action is
-            aborted.
+        TypeError: The function is an ``async def`` or a generator. A call also raises it, and
+            aborts the action, if the function returned a coroutine or generator, or if a dI or dW
+            did not return a pair.
         Refused: ``Contract.check_*`` or ``Contract.commit`` refused the action.
 
     >>> from qeffect import Contract, StageConfig

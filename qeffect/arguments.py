@@ -26,17 +26,17 @@ _INTEGERS = frozenset({"slot", "stage", "link", "domain", "token", "epoch"})
 @frozen
 class Arguments:
     """
-    The names that a process was configured with, and clear errors for all other names.
+    The stages, slots, links and keys of a process, and clear errors for all others.
 
-    The hot path does not check names beforehand: a wrong name fails in the transition's guards,
-    which write nothing, and `unusable` then finds what was wrong. Only the type of an argument and
-    negative indices are checked first. A list would count a negative index from its end. An object
-    that merely equals an integer or resembles a key would pass every guard and be stored.
+    The hot path does not check these names first: a wrong name fails in the transition's guards,
+    which write nothing, and `unusable` then finds the wrong argument. Only the type of an argument
+    and negative indices are checked first. A list would count a negative index from its end. An
+    object that merely equals an integer or resembles a key would pass every guard and be stored.
 
     Args:
         cells: Every configured cell (a key without its epoch).
-        slots: Slots of each stage.
-        num_links: How many links there are.
+        slots: By stage, the indices of its slots.
+        num_links: Number of links (pairs of a caller's stream and a domain's graph stream).
     """
 
     cells: Collection[Cell]
@@ -129,7 +129,7 @@ class Arguments:
 
     def tape_key(self, call: str, key: Any) -> None:
         """
-        Require a key, configured or not.
+        Require a `TapeKey`; the process need not be configured with it.
 
         Raises:
             TypeError: The value is not a `TapeKey`.
@@ -153,11 +153,11 @@ class Arguments:
 
     def ticket(self, transition: str, ticket: Any, incarnation: int) -> Exception:
         """
-        Return what to raise for a ticket that this contract cannot have issued.
+        Return the exception for a ticket that this contract cannot have issued.
 
         Args:
             transition: ``commit`` or ``abort``.
-            ticket: The given ticket.
+            ticket: The ticket that the caller passed.
             incarnation: The contract's current incarnation.
         """
         missing = [n for n in ("action", "slot", "serial", "incarnation") if not hasattr(ticket, n)]
@@ -183,7 +183,7 @@ class Arguments:
 
         Args:
             error: Python's exception; returned if no argument is at fault.
-            transition: The transition.
+            transition: Name of the transition (contract call).
             arguments: The transition's arguments; None for an argument that the contract chooses
                 itself.
         """
@@ -229,7 +229,7 @@ class Arguments:
         return refused
 
     def _configured(self, key: TapeKey) -> str:
-        """Spell the configured keys, of the given key's stage if there is such a stage."""
+        """Describe the configured keys of the key's stage; if that is unknown, list the stages."""
         own = [cell for cell in self.cells if cell[0] == key.stage]
         if not own:
             return f"one of the stages {list(self.slots)}"

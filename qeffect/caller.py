@@ -26,8 +26,9 @@ class Caller:
     Attributes:
         contract: The contract that the calls go to.
         refs: By cell (a key without its epoch), the reference of its latest forward.
-        scales: By cell, the effect token that names the scales of its latest forward.
-        draws: By cell, the position at which its latest forward began to draw random numbers.
+        scales: By cell, the effect token (count of F and dI) that identifies the scales of its
+            latest forward.
+        draws: By cell, the position of the random generator when its latest forward began.
         walks: Number of walks (passes over all microbatches) per epoch. The weights of a stage's
             gradients from all walks add up to `StageConfig.weights_sum`.
 
@@ -111,7 +112,7 @@ class Caller:
         """
         Return the weight of one microbatch's gradient; None if the stage reports no weights.
 
-        Every microbatch has the same weight in each of the epoch's `walks` walks.
+        Every microbatch has the same weight in each of the epoch's `walks` passes.
         """
         config = self._configs[stage]
         if config.weights_sum is None:
@@ -153,18 +154,18 @@ class Caller:
         return epoch
 
     def _scales(self, stage: int) -> int:
-        """The token that names the scales of the next F."""
+        """Return the effect token that identifies the scales of the next F."""
         config = self._configs[stage]
         if config.scales == "action":
             return self.contract.token(stage)
         return self._moved.get(config.domain, 0)
 
     def _filled(self, stage: int) -> dict[str, int] | None:
-        """The report of a refresh, if the backend reports fills: every cache, this epoch."""
+        """Return a refresh's report: each cache, filled from this epoch; None without reports."""
         config = self._configs[stage]
         return dict.fromkeys(config.matrices, self.contract.epoch) if config.reports_fills else None
 
     def _updates(self, stage: int) -> int | None:
-        """The report of F and dI: one update, or none if scales move once an epoch."""
+        """Return the scaling updates that F and dI report: 1, or 0 if scales move once an epoch."""
         config = self._configs[stage]
         return int(config.scales == "action") if config.reports_updates else None

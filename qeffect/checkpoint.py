@@ -57,8 +57,8 @@ class Checkpoint:
         epoch: Weight epoch of the process.
         configuration: The contract's configuration, without addresses and devices of destinations,
             which each process sets.
-        state: Handle of the numerical state, saved by the caller.
-        recipe: Precision recipe.
+        state: Handle of the numerical state, for example a file name; the caller saves that state.
+        recipe: Precision recipe of the run, any JSON value.
         caches: State of weight caches after a restore; by default derived from the configuration.
 
     Raises:

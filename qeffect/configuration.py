@@ -32,13 +32,13 @@ class Configuration:
 
     Args:
         stages: The stages of the process.
-        relations: Relations in force, in the normative order.
-        callers: Names of the streams that call.
+        relations: Names of the relations (groups of guards) in force, in the normative order.
+        callers: Names of the callers' CUDA streams, which enqueue work for the graph streams.
         capture_order: Order of capture; empty for the default order, in which the refreshes with a
             ``refresh_pool`` come first, then all F, then all dI, then all dW, stage by stage and
             slot by slot.
-        declared: The declared order of each domain that declares one.
-        generation_max: The last generation that a slot may reach.
+        declared: For each state domain that declares an order, the order of its F and dI.
+        generation_max: The last generation (count of releases) that a slot may reach.
         reductions: Names of all buckets in the declared order of their reductions; empty if no
             order is declared.
 
@@ -69,8 +69,8 @@ class Configuration:
 
         Args:
             stages: The stages of the process.
-            relations: Relations in force.
-            callers: Names of the streams that call.
+            relations: Names of the relations in force.
+            callers: Names of the callers' CUDA streams, which enqueue work for the graph streams.
             st: The contract's state, which gives the rest of the configuration.
         """
         local = [(config.stage, i) for config in stages for i in range(config.slots)]
@@ -110,7 +110,7 @@ class Configuration:
 
     def difference(self, other: Configuration) -> tuple[str, str, str] | None:
         """
-        Return the first part in which another configuration differs.
+        Return the first part in which another configuration differs from this one.
 
         Returns:
             Name of the part, its value in this configuration, its value in the other; None if the
@@ -227,7 +227,7 @@ def _reductions(stages: Sequence[StageConfig], st: Any) -> tuple[int | str, ...]
 
 
 def _first_difference(part: str, ours: Any, theirs: Any) -> tuple[str, str]:
-    """Spell both values; for sequences of equal length, only the first entry that differs."""
+    """Return both values as text; for sequences of equal length, the first entry that differs."""
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
         if len(ours) != len(theirs):
             return f"{len(ours)} {part}", f"{len(theirs)} {part}"
@@ -239,7 +239,7 @@ def _first_difference(part: str, ours: Any, theirs: Any) -> tuple[str, str]:
             if one[0] == other[0]:
                 inner = _first_difference(f"actions of domain {one[0]!r}", one[1], other[1])
                 return inner
-        return f"{one!r} at place {place}", f"{other!r} at place {place}"
+        return f"{one!r} at position {place}", f"{other!r} at position {place}"
     return repr(ours), repr(theirs)
 
 

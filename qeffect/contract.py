@@ -1,6 +1,6 @@
 """
-The contract of one process. A training runtime asks the contract before each action, and reports to
-it afterwards.
+The contract of one process. A training runtime asks the contract before each action, and afterwards
+reports the action's result.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
     ``commit`` redeems the ticket after the physical action succeeded, ``abort`` after it failed.
     ``forward``, ``dgrad``, ``wgrad``, ``refresh`` and ``update`` are context managers: they check
     on entry, and commit or abort on exit. A refused call changes nothing, with one exception: if a
-    commit's evidence is refused, its action has physically run, and is aborted.
+    commit's evidence is refused, the action has already run, and the contract aborts it.
 
     Calls may come from any thread, one after another. A call that comes while another call is under
     way raises `ConcurrentCallError` and does nothing.
 
-    The calls are in `qeffect.calls`, one module for each kind.
+    The contract's methods are defined in `qeffect.calls`, one module for each kind of call.
 
     Args:
         stages: The stages of this process.
-        omit: Relations to leave out because the backend lacks their state, from
-            ``qeffect.engine.stage.OPTIONAL``.
+        omit: Names of relations (groups of guards) to leave out because the backend lacks their
+            state, from ``qeffect.engine.stage.OPTIONAL``.
         callers: Names of the callers' CUDA streams, which exchange data with the graph streams.
-        capture_order: Order in which graphs that share a pool were captured; see
-            ``layout.lay_out``.
-        declared: Declared order of F and dI per domain; see ``layout.lay_out``.
+        capture_order: Order in which graphs that share a memory pool were captured; see
+            ``process_layout.lay_out``.
+        declared: Declared order of F and dI per state domain; see ``process_layout.lay_out``.
         reductions: Declared order of the reductions of all buckets, the same for all replicas;
-            see ``layout.lay_out``.
-        generation_max: The last generation that a slot may reach.
-        epoch: First weight epoch.
+            see ``process_layout.lay_out``.
+        generation_max: The last generation (count of releases) that a slot may reach.
+        epoch: Weight epoch in which the contract starts.
         observer: Called after every accepted transition. If the observer raises, the call has
             happened and the caller gets the observer's exception; see `outstanding`.
         counted: If True, an update requires the devices' own counts of the actions that ran; see
             `qeffect.counts`. If False, no counts are compared.
-        late: With ``counted``, when the counts are presented. True: after the commit, by
+        late: When the counts are presented, if ``counted`` is True. True: after the commit, by
             `present_counts`; the device itself must then skip the update if the counts differ.
             False: with the update (`check_update`, `commit_epoch`).
         registry: The gradient destinations of other contracts of the process, which must not
@@ -190,6 +190,6 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
 
 
 def _collection(name: str, given: Any) -> None:
-    """Require a collection; a string is rejected, since it would iterate over letters."""
+    """Require a collection; a string is rejected, since Python would iterate over its letters."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{name} must be a collection, got {shown(given)}")

@@ -12,15 +12,15 @@ __all__ = ["Countdown", "duration"]
 
 class Countdown:
     """
-    Tells how many of a known number of things are done, and about how long the rest will take.
+    Progress text: how many of a known number of things are done, and the estimated time left.
 
     >>> count = Countdown("random schedules", 500, clock=iter((0.0, 30.0)).__next__)
     >>> count(100)
     '100 of 500 random schedules, about 2 min left'
 
     Args:
-        things: What is counted, in the plural.
-        total: How many there are.
+        things: Noun for what is counted, in the plural.
+        total: Number of things.
         clock: Returns the current time in seconds.
     """
 
@@ -31,7 +31,7 @@ class Countdown:
         self._began = clock()
 
     def __call__(self, done: int) -> str:
-        """Return how many are done, and how long the rest takes at the same rate."""
+        """Return text: how many things are done, and how long the rest takes at the same rate."""
         said = f"{done:,} of {self._total:,} {self._things}"
         if not 0 < done < self._total:
             return said
@@ -41,7 +41,7 @@ class Countdown:
 
 def duration(seconds: float) -> str:
     """
-    Return a time to wait in its two largest units.
+    Return a waiting time as text in its two largest units.
 
     >>> duration(0.2), duration(61), duration(7500)
     ('1 s', '1 min 1 s', '2 h 5 min')

@@ -1,12 +1,12 @@
 """
-Device counts: what a device counts while it runs, compared with the committed actions.
+Device counts: a device's own counts of the actions that it ran, compared with committed actions.
 
 With every F, dI, dW and refresh, in the same captured graph, the device adds one to the counter of
-that stage and kind of action. It also folds the action's mark (a number) into a digest of the state
-domain. The counters show actions that were skipped or ran twice. The digest, which depends on the
-order, shows swapped actions, a dW that added where it should have overwritten, and a dW that wrote
-to another destination. The contract computes the same numbers from the committed actions, and
-refuses a commit if its numbers differ from the device's.
+that stage and kind of action. The device also folds the action's mark (a number) into a digest of
+the state domain. The counters show actions that were skipped or ran twice. The digest, which
+depends on the order, shows swapped actions, a dW that added where it should have overwritten, and a
+dW that wrote to another destination. The contract computes the same numbers from the committed
+actions, and refuses a commit if these numbers differ from the device's.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ _MARKS: Final = 40
 
 def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0) -> int:
     """
-    Return an action's mark: a number that no other arguments give, if ``place`` is below 2**37.
+    Return an action's mark: a number unique to these arguments, if ``place`` is below 2**37.
 
     Args:
         action: One of `COUNTED`.
         place: The slot of an F, dI or dW; the stage of a refresh.
         writes: How a dW writes, one of `WAYS`: ``JOINS`` overwrites its stage's own destinations
             and adds to those shared with another stage; ``OPENS`` adds to its own and overwrites
-            the shared ones. Other actions have one way.
-        destination: Where a dW writes: a number from `located`. Other actions have number 0.
+            the shared ones. Leave the default for other actions.
+        destination: Number of a dW's memory location, from `located`; 0 for other actions.
 
     >>> mark("refresh", 0), mark("dW", 0), mark("F", 1), mark("dW", 0, writes=ADDS)
     (1, 4, 9, 5)
@@ -74,12 +74,12 @@ def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0
 
 def located(destinations: Iterable[Sequence[Destination]]) -> list[int]:
     """
-    Return, for each dW, the number of the place that it writes. Places are numbered from 0, in the
-    order of their first occurrence.
+    Return, for each dW, the number of the memory location that it writes. Locations are numbered
+    from 0, in the order of their first occurrence.
 
     Args:
-        destinations: The destinations of each dW. Destinations without an address have no place of
-            their own: those of one matrix and device share a number.
+        destinations: The destinations of each dW. Destinations without an address have no known
+            location: all those of one matrix and device share a number.
 
     >>> own, other = Destination("w", address=64), Destination("w", 1, address=128)
     >>> located([(own,), (other,), (own,)])
@@ -140,7 +140,7 @@ def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], lis
 
 
 def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:
-    """Require plain ``int`` values; other numbers are rejected even if they equal one."""
+    """Require plain ``int`` values; other number types are rejected, even if equal to an int."""
     numbers = (value,) if attribute.name == "digest" else tuple(value)
     if {*map(type, numbers)} == {int}:
         return
@@ -149,7 +149,7 @@ def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:
 
 
 def _are_counters(value: Any) -> bool:
-    """Whether this is a dict of counter tuples by stage; in few calls, because every step asks."""
+    """Whether the value is a dict of counter tuples by stage; a fast check for every step."""
     if type(value) is not dict or {*map(type, rows := value.values())} != {tuple}:
         return False
     return {*map(len, rows)} == {len(COUNTED)} and {*map(type, chain(value, *rows))} == {int}
@@ -173,7 +173,7 @@ def _stages(counts: Any, attribute: Attribute[Any], value: Any) -> None:
 @frozen
 class DeviceCounts:
     """
-    What the device of one state domain has counted since the contract's start or last restore.
+    The counts of one state domain's device since the contract's start or last restore.
 
     Args:
         digest: All marks, folded in the order in which the actions ran.
@@ -181,7 +181,7 @@ class DeviceCounts:
 
     Raises:
         TypeError: A number is not a plain ``int``.
-        ValueError: A stage has not exactly one counter per kind of action.
+        ValueError: The number of a stage's counters differs from the number of action kinds.
 
     >>> DeviceCounts(digest=fold(0, mark("F", 0)), stages={0: (0, 1, 0, 0)}).stages[0]
     (0, 1, 0, 0)

@@ -17,7 +17,7 @@ __all__ = ["DestinationRegistry"]
 
 
 class _Claim(NamedTuple):
-    """The placed destinations of one contract, and the names of those without a place."""
+    """A contract's destinations with an address or length, and the names of those with neither."""
 
     placed: tuple[Destination, ...]
     names: frozenset[str]
@@ -28,9 +28,9 @@ class DestinationRegistry:
     The gradient destinations of all contracts that share the registry.
 
     Two contracts of one process do not know each other: if both write one gradient buffer, each
-    overwrites what the other has summed. Contracts that are made with the same registry refuse such
-    destinations, as one contract does for two of its stages. To replay an event log, or to compare
-    runs over the same memory, make a contract without the registry.
+    overwrites what the other has summed. If two contracts get the same registry, the second refuses
+    destinations that overlap the first contract's. To replay an event log, or to compare runs over
+    the same memory, make a contract without the registry.
 
     A contract holds its destinations until `release`, or until it is no longer referenced.
 
@@ -61,7 +61,7 @@ class DestinationRegistry:
         Args:
             owner: The contract. A contract holds its destinations as long as the contract is
                 referenced.
-            stages: Its stages.
+            stages: The contract's stages, whose destinations are recorded.
 
         Raises:
             Refused: ``arena.overlapping-destinations``; then nothing is recorded.
@@ -89,12 +89,12 @@ class DestinationRegistry:
         self._claims.pop(owner, None)
 
     def __len__(self) -> int:
-        """How many contracts hold destinations."""
+        """Return the number of contracts that hold destinations."""
         return len(self._claims)
 
 
 def _unplaced(stages: Iterable[StageConfig]) -> Iterator[str]:
-    """Yield the names of destinations that have no place to compare."""
+    """Yield the names of destinations that have neither an address nor a length."""
     for config in stages:
         placed = {d.matrix for d in config.destinations if d.address or d.nbytes}
         yield from (name for matrix, name in config.buffers if matrix not in placed)

@@ -105,7 +105,8 @@ def overlap_refused(before: Destination, after: Destination, whose: str = "") ->
     Args:
         before: The destination that begins first.
         after: The other destination.
-        whose: The owner of one of the two destinations, if another contract owns it.
+        whose: Words for the other contract that owns one of the two; empty if one contract owns
+            both.
     """
     return refused(
         "arena.overlapping-destinations",

@@ -1,5 +1,5 @@
 """
-Evidence: what an action reports at its commit, read into the values that the guards compare.
+Evidence (an action's reports at its commit), converted to the values that the guards compare.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def printable_count(reported: Any) -> Any:
 
 def sorted_fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
     """
-    Return the matrices that were filled, sorted, and the weight epoch that they were filled from.
+    Return the matrices whose caches were filled, sorted, and the weight epoch that filled them.
 
-    If some were filled from another epoch than the given one, the first such epoch is returned. If
-    the report cannot be read, something was filled from unknown weights; the returned epoch is then
-    a value that no guard accepts.
+    If some caches were filled from another epoch than ``epoch``, the first such epoch is returned.
+    If the report cannot be read, the weights are unknown, and the returned epoch is a value that no
+    guard accepts.
     """
     try:
         pairs = list(filled.items() if isinstance(filled, Mapping) else filled)
@@ -98,15 +98,15 @@ def commit_arguments(
     Return the arguments of the transition that commits a ticket's action.
 
     Args:
-        ticket: The ticket.
+        ticket: The ticket of the action.
         names: Matrices whose weight cache was filled; given for a refresh and for F.
         of: Weight epoch that the caches were filled from; for a refresh, an evaluation and F.
         evidence: Matrices that were queued or covered; for dI and dW.
         updates: Number of scaling updates; for F, dI and an evaluation.
-        scales: Token of the F whose scales were used; for dI.
+        scales: Effect token of the F whose scales were used; for dI.
         draws: Position of the random generator; for F and dI.
-        weighed: For dI, the weight of the microbatch's gradient in parts, and the number of parts
-            of the whole epoch (`StageConfig.counted`).
+        weighed: For dI, the gradient's weight as a number of equal parts, and the number of parts
+            that the epoch's weights add up to (`StageConfig.counted`).
     """
     redeems = ticket.slot, ticket.serial
     if ticket.action == "F":

@@ -1,5 +1,5 @@
 """
-What a refusal says: the value found and the value expected, for every clause.
+The texts of refusals: for every clause, the value found and the value expected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
 
 
 def explain(refused: Refused, transition: str, st: Any, arguments: tuple[Any, ...]) -> Refused:
-    """Fill in what a refusal found and expected, from the unchanged state."""
+    """Fill in a refusal's found and expected values, computed from the unchanged state."""
     refused.transition = transition
     given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
     given["transition"] = transition

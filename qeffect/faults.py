@@ -35,7 +35,7 @@ class FaultRow:
         injection: The injected violation, in the paper's words.
         family: The family of faults that the injection belongs to.
         detected_at: The place of detection, in the paper's words.
-        transition: The transition that refused the violation; empty if none did.
+        transition: The contract call that refused the violation; empty without a refusal.
         clause: The clause of the refusal; empty without a refusal.
         refused: Whether the first invalid operation was refused, under the table's clause, with the
             same state before and after.
@@ -44,7 +44,7 @@ class FaultRow:
         preserved: The state that was preserved, as its later use shows; or a note that this state
             was lost.
         holds: Whether the violation was refused and the state preserved.
-        accepted: Number of transitions accepted before the violation.
+        accepted: Number of contract calls accepted before the violation.
     """
 
     injection: str
@@ -125,7 +125,7 @@ def _inject(row: Mapping[str, str]) -> FaultRow:
 
 
 class _Injection(Caller):
-    """One process with two microbatches, and what is done to it."""
+    """A process with two microbatches, and the fault that is injected into it."""
 
     slots = 2
     reduces = False
@@ -163,7 +163,7 @@ class _Injection(Caller):
         self.accepted += 1
 
     def step(self) -> None:
-        """One whole optimizer step."""
+        """Run one whole optimizer step."""
         self.refresh(0)
         self.whole(0, 0)
         self.whole(0, 1)
@@ -171,13 +171,13 @@ class _Injection(Caller):
         self.commit()
 
     def save(self) -> None:
-        """A checkpoint, after the device has finished."""
+        """Take a checkpoint after the device has finished its work."""
         self.contract.drain()
         self.contract.checkpoint()
 
 
 class _OldReference(_Injection):
-    """dW presents the right key and the reference of the slot's previous tenant."""
+    """dW presents the right key, but the reference of the slot's previous tape."""
 
     slots = 1
 
@@ -197,7 +197,7 @@ class _OldReference(_Injection):
 
 
 class _RepeatedDgrad(_Injection):
-    """dI of one microbatch is asked for twice."""
+    """The runtime requests dI of one microbatch twice."""
 
     def prepare(self) -> None:
         self.refresh(0)
@@ -268,7 +268,7 @@ class _StaleCache(_Injection):
 
 
 class _CheckpointLiveTape(_Injection):
-    """A checkpoint is asked for in mid-step, while a tape waits for its backward."""
+    """A checkpoint is requested in mid-step, while a tape waits for its backward."""
 
     def prepare(self) -> None:
         self.refresh(0)
@@ -288,7 +288,7 @@ class _CheckpointLiveTape(_Injection):
 
 
 class _CheckpointReduction(_Injection):
-    """A checkpoint is asked for while gradients are being reduced."""
+    """A checkpoint is requested while gradients are being reduced."""
 
     reduces = True
 

@@ -1,5 +1,6 @@
 """
-Names of retained work: what a tape is (its key) and where it is (its reference).
+Names of a tape (the data that one forward leaves for its backward): the key says which forward, the
+reference says in which slot.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _cells: dict[Cell, Cell] = {}
 
 def cell_of(stage: int, microbatch: int, block: int, invocation: int) -> Cell:
     """
-    Return the one object that stands for a cell.
+    Return the one object that stands for a cell (a key without its epoch).
 
     Raises:
-        TypeError: A part is not a plain ``int``.
+        TypeError: A field is not a plain ``int``.
 
     >>> cell_of(0, 1, 0, 0) is TapeKey(epoch=7, stage=0, microbatch=1).cell
     True
@@ -38,7 +39,7 @@ def cell_of(stage: int, microbatch: int, block: int, invocation: int) -> Cell:
 
 def spell(epoch: int, cell: Cell) -> str:
     """
-    Spell a key in words, as a refusal and a log's replay do.
+    Return a key in words, as refusals and the replay of logs print it.
 
     >>> spell(3, (1, 0, 0, 2))
     'microbatch 0 of stage 1 in epoch 3, invocation 2'
@@ -86,8 +87,8 @@ class TapeKey:
         invocation: Invocation counter within the block.
 
     Raises:
-        TypeError: A part is not a plain ``int``; a bool or a NumPy integer is rejected.
-        ValueError: A part is negative.
+        TypeError: A field is not a plain ``int``; a bool or a NumPy integer is rejected.
+        ValueError: A field is negative.
 
     >>> TapeKey(epoch=3, stage=1, microbatch=0).cell
     (1, 0, 0, 0)
@@ -130,7 +131,7 @@ class TapeRef(Unfrozen):
             and only the incarnation tells an old reference from a new one.
 
     Raises:
-        TypeError: A part is not a plain ``int``.
+        TypeError: A field is not a plain ``int``.
 
     >>> print(TapeRef(slot=2, generation=5, incarnation=0x1f))
     slot 2 generation 5 incarnation 000000000000001f

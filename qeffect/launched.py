@@ -26,7 +26,7 @@ _STAY_S = 2.0
 #: Seconds for which a rank whose connection broke looks for the process that has ended.
 _SEEN_S = 1.0
 #: What to do if a run ended before its file was read.
-_AGAIN = "Start it again, with --resume if it has checkpoints"
+_AGAIN = "Start the run again, with --resume if it has checkpoints"
 #: The file, beside torchrun's own, by which a rank says that it ends by itself and reports why.
 _SPOKEN = "qeffect.ended"
 
@@ -36,7 +36,7 @@ def trains(argv: Sequence[str]) -> bool:
     Whether a command line begins a training run under torchrun.
 
     Args:
-        argv: The words of a command line; ``train`` may stand at any position.
+        argv: The arguments of a command line; ``train`` may be at any position.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ and "train" in argv
 
@@ -60,7 +60,7 @@ class Start:
         self._choice = threading.Lock()
 
     def arm(self) -> None:
-        """Answer SIGTERM from now on; call it in the main thread, in a rank of torchrun."""
+        """Handle SIGTERM from now on; call this in the main thread of a rank under torchrun."""
         if threading.current_thread() is not threading.main_thread() or self._spoke:
             return
         if self._wakes is None:
@@ -74,7 +74,7 @@ class Start:
         signal.signal(signal.SIGTERM, self._noted)
 
     def disarm(self) -> None:
-        """Stop answering SIGTERM; the start is over."""
+        """Stop handling SIGTERM, because the start is over."""
         if signal.getsignal(signal.SIGTERM) == self._noted:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._wakes is not None and threading.current_thread() is threading.main_thread():
@@ -112,21 +112,21 @@ class Start:
                 (folder / _SPOKEN).touch()
 
     def _speak_here(self) -> None:
-        """Speak in the calling thread; wait for the end if the thread of SIGTERM speaks already."""
+        """Reserve the report for this thread; if the SIGTERM thread reports, wait for the end."""
         if not self._claim("caller"):
             time.sleep(_STAY_S + _SEEN_S)
 
     def _claim(self, speaker: str) -> bool:
-        """Whether this speaker is the only one of the process that says why it ends."""
+        """Whether this speaker claimed first, and so reports alone why the process ends."""
         with self._choice:
             self._speaker = self._speaker or speaker
             return self._speaker == speaker
 
     def _noted(self, *_: object) -> None:
-        """Python's handler; the thread has been woken by the time that this runs."""
+        """Python's signal handler; does nothing, since the signal has already woken the thread."""
 
     def _wait(self) -> None:
-        """Wait for SIGTERM, say the cause, and end the process."""
+        """Wait for SIGTERM, report the cause, and end the process."""
         assert self._wakes is not None
         while signal.SIGTERM not in os.read(self._wakes[0], 64) or (
             signal.getsignal(signal.SIGTERM) != self._noted
@@ -153,7 +153,7 @@ class Start:
 
 
 def _cause(rank: int, gone: Sequence[int], place: str) -> tuple[str, str]:
-    """Return the kind of a cause, and its words."""
+    """Return the kind of a cause, and the cause in words."""
     if gone:
         first, *more = gone
         others = f", as have ranks {more}" if more else ""
@@ -167,7 +167,7 @@ def _cause(rank: int, gone: Sequence[int], place: str) -> tuple[str, str]:
 
 
 def _ranks() -> tuple[list[int], list[int]]:
-    """The ranks that torchrun started on this host: those that run, and those that are gone."""
+    """Return torchrun's ranks on this host: those that still run, and those that have ended."""
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     every = range(rank - local, rank - local + int(os.environ["LOCAL_WORLD_SIZE"]))
     running = {rank}
@@ -186,7 +186,7 @@ def _ranks() -> tuple[list[int], list[int]]:
 
 
 def _folder_of(local: int) -> Path | None:
-    """The folder of a rank of this host, in which torchrun looks for its error."""
+    """Return the folder in which torchrun looks for the error of a rank of this host."""
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return None if not own else Path(own).parent.with_name(str(local))
 
@@ -203,7 +203,7 @@ START = Start()
 PARENT = [os.getppid()]
 """
 Process id of this process's parent at the first import. If this process later has another parent,
-this one has ended.
+that first parent has ended.
 """
 
 
@@ -249,7 +249,7 @@ Whether this rank's launcher had ended before the first import; `PARENT` is then
 
 
 def _forked() -> None:
-    """A forked process imports nothing: its parent is the process that forked."""
+    """Record a forked child's parent, because a forked child does not import this module again."""
     PARENT[:] = [os.getppid()]
     ORPHANED[:] = [False]
 

@@ -29,7 +29,7 @@ class LocalEdges(NamedTuple):
 
     def needs(self, stage: int) -> int:
         """
-        Return which inputs of a stage's F and dI other stages of the process make, as a bit mask.
+        Return, as a bit mask, which inputs of a stage's F and dI come from stages of this process.
         """
         fed, feeds = self.sources[stage] != stage, self.targets[stage] != stage
         return (SOURCE_BIT if fed else 0) | (TARGET_BIT if feeds else 0)
@@ -50,7 +50,7 @@ class LocalEdges(NamedTuple):
 
 
 def _joined(cells: Sequence[Cell], stages: Mapping[int, int]) -> dict[Cell, Cell]:
-    """Return, for each cell, the joined stage's cell; without such a stage, the same object."""
+    """Return, for each cell, the same cell of the stage at the other end of the edge, or itself."""
     return {
         cell: cell if stages[cell[0]] == cell[0] else (stages[cell[0]], *cell[1:]) for cell in cells
     }
@@ -96,7 +96,7 @@ def local_edges(stages: Sequence[StageConfig]) -> LocalEdges:
 
 
 def _require_alike(source: StageConfig, target: StageConfig) -> None:
-    """Require that each microbatch has one tape in either stage."""
+    """Require that each microbatch has exactly one tape in each stage of an edge."""
     counts = [
         (config.microbatches, config.blocks, config.invocations) for config in (source, target)
     ]
@@ -146,9 +146,10 @@ def require_edges_kept(
     Require that a declared order follows the edges: F runs downstream, dI upstream.
 
     Args:
-        domain: Name of the domain, for the message.
-        order: The domain's F and dI, one of each per cell.
-        edges: The edges of the process.
+        domain: Name of the state domain, for the error message.
+        order: The domain's F and dI in declared order, each once per cell (a key without its
+            epoch).
+        edges: The edges between stages of the process.
 
     Raises:
         Refused: ``ownership.input-not-made`` or ``ownership.gradient-not-made``, naming the first

@@ -1,5 +1,5 @@
 """
-The search, when a contract is constructed, for a way to run a declared order to its end.
+Search for a way to run a declared order of F and dI to its end, when a contract is constructed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlotPlaces(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Progress of an order: its next action, each live tape's slot, and each pool's cursor."""
+    """Progress of an order: its next action, each live tape's slot, each pool's last graph."""
 
     position: int
     tapes: frozenset[tuple[Cell, int, bool]]
@@ -56,8 +56,9 @@ def require_feasible(
     capture order of refreshes in a shared pool.
 
     Args:
-        domain: Name of the domain, for the message.
-        order: The domain's F and dI, one of each per cell.
+        domain: Name of the state domain, for the error message.
+        order: The domain's F and dI in declared order, each once per cell (a key without its
+            epoch).
         places: Slots, pools and capture ranks.
 
     Raises:
@@ -111,7 +112,7 @@ no slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slot; ...
 def _following(
     state: _State, order: Sequence[tuple[str, Cell]], places: SlotPlaces, shared: frozenset[int]
 ) -> Iterator[_State]:
-    """Yield the states after one action; a dW that cannot block anything runs next, as the only
+    """Yield the states after one action; if some dW cannot block anything, that dW is the only
     choice."""
     deferred = [tape for tape in state.tapes if tape[2]]
     for tape in deferred:
@@ -151,7 +152,7 @@ def _replayed(
     places: SlotPlaces,
     steps: int,
 ) -> Iterator[_State]:
-    """Yield the state after a replay, where the pool's cursor lets it pass."""
+    """Yield the state after a replay, if the pool's capture order permits the replay now."""
     pool, rank = places.pool_of[tape[1]], places.ranks[kind][tape[1]]
     cursors = dict(state.cursors)
     if pool in cursors and cursors[pool] >= rank:

@@ -44,7 +44,7 @@ class ProcessLayout:
         slots: Slot indices of each stage.
         domains: Domain index by name.
         links: Link index by (caller, domain name).
-        cells: Every configured cell, in the order of the stages.
+        cells: Every configured cell (a key without its epoch), in the order of the stages.
         buckets: Bucket index by name, in the order of the stages.
     """
 
@@ -79,17 +79,17 @@ def lay_out(
 
     Args:
         stages: The stages of the process; each index once.
-        functions: The composed transitions that will run over the memory.
-        callers: Names of the streams that call into the domains' graph streams.
+        functions: The composed transitions (functions that check and change the memory).
+        callers: Names of the callers' CUDA streams, which enqueue work for the graph streams.
         capture_order: (stage, local slot, "F" | "dI" | "dW") of every captured graph of a slot, and
-            (stage, "refresh") of every stage with a ``refresh_pool``, in the order of capture; only
-            shared pools need it. By default these refreshes, then all F, then all dI, then all
-            dW, stage by stage and slot by slot.
+            (stage, "refresh") of every stage with a ``refresh_pool``, in the order of capture;
+            needed only for shared pools. By default these refreshes, then all F, then all dI, then
+            all dW, stage by stage and slot by slot.
         declared: For a domain, the order of its F and dI within an epoch as
             ("F" | "dI", cell) pairs. Any other order is then refused.
         reductions: Names of all buckets in the order in which every replica starts their
             reductions. Any other order is then refused.
-        generation_max: The last generation that a slot may reach.
+        generation_max: The last generation (count of releases) that a slot may reach.
 
     Raises:
         TypeError, ValueError: A stage is configured twice; a declared order is not a permutation
@@ -225,7 +225,7 @@ def _epoch_scales(stages: Sequence[StageConfig], domains: Mapping[Hashable, int]
     Return, for each domain, 1 if its scales move once an epoch.
 
     Raises:
-        ValueError: Two stages of a domain differ.
+        ValueError: Two stages of a domain have different values of ``scales``.
     """
     forms: dict[Hashable, StageConfig] = {}
     for config in stages:
@@ -395,7 +395,7 @@ def _require_one_domain(one: StageConfig, other: StageConfig, pool: Hashable) ->
 
 
 def _ranks(ranks: Mapping[str, Sequence[int]], alone: bool) -> Mapping[str, Sequence[int]]:
-    """Return the capture ranks; without the capture relation, ranks that block nothing."""
+    """Return the capture ranks; if the relation capture is omitted, ranks that block no replay."""
     if not alone:
         return ranks
     return {kind: [rank] * len(ranks[kind]) for rank, kind in enumerate(GRAPHS)}

@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect what tests found, in the process that reports."""
+    """Register the collector of the tests' results, in the process that writes the report."""
     file = config.getoption(_OPTION)
     if file is not None and not hasattr(config, "workerinput"):
         from pathlib import Path
@@ -61,14 +61,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Report:
-    """Writes what the tests of a run found; workers of pytest-xdist send theirs."""
+    """Writes the results of all tests of a run, including those that xdist workers send."""
 
     def __init__(self, path: Any) -> None:
         self.path = path
         self.found: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take a test's records when it has ended."""
+        """Take a test's records when the test has ended."""
         if report.when == "teardown":
             for name, record in report.user_properties:
                 if name == _PROPERTY and isinstance(record, dict):
@@ -94,7 +94,7 @@ class _Report:
         )
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say in one line how much was checked, and where the report is."""
+        """Print one line: how much was checked, and where the report is."""
         kinds = [one["kind"] for one in self.found]
         terminalreporter.write_line(
             f"qeffect: {kinds.count('schedule')} schedules and {kinds.count('contract')} contracts "

@@ -21,9 +21,9 @@ class Refusal:
         transition: The transition that refused, for example ``check_forward``.
         found: The value that the guard found.
         expected: The value that the contract requires.
-        cause: The likely cause: the clause's, or that of `Refused.advise`.
-        remedy: What to do, likewise.
-        section: The clause's section in the paper, or ``design``.
+        cause: The likely cause: the clause's text, or the text given to `Refused.advise`.
+        remedy: What to do: the clause's text, or the text given to `Refused.advise`.
+        section: The clause's section in the paper; ``design`` for clauses that the paper lacks.
 
     >>> refusal = Refused("order.token").record()
     >>> refusal.clause, refusal.section
@@ -47,7 +47,7 @@ class Refusal:
 
 class Refused(Exception):  # noqa: N818 - the contract's own word, not an error of ours
     """
-    A transition was refused and changed no state, except that refused evidence aborts the action.
+    A call was refused and changed no state, except that refused evidence aborts the action.
 
     A guard raises this exception with the clause only. The public API adds what was found and what
     was expected before the exception reaches the caller. The guards of other frameworks also add
@@ -85,8 +85,8 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
         Replace the clause's cause and remedy; return the refusal.
 
         Args:
-            cause: The likely cause.
-            remedy: What to do.
+            cause: The likely cause of the refusal.
+            remedy: What the user should do.
 
         >>> refusal = Refused("order.token").advise("A hook ran twice.", "Remove the hook.")
         >>> refusal.record().remedy

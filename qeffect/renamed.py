@@ -1,9 +1,9 @@
 """
 Old import names, which keep working for one release with a `DeprecationWarning`.
 
-`install` takes a table of old and new names. A module that is imported by an old name is a
-stand-in: its attributes are those of the new module, the same objects. The tables below are for the
-kernel and the guards; `qeffect.gpu_runtime.renamed` has the runtime's tables.
+`install` takes a table of old and new names. An import by an old name gives a stand-in module,
+whose attributes are the same objects as the new module's. The tables below are for the kernel and
+the guards; `qeffect.gpu_runtime.renamed` has the runtime's tables.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def install(package: str, modules: Mapping[str, str], names: Mapping[str, str]) 
 
     Args:
         package: The package that all names below are relative to.
-        modules: New module names by old ones. An empty new name stands for a removed folder; a new
-            name that begins with ``qeffect.`` is already full.
-        names: New ``module.name`` by old ``module.name``, for objects that were renamed, or that
-            moved to another module than the rest of their old module.
+        modules: By old module name, the new module name. An empty new name stands for a removed
+            folder; a new name that begins with ``qeffect.`` is already full.
+        names: By old ``module.name``, the new ``module.name``, for objects that were renamed, or
+            that moved to another module than the rest of their old module.
     """
     if not any(isinstance(f, _Finder) and f.package == package for f in sys.meta_path):
         sys.meta_path.insert(0, _Finder(package, modules, names))
@@ -73,8 +73,8 @@ def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     Return a module's ``__getattr__`` for objects that were renamed within the module.
 
     Args:
-        module: The module.
-        names: New names by old ones.
+        module: Full name of the module.
+        names: By old name, the new name.
     """
 
     def find(name: str) -> Any:
@@ -91,7 +91,7 @@ def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 class _StandIn(ModuleType):
-    """A module under its old name; it holds nothing of its own."""
+    """A module under its old name; its attributes come from the new module."""
 
     _find: Any
 
@@ -101,7 +101,7 @@ class _StandIn(ModuleType):
 
 @attrs.frozen
 class _Finder(MetaPathFinder, InspectLoader):
-    """Finds the stand-ins of one package; asked first, since a file may have an old name too."""
+    """Finds one package's stand-ins before other finders run, since a file may have an old name."""
 
     package: str
     modules: Mapping[str, str]
@@ -119,7 +119,7 @@ class _Finder(MetaPathFinder, InspectLoader):
         return ModuleSpec(fullname, self, is_package=self.is_package(fullname))
 
     def is_package(self, fullname: str) -> bool:
-        """Whether other old names lie below this one."""
+        """Whether the table has other old names inside this package."""
         return any(old.startswith(f"{self._old(fullname)}.") for old in self.modules)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -138,7 +138,7 @@ class _Finder(MetaPathFinder, InspectLoader):
         return f"{old} is now {whole(self.package, new)}; the next release removes the old name"
 
     def _found(self, old: str, name: str) -> Any:
-        """The object that a stand-in's attribute is."""
+        """Return the object for an attribute of a stand-in."""
         if (place := self.names.get(f"{old}.{name}")) is not None:
             module, _, attribute = place.rpartition(".")
             warnings.warn(
@@ -159,7 +159,7 @@ class _Finder(MetaPathFinder, InspectLoader):
         return f"import runpy\nrunpy.run_module({new!r}, run_name='__main__', alter_sys=True)\n"
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile `get_source`, and warn here, since ``python -m`` executes no module before."""
+        """Compile `get_source`, and warn here, since ``python -m`` does not call `exec_module`."""
         new = self.modules[self._old(fullname)]
         warnings.warn(self._warning(fullname, new), DeprecationWarning, stacklevel=2)
         return compile(self.get_source(fullname), f"<{fullname}>", "exec")

@@ -69,7 +69,7 @@ def environment(
     Args:
         argv: The command's arguments, by default those of this process; folders are left out.
         commit_given: The commit, for code outside a git checkout.
-        device: Entries that the runtime adds about its device.
+        device: Entries about the device, which the runtime adds to the record.
         out: The report's file. If the commit is unknown, a line on standard error reports this.
 
     Raises:
@@ -124,11 +124,11 @@ def program(
     words: Sequence[str] = tuple(sys.orig_argv), environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """
-    Return the part of a command line before the command's own arguments, without folders.
+    Return how a command was started: the command line before its own arguments, without folders.
 
     Args:
-        words: The interpreter's own command line, its program first.
-        environ: The process's environment, which has torchrun's number of ranks.
+        words: The interpreter's own command line, beginning with the program.
+        environ: The process's environment variables, from which torchrun's rank counts are read.
 
     >>> program(["/usr/bin/python", "-u", "-m", "qeffect", "runtime"], {})
     ['python', '-m', 'qeffect']
@@ -198,7 +198,7 @@ def commit(given: str | None = None) -> str:
 
 
 def _require_own_place(out: Path) -> None:
-    """Say once that a report has no commit; refuse a report without one in the repository."""
+    """Warn once that the report has no commit; refuse it in the repository's report folders."""
     root = Path(__file__).resolve().parents[1]
     if any(out.resolve().is_relative_to(root / folder) for folder in _KEPT):
         raise UnusableError(

@@ -122,7 +122,7 @@ def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tupl
 
 
 def _by_name(stages: Iterable[StageConfig]) -> dict[str, list[Writer]]:
-    """Return the writers of each named destination."""
+    """Return, for each named destination, the matrices that write it."""
     found: dict[str, list[Writer]] = {}
     for config in stages:
         for matrix, name in config.buffers:
@@ -144,7 +144,7 @@ def _require_declared(name: str, writers: Sequence[Writer]) -> None:
 
 
 def _require_alike(name: str, writers: Sequence[Writer]) -> None:
-    """Require that all writers of a destination describe it alike."""
+    """Require that all matrices that write a destination describe it in the same way."""
     first = _described(*writers[0])
     for writer in writers[1:]:
         if _described(*writer) != first:
@@ -161,7 +161,7 @@ def _described(config: StageConfig, matrix: str) -> dict[int | None, Destination
 
 
 def _require_one_bucket(name: str, writers: Sequence[Writer]) -> None:
-    """Require that a destination is in one bucket, whichever matrices write it."""
+    """Require that all matrices that write a destination are reduced in the same bucket."""
     buckets = {_bucket(*writer) for writer in writers}
     if len(buckets) > 1:
         listed = ", ".join(f"{_who(*writer)} in {_named(_bucket(*writer))}" for writer in writers)

@@ -148,10 +148,10 @@ def _buckets(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
 def _placed(buffers: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     pairs: Any = buffers.items() if isinstance(buffers, Mapping) else buffers
     if not isinstance(pairs, Iterable) or isinstance(pairs, str):
-        raise TypeError(f"buffers must be names by matrix, got {shown(buffers)}")
+        raise TypeError(f"buffers must map matrices to names, got {shown(buffers)}")
     given = tuple(tuple(pair) for pair in pairs)
     if not all(len(pair) == 2 and all(isinstance(n, str) for n in pair) for pair in given):
-        raise TypeError(f"buffers must be names by matrix, got {shown(buffers)}")
+        raise TypeError(f"buffers must map matrices to names, got {shown(buffers)}")
     if len({matrix for matrix, _ in given}) != len(given):
         raise ValueError(f"buffers must name each matrix once, got {shown(given)}")
     return tuple((matrix, name) for matrix, name in sorted(given))
@@ -165,12 +165,13 @@ class StageConfig:
     Args:
         stage: Global stage index.
         microbatches: Microbatches of one optimizer step, M.
-        slots: Number of slots of the stage; the schedule's peak number of live tapes is enough.
+        slots: Number of slots (places for one tape) of the stage; the schedule's peak number of
+            live tapes is enough.
         domain: Name of the state domain. Stages share a domain if one update may advance (roll) the
             scaling state of both, as an update of Transformer Engine does for all modules of a
             process.
-        blocks: Number of sub-layer blocks in each execution that have tapes of their own.
-        invocations: Invocations of each block in one execution.
+        blocks: Number of sub-layer blocks per stage execution; each block has tapes of its own.
+        invocations: How often one stage execution runs each block.
         matrices: Names of the weight matrices whose gradients dW must write, each once.
         destinations: The buffer of each matrix gradient of each microbatch; see
             ``qeffect.destinations``. Empty: a symbolic accumulating buffer for every matrix.
@@ -191,7 +192,7 @@ class StageConfig:
         tape_scales: The scales that dI dequantizes its tape with. ``carried``: the tape keeps the
             scales of its F, and dI reports which scales it used. ``live``: dI reads the domain's
             current scales. None: the backend cannot tell which scales dI used, and the contract
-            trusts it.
+            trusts that dI used the scales of its own F.
         pool: Name of the capture-memory pool that the stage's slots share; None gives every
             slot a pool of its own.
         buckets: The gradients that are reduced together, each matrix in one bucket; requires
@@ -202,11 +203,11 @@ class StageConfig:
             Both matrices must be declared tied, otherwise sharing is refused. See
             ``qeffect.sharing``.
         copies_input: A caller's stream copies the forward's input into the slot, for example from
-            the host. `Contract.reserve` then also counts the copy as work of the caller's stream
-            whose link it names. F runs only in a slot that its key has reserved, and only after the
-            graph stream has waited for that work.
+            the host. `Contract.reserve` then also counts the copy as work of the caller's stream,
+            on the link that the call names. F runs only in a slot that its key has reserved, and
+            only after the graph stream has waited for the copy.
         feeds: The stage of this process whose input is this stage's output, as in interleaved and
-            V-shaped schedules. F of that target then runs after F of this stage with the same
+            V-shaped schedules. F of the target stage then runs after F of this stage with the same
             microbatch, and dI of this stage after dI of the target. Without messages
             (`receives_input` of the target, `receives_gradient` of this stage) both stages need the
             same state domain. Without messages, the gradient that dI of the target leaves must be
@@ -225,8 +226,9 @@ class StageConfig:
             them has a weight, and the sum is multiplied by their number.
         scales: When the scaling state of the stage's domain moves. ``action``: each F and dI moves
             it, as delayed scaling does by default. ``epoch``: F and dI only gather amaxes, and the
-            update moves it once (`Contract.move_scales`); F and dI then report 0 updates, and the
-            update reports 1. All stages of a domain have the same value.
+            optimizer's update moves the scales once (`Contract.move_scales`); F and dI then report
+            0 scaling updates, and the optimizer's update reports 1. All stages of a domain have the
+            same value.
         refresh_pool: Name of the capture-memory pool in which the graph of the stage's refresh was
             captured, if slots share that pool (`pool` of this or another stage). The refresh must
             then keep the pool's order of capture; ``capture_order`` names the graph of the refresh
@@ -344,7 +346,7 @@ class StageConfig:
 
     def counted(self, weight: Any) -> tuple[int, int]:
         """
-        Return the weight of a microbatch's gradient in whole parts, as the contract counts it.
+        Return the weight of a microbatch's gradient as a whole number of equal parts.
 
         Args:
             weight: (numerator, denominator) of the factor by which the gradient of one microbatch

@@ -1,5 +1,5 @@
 """
-The words of messages: untrusted text escaped and shortened to one line, and errors of files.
+Text for messages: untrusted text escaped and shortened to one line, and words for file errors.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def counted(number: int, noun: str) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """
-    Lines of a table whose columns are aligned to the right.
+    Yield the lines of a table whose columns are aligned to the right.
 
     >>> list(aligned([["group", "ms"], ["1", "72.5"]]))
     ['group    ms', '    1  72.5']
@@ -137,7 +137,7 @@ def shown(value: Any) -> str:
 
 
 def unreadable(error: OSError | ValueError) -> str:
-    """Say why a file cannot be read, and what to do."""
+    """Return text: why a file cannot be read, and what to do."""
     remedies: dict[type[Exception], str] = {
         FileNotFoundError: "check its name",
         IsADirectoryError: "name a file in it",
@@ -148,7 +148,7 @@ def unreadable(error: OSError | ValueError) -> str:
 
 def json_mistake(error: ValueError | RecursionError) -> str:
     """
-    Say what a JSON parser found, without Python's own words.
+    Return, in plain words, the mistake that a JSON parser found.
 
     Args:
         error: The exception of ``bytes.decode``, of ``json.loads``, or of one of its hooks.

@@ -32,7 +32,7 @@ ABORTS = {action: name.replace("commit", "abort") for action, name in COMMITS.it
 @define(slots=True)
 class Ticket:
     """
-    What a check reserved; commit or abort redeems it, once.
+    The reservation that a check made for one action; a commit or an abort redeems it, once.
 
     Args:
         action: ``F``, ``dI``, ``dW``, ``refresh``, ``evaluation`` or ``update``.
@@ -40,8 +40,9 @@ class Ticket:
         slot: Slot of the tape; for a refresh or an evaluation the stage, for an update the epoch
             that it ends.
         serial: Serial number of the check that issued the ticket.
-        incarnation: The incarnation that issued the ticket; no other incarnation redeems it.
-        ref: Reference the action consumes; None before a forward's commit.
+        incarnation: The contract's incarnation (its life since construction or the last restore)
+            that issued the ticket; no other incarnation redeems it.
+        ref: Reference of the tape that the action uses; None before a forward's commit.
 
     >>> from qeffect import Contract, StageConfig
     >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))

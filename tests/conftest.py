@@ -77,8 +77,8 @@ def _kept_aside() -> Iterator[None]:
     """
     Collect garbage once after each module, then exclude the remaining objects from collection.
 
-    The tables that modules keep have millions of objects. With them each collection would take many
-    seconds, and the programs under test request collections.
+    The tables that test modules keep have millions of objects. If these objects were included, each
+    garbage collection would take many seconds, and the programs under test request collections.
     """
     yield
     gc.collect()
@@ -90,7 +90,8 @@ def _no_rank() -> Iterator[None]:
     """
     Require that a test leaves no rank's variables in the environment of this process.
 
-    Processes that later tests start would inherit them, and meet at the same port.
+    Processes that later tests start would inherit these variables, and would connect to the same
+    port.
     """
     yield
     found = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE") if name in os.environ}
@@ -106,14 +107,15 @@ def selects_devices(expression: str) -> bool:
 
 
 def pytest_report_header() -> str:
-    """The profile of this run, and why it was chosen."""
+    """The profile of this run, and the reason for its choice."""
     return profiles.described()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """
-    Deselect what is marked ``ci`` under ``dev``, and what has ended in an earlier part of a run.
+    Deselect tests marked ``ci`` under the profile ``dev``, and tests that ended in an earlier part
+    of the run.
 
     Tests of one long sweep stay together.
     """

@@ -1,5 +1,6 @@
 """
-A lock of the devices among the workers of one run: most tests share it, some hold it alone.
+A lock on the devices for the workers of one test run: most tests share the lock, some hold it
+exclusively.
 
 Tests that compare how fast two devices are need devices that nobody else uses.
 """
@@ -18,12 +19,12 @@ __all__ = ["LOCK", "held"]
 LOCK = Path(tempfile.gettempdir()) / (
     f"qeffect-devices-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
 )
-"""The lock's file; xdist gives all workers of a run the same name."""
+"""The file of the lock; xdist gives all workers of a run the same name."""
 
 
 @contextmanager
 def held(*, alone: bool, file: Path = LOCK) -> Iterator[None]:
-    """Hold the devices, together with other tests or alone; waits until that is possible."""
+    """Hold the devices, shared with other tests or exclusively; wait until this is possible."""
     with file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield

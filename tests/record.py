@@ -3,7 +3,7 @@ A dated record of a run of the suite, which ``pytest --record FILE`` writes when
 
 A record says what ran (profile, marker expression, arguments), where (hardware, versions, commit)
 and how it ended (counts, seconds, exit status). Checked-in records are in ``tests/records``.
-A run that was cut off is resumed with ``--resume``; its record then names every part.
+``--resume`` resumes a run that was cut off; the record then names every part of the run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ SAME = ("commit", "profile", "markers", "arguments")
 
 
 def _commit() -> str | None:
-    """The commit, with ``+`` if tracked files but for records differ; None outside a checkout."""
+    """
+    The commit, with ``+`` if tracked files other than records differ; None outside a checkout.
+    """
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
@@ -96,13 +98,13 @@ class Recorder:
     """
     Counts how tests end, and writes the record.
 
-    Beside the record stands the log of the run (`tests.run_log`). A run that was cut off can be
-    resumed with it: a later part skips the tests that have ended.
+    The log of the run (`tests.run_log`) is written beside the record. With the log, a run that was
+    cut off can be resumed: a later part skips the tests that have ended.
 
     Args:
-        file: Where the record is written.
+        file: File of the record.
         config: The run's configuration.
-        resumed: Whether the run goes on where an earlier one was cut off.
+        resumed: Whether the run continues an earlier run that was cut off.
 
     Raises:
         pytest.UsageError: The run cannot be resumed.
@@ -128,7 +130,7 @@ class Recorder:
         }
 
     def _selection(self) -> list[str]:
-        """The options that leave tests out, but for the marker expression."""
+        """The options that deselect tests, except the marker expression."""
         option = self.config.getoption
         chosen = ["-k", option("keyword")] if option("keyword") else []
         for name in ("deselect", "ignore", "ignore_glob"):
@@ -203,13 +205,16 @@ class Recorder:
         self.log.test_ended(bare_id(node), self.outcomes.pop(node), time.monotonic() - self.clock)
 
     def break_off(self, *_: object) -> None:
-        """End the run as Ctrl-C does, and ignore later signals, which would cut this end off."""
+        """
+        End the run as Ctrl-C does, and ignore later signals, which would interrupt the end of the
+        run.
+        """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.broken_off = True
         raise KeyboardInterrupt
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the record. A run whose earlier parts failed does not exit with 0."""
+        """Write the record. The exit status of a run whose earlier parts failed is not 0."""
         status = CUT_OFF if self.broken_off else exitstatus
         self.log.end(time.monotonic() - self.clock, int(status))
         found = record(self.log)
@@ -218,7 +223,7 @@ class Recorder:
 
 
 def record(log: RunLog) -> dict[str, Any]:
-    """The record of a run, of all its parts. A part without an end was killed."""
+    """The record of a run with all its parts. A part without an end was killed."""
     first, *later = log.parts
     counts = log.counts()
     status = log.parts[-1].get("exit_status", CUT_OFF)
@@ -240,7 +245,7 @@ def record(log: RunLog) -> dict[str, Any]:
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record says of a later part."""
+    """The entries of a record for a later part."""
     return {name: part[name] for name in ("began", "seconds", "hardware", "versions")}
 
 
@@ -249,7 +254,7 @@ def _write(file: Path, found: Mapping[str, Any]) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write the records of logs, beside them."""
+    """Write the record of each log, beside the log."""
     if not words:
         print("usage: python -m tests.record LOG...", file=sys.stderr)
         return 2

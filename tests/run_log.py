@@ -21,7 +21,7 @@ _GROUP = re.compile(r"@[^\]/]*$")
 
 
 def bare_id(node: str) -> str:
-    """A test's id without the group that ``--dist loadgroup`` appends."""
+    """The id of a test, without the group that ``--dist loadgroup`` appends."""
     return _GROUP.sub("", node)
 
 
@@ -30,9 +30,9 @@ class RunLog:
     Read and write the log of one run.
 
     Attributes:
-        parts: What each part says of itself, the earliest first, with its ``seconds``.
-        ended: Of each test that has ended in any part, and of each module that the last part could
-            not collect: its outcomes.
+        parts: The entry of each part, the earliest first, with the part's ``seconds``.
+        ended: The outcomes of each test that has ended in any part, and of each module that the
+            last part could not collect.
     """
 
     def __init__(self, file: Path) -> None:
@@ -72,7 +72,9 @@ class RunLog:
             self.parts[-1].update(line)
 
     def begin(self, part: Mapping[str, Any]) -> None:
-        """Begin a part. The first part empties the file; a later one drops a line that was cut."""
+        """
+        Begin a part. The first part empties the file; a later part drops an incomplete last line.
+        """
         self.file.parent.mkdir(parents=True, exist_ok=True)
         before = self.file.read_text(encoding="utf-8") if self.parts else ""
         self.file.write_text(before[: before.rfind("\n") + 1], encoding="utf-8")
@@ -92,5 +94,5 @@ class RunLog:
             stream.write(json.dumps(line) + "\n")
 
     def counts(self) -> Counter[str]:
-        """How often each outcome came."""
+        """The number of tests with each outcome."""
         return Counter(outcome for outcomes in self.ended.values() for outcome in outcomes)

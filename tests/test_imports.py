@@ -1,5 +1,6 @@
 """
-Imports between layers: spec <- qeffect <- {verification, gpu_runtime, guards} (left is imported).
+Imports between layers: spec <- qeffect <- {verification, gpu_runtime, guards} (the left layer is
+imported).
 
 One exception: four modules of the laboratory import the guards, to measure them.
 """

@@ -1,8 +1,8 @@
 """
-One name for one thing: ambiguous words and synonyms that were removed do not come back.
+One name for one thing: ambiguous words and removed synonyms do not come back.
 
-The table of names is in `CONTRIBUTING.md`. Identifiers are read with `tokenize`, so that prose may
-use a word that no identifier may contain.
+The table of names is in `CONTRIBUTING.md`. Identifiers are read with `tokenize`, so prose may use a
+word that no identifier may contain.
 """
 
 from __future__ import annotations

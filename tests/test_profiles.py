@@ -1,5 +1,6 @@
 """
-The suite's own options: the profile, the tests that it leaves out, and the record of a run.
+The test suite's own options: the profile, the tests that a profile leaves out, and the record of a
+run.
 """
 
 from __future__ import annotations

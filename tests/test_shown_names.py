@@ -1,6 +1,4 @@
-"""
-Import names that the README and the pages showed still work, for one release with a warning.
-"""
+"""Import names that the README and the pages showed still work for one release, with a warning."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Skips, with the reason, for tests of features that the installed torch does not have yet.
+Skip marks, with reasons, for tests of features that the installed torch does not have yet.
 """
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
 """
-The readings of the transition functions other than the concrete one, and what they establish.
+Proofs, exploration and random tests of the contract: other ways to run the transition functions
+than on a process's real memory.
 """

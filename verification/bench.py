@@ -1,5 +1,6 @@
 """
-The verification layer's part of ``qeffect bench``: explorer, proofs, mutants, random schedules.
+The part of ``qeffect bench`` that times the verification package: explorer, proofs, mutants and
+random schedules.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ ACTIONS = {"F": "forward", "dI": "dgrad", "dW": "wgrad"}
 
 def measure(progress: Callable[[str], None]) -> dict[str, Any]:
     """
-    Measure every reading except the concrete reading.
+    Measure the speed of the explorer, the proofs, the mutants and the random schedules.
 
     Returns:
-        Rates per second. ``accepted`` counts moves that led to a state; ``attempted`` also counts
-        refused moves. Both are transitions run.
+        The measurements; rates are per second. A rate of ``accepted`` counts only the transitions
+        that led to a state; a rate of ``attempted`` also counts the refused transitions.
     """
     from . import mutants, prices
     from .explorer import large_scopes, run
@@ -75,7 +76,7 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _sites() -> dict[str, dict[str, int]]:
-    """Count the guards and the state updates in check and commit of each action."""
+    """Count the guards and the state updates in the check and the commit of each action."""
     from .mutants import sites
 
     return {

@@ -1,5 +1,5 @@
 """
-The caller of one process: it makes single calls, or all calls that an action needs.
+A caller of one process's contract: it makes single calls, or all calls that an action needs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _PARTS = ("group_wgrad", "ungroup_wgrad")
 
 class ProcessCaller(Caller):
     """
-    The kernel's caller in the right order over a process; it also makes single calls and restarts.
+    The kernel's `Caller`, which makes calls in the right order, for a process; it can also make
+    single calls and restart the process.
 
     Args:
-        process: The process.
-        make: Makes the contract at the start and at every restart in a new process; by default
-            the process's own.
+        process: The configuration of the process.
+        make: Function that makes the contract at the start and at every restart in a new process;
+            by default `process.contract`.
     """
 
     def __init__(self, process: Process, make: Callable[[], Contract] | None = None) -> None:
@@ -38,7 +39,7 @@ class ProcessCaller(Caller):
 
     def call(self, call: Call) -> Any:
         """
-        Make one call and return its result. After a fresh restore the caller has a new contract.
+        Make one call and return its result. A restore into a fresh process makes a new contract.
 
         Raises:
             Refused: The contract refused the call.
@@ -54,7 +55,7 @@ class ProcessCaller(Caller):
         return result
 
     def _part(self, name: str, given: dict[str, Any]) -> Any:
-        """Run one transition over the contract's memory."""
+        """Run one transition on the contract's memory, without the public API."""
         contract = self.contract
         if "destination" in given and given["destination"] is None:
             given["destination"] = contract.memory.destination_of[given["key"].cell]
@@ -65,7 +66,7 @@ class ProcessCaller(Caller):
             raise explain(refused, name, contract.memory, arguments) from None
 
     def fail(self, action: Any) -> None:
-        """Raise inside a guarded action; the contract aborts the action."""
+        """Raise an error inside a guarded action, so that the contract aborts the action."""
         try:
             with action:
                 raise RuntimeError("replay failed")

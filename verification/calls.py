@@ -1,5 +1,5 @@
 """
-Calls of a contract as values: calls of public methods and of composed transitions.
+Calls of a contract as data: which method or transition is called, with which arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Call:
 
     Args:
         transition: The transition that the call runs, or ``purge``.
-        arguments: Its arguments by name.
+        arguments: The arguments of the call, by name.
     """
 
     transition: str

@@ -1,6 +1,5 @@
 """
-Claims: the predicates that must hold of a memory in a composition, their instances, and the failing
-instances.
+Evaluate predicates on a contract's memory: find their instances, and the instances that fail.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ Members = Mapping[str, Sequence[Any]]
 
 
 def speaks_of(predicate: Predicate, relations: frozenset[str]) -> bool:
-    """Whether a predicate applies to a choice of optional relations."""
+    """Return whether a predicate applies when exactly these optional relations are in use."""
     return predicate.needs <= relations | MANDATORY and predicate.without not in relations
 
 
 def instances(predicate: Predicate, members: Members) -> Iterator[tuple[Any, ...]]:
-    """Yield every choice of values for a predicate's variables, in order."""
+    """Yield every combination of values for a predicate's variables, in a fixed order."""
     return product(*(members[sort] for sort in predicate.variables.values()))
 
 
@@ -38,13 +37,14 @@ def failing(
     predicates: Iterable[Predicate], members: Members, *subjects: Any
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """
-    Yield the name of each predicate that does not hold, with the first values of its variables.
+    Yield the name of each predicate that fails, with the first values of its variables for which it
+    fails.
 
     Args:
         predicates: The predicates that should hold.
-        members: The members of each index sort.
-        subjects: The arguments of the predicates: the memory, and for some the history and the
-            transition's arguments.
+        members: For each index sort (such as slot or stage), the values that an index can have.
+        subjects: The arguments of the predicates: the memory, and for some predicates the history
+            and the transition's arguments.
     """
     for predicate in predicates:
         for values in instances(predicate, members):
@@ -55,7 +55,7 @@ def failing(
 
 
 def members_of(memory: Memory, stages: Sequence[StageConfig]) -> dict[str, Sequence[Any]]:
-    """Return the members of each index sort in a process's memory."""
+    """Return, for each index sort (such as slot or stage), the valid indices of a memory."""
     cells = [cell for config in stages for cell in config.cells()]
     slots = range(len(memory.consumers))
     return {
@@ -75,10 +75,10 @@ def members_of(memory: Memory, stages: Sequence[StageConfig]) -> dict[str, Seque
 
 def seen(memory: Memory) -> Any:
     """
-    Return a view of a memory for predicates: an index outside a column reads 0, an unspecified
-    value.
+    Return a view of a memory for predicates. In the view, an index outside a column reads 0, which
+    stands for an unspecified value.
 
-    The view follows the memory, whose columns are written in place.
+    The view shows later changes too, because the memory's columns are changed in place.
     """
     columns = {name: _Column(getattr(memory, name)) for name in memory._names}
     return SimpleNamespace(**columns, stage_of=_Stages(), fill=Memory.fill)
@@ -98,7 +98,7 @@ class _Column:
 
 
 class _Stages:
-    """The column ``stage_of``: the first part of each cell."""
+    """The column ``stage_of``: it maps each cell to its stage."""
 
     def __getitem__(self, cell: Any) -> int:
         return int(cell[0]) if cell else 0

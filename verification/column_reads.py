@@ -1,5 +1,6 @@
 """
-The columns that a predicate reads. A predicate never branches, so one evaluation reads all of them.
+Find the columns that a predicate reads. A predicate never branches, so one evaluation of it reads
+all of these columns.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ __all__ = ["ColumnReads"]
 
 class ColumnReads:
     """
-    A memory that records the columns that are read.
+    A memory that records which of its columns are read.
 
     Args:
-        memory: The memory with the columns.
+        memory: The memory that holds the columns.
 
     >>> from types import SimpleNamespace
     >>> watched = ColumnReads(SimpleNamespace(consumers={0: 3}, held={0: 0}))

@@ -1,5 +1,6 @@
 """
-The verification layer's commands: ``qeffect explore``, ``qeffect prove``, ``check --random``.
+The commands of the verification package: ``qeffect explore``, ``qeffect prove`` and
+``qeffect check --random``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NAMED = 5
 
 
 class Explore:
-    """Walk every reachable state of small contracts."""
+    """Visit every reachable state of small contracts."""
 
     name = "explore"
     help = "explore every reachable state of small contracts"
@@ -74,7 +75,7 @@ class Explore:
             "--scope", metavar="NAME", help=f"explore only this scope, one of: {', '.join(SCOPES)}"
         )
         parser.add_argument(
-            "--batch", action="store_true", help="no effect: every exploration is batched now"
+            "--batch", action="store_true", help="no effect, since every exploration is batched"
         )
         parser.add_argument(
             "--symmetry",
@@ -83,7 +84,7 @@ class Explore:
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
-        """Explore and report."""
+        """Explore the chosen scopes and report the results."""
         explorer = needs("verify", _explorer)
         scopes = explorer.standard_scopes()
         if args.slots is not None or args.keys is not None or args.generations is not None:
@@ -154,7 +155,7 @@ def _explored(
 
 
 def _states(scope: Any, symmetry: bool) -> int:
-    """Return the number of states of a scope, or UNKNOWN."""
+    """Return the number of states of a scope, or UNKNOWN if the number is not recorded."""
     if scope.name.startswith("pool-"):
         (slots,), (keys,) = scope.slots, scope.cells
         return pool_states(slots, keys, scope.generation_max, symmetry=symmetry)
@@ -162,7 +163,7 @@ def _states(scope: Any, symmetry: bool) -> int:
 
 
 def _refuse_absurd(slots: int, keys: int, generations: int, symmetry: bool) -> None:
-    """Refuse a pool without slots, keys or generations, or one too large to explore."""
+    """Refuse a pool that has no slots, keys or generations, or that is too large to explore."""
     for option, count in (("slots", slots), ("keys", keys), ("generations", generations)):
         if count < 1:
             raise UnusableError(f"--{option} must be at least 1, not {count}")
@@ -181,7 +182,7 @@ def _refuse_absurd(slots: int, keys: int, generations: int, symmetry: bool) -> N
 
 
 class Prove:
-    """Prove the guards."""
+    """Prove that the guards keep the promises, and test whether each guard is needed."""
 
     name = "prove"
     help = "prove that no call of the contract breaks an invariant, on any path through its code"
@@ -207,7 +208,7 @@ class Prove:
             metavar="TEXT",
             help="run no proofs; run only the mutants whose description (function, deleted code, "
             "clause) contains TEXT, and print each counterexample as a program. If TEXT is part of "
-            "a clause's name, also run the mutants without an update of state that the clause's "
+            "a clause's name, also run the mutants that lack an update of state that the clause's "
             "guards read",
         )
         parser.add_argument(
@@ -225,7 +226,7 @@ class Prove:
         parser.add_argument("--out", type=Path, metavar="F", help="file for the JSON report")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
-        """Prove and report."""
+        """Run the proofs or the mutants, and report the results."""
         if args.promise is not None:
             others = ("--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out")
             refuse_unused(args, others, "--promise only prints the proof of one promise")
@@ -298,12 +299,12 @@ class Prove:
 
 
 def _promise(name: str) -> Outcome:
-    """Prove one promise alone; print each of its obligations."""
+    """Prove one promise alone, and return a line for each of its obligations."""
     where = "spec/contract.md lists all promises under Promises"
     if name in {p.name for register in (CONFIGURATION, LEGAL, ASSUMED) for p in register}:
         raise UnusableError(
-            f"--promise: {name} is an assumption, or part of what makes a call legal: proofs use "
-            f"it as a fact; {where}"
+            f"--promise: {name} is an assumption or a condition of a legal call; proofs use it as "
+            f"a fact and do not prove it; {where}"
         )
     if name.partition(".")[0] in ("ranks", "launches"):
         raise UnusableError(
@@ -335,7 +336,7 @@ def _promise(name: str) -> Outcome:
 
 
 def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Run the mutants; return their part of the report and the lines to print."""
+    """Run the mutants; return their part of the JSON report, and the lines to print."""
     mutants = _mutants()
     report = mutants.run(progress, args.only, note=progress.note)
     found = report.asdict()
@@ -373,7 +374,7 @@ def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def _summary(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a report with counts and the slowest ten rows instead of all its rows."""
+    """Return a report in which counts and the ten slowest rows replace the list of all rows."""
     rows = data["obligations"]
     slowest = sorted(rows, key=lambda row: -row["seconds"])[:10]
     return {
@@ -389,7 +390,7 @@ def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
     Run ``qeffect check --random N --seed S``.
 
     Raises:
-        UnusableError: There are too many schedules, or the seed is negative.
+        UnusableError: N is too large, or the seed is negative.
     """
     if args.random > MOST_RANDOM:
         raise UnusableError(

@@ -1,6 +1,6 @@
 """
-The specification over plain memory: the contract's columns, the history beside them, and the
-predicates over both.
+Run the contract on plain memory together with a history of physical effects, and evaluate the
+specification's predicates on both.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ __all__ = ["ConcreteRun", "Focus"]
 @frozen
 class Focus:
     """
-    The members that the history follows; each may be chosen freely.
+    The single slot, link, stage, reference, ticket and random-generator position that the history
+    records in detail. Each may be chosen freely.
 
     Args:
-        slot, link, stage: The followed slot, link and stage.
-        ref: The followed reference.
-        ticket: The followed ticket.
-        number: The followed position of the random generator.
+        slot, link, stage: The slot, link and stage to record.
+        ref: The reference to record.
+        ticket: The ticket to record.
+        number: The position of the random generator to record.
     """
 
     slot: int = 0
@@ -48,7 +49,7 @@ class Focus:
     number: int = 0
 
     def about(self, arguments: Mapping[str, Any], returned: int | None) -> Focus:
-        """Return a focus on the members that an action names."""
+        """Return a focus on the slot, stage, reference and so on that an action names."""
         changes = {
             n: arguments[n] for n in ("slot", "link", "stage", "ref", "ticket") if n in arguments
         }
@@ -66,7 +67,7 @@ class Focus:
 
 
 class _Total(dict[Any, Any]):
-    """A column of the history. Its value at an index outside is unspecified, and reads 0."""
+    """A column of the history. An index outside the column reads 0, an unspecified value."""
 
     def __missing__(self, index: Any) -> int:
         return 0
@@ -75,12 +76,12 @@ class _Total(dict[Any, Any]):
 @define
 class ConcreteRun:
     """
-    A run of transitions over a memory, with the history beside it.
+    A run of transitions on a memory, together with the history of their physical effects.
 
     Args:
-        process: The process.
-        focus: The members that the history follows; each may be chosen freely.
-        relations: Relations that take part; predicates that need other relations do not apply.
+        process: The configuration of the process.
+        focus: What the history records in detail; may be chosen freely.
+        relations: The relations in use; predicates that need other relations do not apply.
     """
 
     process: Process
@@ -108,7 +109,7 @@ class ConcreteRun:
         return _Total(dict.fromkeys(keys, ghost.initial))
 
     def _number(self) -> None:
-        """Number each stage's cells and each pool's slots."""
+        """Number each stage's cells and each pool's slots in the history."""
         h, st = self.h, self.st
         for config in self.process.stages:
             for place, cell in enumerate(config.cells()):
@@ -133,17 +134,17 @@ class ConcreteRun:
 
     def take(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """
-        Run a transition and, if it is accepted, advance the history.
+        Run a transition and, if it is accepted, record its effect in the history.
 
         Raises:
-            Refused: The transition refused.
+            Refused: The transition refused the call.
         """
         returned = function(self.st, *arguments)
         advance(name, self._seen, self.h, arguments, returned)
         return returned
 
     def copy(self) -> ConcreteRun:
-        """Return a run with the same contents."""
+        """Return an independent run with the same memory and history."""
         twin = ConcreteRun(self.process, self.focus, self.relations)
         for name in self.st._names:
             ours, theirs = getattr(self.st, name), getattr(twin.st, name)
@@ -173,7 +174,7 @@ class ConcreteRun:
         yield from self._broken("step", steps, self._seen, self.h, given)
 
     def trusted(self, transition: str, arguments: tuple[Any, ...]) -> bool:
-        """Whether the arguments satisfy the assumptions of the contract about its caller."""
+        """Return whether the arguments satisfy the contract's assumptions about its caller."""
         given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
         assumed = (p for p in ASSUMED if transition in p.transitions)
         return not list(self._broken("assumed", assumed, self._seen, self.h, given))

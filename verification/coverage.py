@@ -1,11 +1,11 @@
 """
-The refusals that the specification promises, and that every search of the contract must reach.
+The refusals that the specification names, and that every search of the contract must reach.
 
 The random machine, the explorer and the proofs take their targets from the specification's clauses
-and the transitions that each clause names, never from the source of the contract. If a guard is
-deleted from the kernel, its target must remain and be missed, not disappear. `COVERED` lists the
-few refusals that no state can reach because an earlier guard of the same transition always refuses
-first. The proofs check each entry.
+and the transitions that each clause names, never from the source of the contract. So if a guard is
+deleted from the kernel, its target stays on the list and is reported as not reached. `COVERED`
+lists the few refusals that no state can reach because an earlier guard of the same transition
+always refuses first. The proofs check each entry.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Covered:
     Args:
         transition: The transition.
         clause: The clause that never refuses the transition.
-        condition: The states to which this applies: empty for all states, else a name from
-            `qeffect.verification.proofs.witnesses.CONDITIONS`.
-        why: Why no state reaches the refusal, and why the guard stays.
+        condition: The states to which the entry applies: empty for all states, otherwise a name
+            from `qeffect.verification.proofs.witnesses.CONDITIONS`.
+        why: Why no state reaches the refusal, and why the code keeps the guard.
     """
 
     transition: str
@@ -80,11 +80,12 @@ COVERED: Final[tuple[Covered, ...]] = (
 @frozen
 class Untaken:
     """
-    A path through a transition that no state takes, whatever its outcome.
+    A path through a transition that is never taken, because no state fulfils its condition.
 
     Args:
         transition: The transition.
-        condition: The condition of the path, by a name in `CONDITIONS` of the witnesses.
+        condition: The condition of the path: a name from
+            `qeffect.verification.proofs.witnesses.CONDITIONS`.
         why: Why no state fulfils the condition.
     """
 
@@ -156,11 +157,11 @@ CLAUSE_IDS: Final[tuple[str, ...]] = tuple(dict.fromkeys(clause for _, clause in
 
 def refusal_name(transitions: tuple[str, ...], clause: str) -> str:
     """
-    Name a refusal by the transition that must refuse and by the clause.
+    Return a refusal's name: the transition that must refuse, and the clause.
 
     Args:
-        transitions: Transitions that ran one after another, one of which refused.
-        clause: The clause.
+        transitions: Transitions that ran one after another; one of them refused.
+        clause: The clause of the refusal.
 
     >>> refusal_name(("check_dgrad", "commit_dgrad"), "ownership.work-not-queued")
     'commit_dgrad: ownership.work-not-queued'

@@ -3,11 +3,12 @@
 clause is raised and shown.
 
 A clause states what is refused; a promise states what users may rely on. With ``--prove`` (minutes)
-this module finds, for each guard, the promises that fail without it, from a state of a finite scope
-that satisfies every invariant. For each clause it finds the functions that raise the clause, and
-the rejected log, injected faults, re-enacted failures and tests that name it. For each promise it
-records the obligations and lemmas that prove the promise (``proved_by``). ``qeffect.spec`` renders
-``kept.json`` in the contract and imports nothing from here.
+this module finds, for each guard, the promises that fail if the guard is deleted; the search starts
+from all states of a finite scope that satisfy every invariant. For each clause, the module finds
+the functions that raise the clause, and the rejected log, injected faults, re-enacted failures and
+tests that name the clause. For each promise, it records the obligations and lemmas that prove the
+promise (``proved_by``). ``qeffect.spec`` renders ``kept.json`` in the contract and imports nothing
+from this module.
 """
 
 from __future__ import annotations
@@ -70,16 +71,16 @@ _TELLING: Final = frozenset(
 
 
 def guard_sites() -> tuple[Site, ...]:
-    """Every guard of every transition, relation by relation."""
+    """Return every guard of every transition, relation by relation."""
     return tuple(site for site in sites() if site.kind == "guard")
 
 
 def predicates_without(guards: Sequence[Site]) -> Iterator[tuple[str, ...]]:
     """
-    Yield for each guard the sorted predicates that its transition breaks without the guard.
+    Yield for each guard the sorted names of the predicates that fail if the guard is deleted.
 
     Args:
-        guards: Guards of the full composition; one is deleted at a time.
+        guards: Guards of the contract with all relations; one guard is deleted at a time.
     """
     own = Composition.of((), Encoding.finite(SCOPE))
     solver = solver_of(own)
@@ -90,15 +91,17 @@ def predicates_without(guards: Sequence[Site]) -> Iterator[tuple[str, ...]]:
 
 def rows(guards: Sequence[Site], found: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
     """
-    Return the row of each guard.
+    Return the entry of each guard in ``kept.json``.
 
     Args:
         guards: The guards.
-        found: For each guard, the predicates that fail without it, from `predicates_without`.
+        found: For each guard, the predicates that fail without the guard, from
+            `predicates_without`.
 
     Returns:
-        A row per guard with the promises that fail. If none fails, it has the lemmas that fail; if
-        none of these either, the verdict on the guard's mutant from the proofs' report.
+        One entry per guard. It has the promises that fail without the guard; if no promise fails,
+        the lemmas that fail; if no lemma fails either, the verdict on the guard's mutant from the
+        proofs' report.
     """
     proofs = json.loads(_PROOFS.read_text(encoding="utf-8"))
     verdicts = proofs["mutant_report"]["verdicts"]
@@ -131,10 +134,10 @@ def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def places() -> dict[str, dict[str, list[str]]]:
     """
-    Return for each clause the functions that raise it, and its log, faults, failures and tests.
+    Return, for each clause, the functions that raise it, and its log, faults, failures and tests.
 
-    Functions are ``file: function`` from the kernel's or the runtime's folder, logs from the
-    specification's.
+    A function is written ``file: function``, relative to the kernel's or the runtime's folder; a
+    log is a path relative to the specification's folder.
     """
     raised, tests = _raised(_KERNEL, _TELLING), _tested()
     also = _raised(_RUNTIME, frozenset({"lab"}))  # the runtime without its laboratory
@@ -156,7 +159,7 @@ def places() -> dict[str, dict[str, list[str]]]:
 
 
 def _raised(folder: Path, left_out: frozenset[str]) -> dict[str, list[str]]:
-    """The functions below a folder that name a clause, without the modules and folders left out."""
+    """Return the functions below a folder that name each clause; some modules are left out."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
         where = path.relative_to(folder)
@@ -168,7 +171,7 @@ def _raised(folder: Path, left_out: frozenset[str]) -> dict[str, list[str]]:
 
 
 def _tested() -> dict[str, list[str]]:
-    """The test modules that name a clause, either alone or in a pattern for a message."""
+    """Return the test modules that name each clause, as a string or in a pattern for a message."""
     found: dict[str, list[str]] = {}
     for path in sorted(_TESTS.rglob("test_*.py")):
         for _, clause in _named(path, path.relative_to(_TESTS).parts[0] == "schedule", True):
@@ -178,12 +181,13 @@ def _tested() -> dict[str, list[str]]:
 
 def _named(path: Path, schedules: bool, patterns: bool = False) -> Iterator[tuple[str, str]]:
     """
-    Yield each clause that a module names in a string, and the enclosing function or an empty text.
+    Yield each clause that a module names in a string, with the name of the enclosing function
+    (empty outside functions).
 
     Args:
-        path: The module.
-        schedules: Whether the module names clauses of schedules without the prefix.
-        patterns: Whether a clause inside a longer string counts, also with escaped dots.
+        path: The file of the module.
+        schedules: Whether the module names the clauses for schedules without ``schedule.``.
+        patterns: Whether to find clauses inside longer strings too, also with escaped dots.
     """
     for name, node in _functions(ast.parse(path.read_text(encoding="utf-8"))):
         for clause in _clauses(node, schedules, patterns):
@@ -202,7 +206,7 @@ def _clauses(node: ast.AST, schedules: bool, patterns: bool = False) -> Iterator
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the statements of a module by name; the methods of a class one by one."""
+    """Yield a module's top-level statements and its classes' methods, each with its name."""
     for statement in tree.body:
         if not isinstance(statement, ast.ClassDef):
             yield getattr(statement, "name", ""), statement
@@ -229,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if the file is up to date or was written; 1 if ``--check`` finds the file out of date, or
-        if a guard has no row yet (``--prove`` adds rows).
+        if a guard has no entry yet (``--prove`` adds entries).
     """
     parser = argparse.ArgumentParser(
         prog="python -m qeffect.verification.kept", description=__doc__

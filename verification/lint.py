@@ -1,11 +1,12 @@
 """
-Lint of relation modules: they may use only constructs that all four readings understand.
+Lint of relation modules: they may use only constructs that work on all four kinds of memory.
 
-A half runs over lists, over small tuples, over Z3 arrays and over NumPy batches. It may therefore
-compare and branch on the values in a column, but not on the type of its memory: no ``is``, no
-``isinstance``, no loop over state, only the few calls that every reading has. Guards come before
-writes, in separate halves. A relation writes only its own columns. Every clause is a literal of the
-specification. ``python -m qeffect.verification.lint`` checks the relation modules.
+Each transition of a relation has a guard half and a write half. The same code runs on lists, on
+small tuples, on Z3 arrays and on NumPy batches. So a half may compare values in a column and branch
+on them, but must not depend on the type of its memory: no ``is``, no ``isinstance``, no loop over
+state, and only the few calls that every kind of memory supports. Guards come before writes, in
+separate halves. A relation writes only its own columns. Every clause is a string literal that the
+specification lists. ``python -m qeffect.verification.lint`` checks the relation modules.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ RULES: Mapping[str, str] = {
 @frozen
 class LintFinding:
     """
-    A construct that some reading does not understand.
+    A construct that does not work on every kind of memory.
 
     Args:
-        rule: Key of `RULES`.
-        where: ``module.function:line``.
-        text: The offending source.
+        rule: The violated rule, a key of `RULES`.
+        where: The place, as ``module.function:line``.
+        text: The source of the construct.
     """
 
     rule: str
@@ -131,8 +132,8 @@ def lint_source(
 
     Args:
         source: The module's source.
-        module: Its name, for the findings.
-        columns: Columns that it may read, besides those it declares.
+        module: The module's name, for the findings.
+        columns: Columns that the module may read, besides those that it declares itself.
     """
     tree = ast.parse(source)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -144,7 +145,7 @@ def lint_source(
 
 
 def _declared(tree: ast.Module) -> set[str]:
-    """Names of the columns in the module's STATE."""
+    """Return the names of the columns that the module's STATE declares."""
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Name) and target.id == "STATE":
@@ -193,7 +194,8 @@ class _Checker:
 
     def is_called(self, helper: str) -> bool:
         """
-        Whether a half of the module calls a function; an uncalled function is a misnamed half.
+        Return whether a half of the module calls this function. A function that no half calls must
+        be a half with a wrong name.
         """
         return any(
             isinstance(node, ast.Call)
@@ -324,14 +326,14 @@ class _Checker:
 
 
 def _plain(node: ast.AST) -> bool:
-    """Whether a node may stand in an expression, or has a rule of its own."""
+    """Return whether a node is allowed in an expression, or a separate rule covers it."""
     if isinstance(node, ast.Attribute):
         return _name(node.value) in ("st", "key", "ref")
     return isinstance(node, (*_EXPRESSIONS, *_COMPREHENSIONS, ast.Lambda))
 
 
 def _without_calls(value: ast.expr) -> Iterator[ast.AST]:
-    """Every node of an expression, without what is inside a call."""
+    """Yield every node of an expression, except the nodes inside calls."""
     unread: list[ast.AST] = [value]
     while unread:
         node = unread.pop()
@@ -347,14 +349,14 @@ def _name(node: ast.AST | None) -> str:
 
 
 def _column(node: ast.AST) -> str | None:
-    """The column in ``st.COLUMN``."""
+    """Return the name COLUMN if the node is ``st.COLUMN``, otherwise None."""
     if isinstance(node, ast.Attribute) and _name(node.value) == "st":
         return node.attr
     return None
 
 
 def main() -> int:
-    """Print the findings; return 1 if there are any."""
+    """Print the findings; return 1 if there are findings, otherwise 0."""
     findings = lint()
     for finding in findings:
         print(finding)

@@ -1,9 +1,9 @@
 """
-The price of one clause: guarded actions with the clause's guard and without it.
+Measure the price of one clause: time guarded actions with the clause's guard and without it.
 
-The guard is removed from the composed transition in memory. Reads into local names stay, so a
-clause's price is the price of its test alone. The price of a whole relation, with its reads and
-updates, is measured by leaving the relation out (``qeffect.cli.prices``).
+The guard is removed from the composed transition in memory. The reads of columns into local names
+stay, so a clause's price is only the price of its test. The price of a whole relation, with its
+reads and updates, is measured by leaving the relation out (``qeffect.cli.prices``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def guards_of(action: str) -> list[Site]:
 
 
 def without(guards: Sequence[Site]) -> Transitions:
-    """Return all transitions, with F, dI and dW composed again without some of their guards."""
+    """Return all transitions; F, dI and dW are composed again without the given guards."""
     own = transitions()
     modules = [RELATIONS[name] for name in own.relations]
     replaced = Mutant(tuple(guards)).replaced
@@ -49,17 +49,17 @@ def clauses(run: prices.Run = run_epochs, **turns: int) -> dict[str, Any]:
     """
     Measure the price of every guard of F, dI and dW, and of all guards of an action together.
 
-    One guard of each action is removed at a time; each action is timed separately.
+    One guard of each action is removed at a time, and each action is timed separately.
 
     Args:
-        run: Runs epochs of a contract.
-        turns: As for ``in_turns``.
+        run: Function that runs epochs of a contract and returns the times.
+        turns: Keyword arguments of ``qeffect.cli.prices.in_turns``, such as ``rounds``.
 
     Returns:
-        ``guards``, one row per guard: its ``action``, ``transition``, ``clause``, ``relation`` and
-        ``test``, and the fields of its ``price``; ``every_guard``, a price by action; and
-        ``nothing``, the price of the same functions composed again, which is the noise of the
-        comparison.
+        ``guards``: a list with the ``action``, ``transition``, ``clause``, ``relation``, ``test``
+        and price fields of each guard. ``every_guard``: for each action the price of all its guards
+        together. ``nothing``: the price of the same functions composed again, which shows the
+        measurement noise.
     """
     guards = {action: guards_of(action) for action in prices.ACTIONS}
     together = list(zip_longest(*guards.values()))
@@ -86,7 +86,7 @@ def clauses(run: prices.Run = run_epochs, **turns: int) -> dict[str, Any]:
 
 
 def _pair(name: str, guards: Sequence[Site]) -> prices.Pair:
-    """Pair a contract with a contract without some guards; both run functions made in memory."""
+    """Pair a contract with one that lacks some guards; both run functions made in memory."""
     whole, broken = without([]), without(guards)
     return prices.Pair(
         name,

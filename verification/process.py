@@ -1,7 +1,7 @@
 """
-One process: the configuration of its contract.
+The configuration of one process and its contract.
 
-Random walks, mutants, example logs and re-enacted failures all begin from a `Process`.
+Random walks, mutants, example logs and re-enacted failures all start from a `Process`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Process:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of the contract, without the stages, that differ from their defaults."""
+        """The arguments of the contract that differ from their defaults, without the stages."""
         plain = Process(self.name, self.stages)
         names = (option.name for option in fields(Process)[2:])
         return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(plain, n)}
@@ -76,8 +76,8 @@ class Process:
     @cached_property
     def capture(self) -> tuple[list[int], dict[tuple[int, str], int]]:
         """
-        The pool of each slot, and the position of each graph in the order of capture: by slot and
-        "F", "dI" or "dW", or by stage and "refresh".
+        The capture-memory pool of each slot, and the position of each graph in the order of
+        capture. A graph is named by its slot and "F", "dI" or "dW", or by its stage and "refresh".
         """
         names: list[Hashable] = []
         first: dict[int, int] = {}

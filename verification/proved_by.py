@@ -1,9 +1,8 @@
 """
-Which obligations prove each promise, and from which lemmas: read from the functions that make the
-obligations.
+Find out which obligations prove each promise, and from which lemmas.
 
-Nothing is proved here. The functions that `qeffect prove` calls make the obligations again, for the
-composition with every relation, and each obligation has the name of its promise.
+This module proves nothing. It calls the functions that make the obligations for `qeffect prove`,
+for the contract with all relations; each obligation has the name of its promise.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _BESIDE: Final = ("spec/", "verification/", "gpu_runtime/")
 
 
 def module_of(defined: Any) -> str:
-    """Return the path of the module that defines something, from the top of the tree.
+    """Return the path of the module that defines an object, relative to the repository.
 
     >>> module_of(module_of), module_of(transitions)
     ('verification/proved_by.py', 'qeffect/engine/stage.py')
@@ -52,8 +51,8 @@ def module_of(defined: Any) -> str:
 
 def callables() -> dict[str, str]:
     """
-    Return the modules of what checks a clause, by name: the composed function of each transition,
-    the check of a schedule and the replay of a log.
+    Return the modules of the functions that can raise a clause, by name: the composed function of
+    each transition, the check of a schedule, and the replay of a log.
     """
     calls = {**transitions().functions, "check": check, "replay": replay}
     return {name: module_of(call) for name, call in calls.items()}
@@ -68,17 +67,17 @@ def lemmas() -> Mapping[str, str]:
 @cache
 def proofs() -> Mapping[str, Mapping[str, Any]]:
     """
-    Return what proves each promise and theorem, by name.
+    Return, for each promise and theorem, how it is proved.
 
     Raises:
         KeyError: A promise has no obligation.
 
     Returns:
+        For each name up to three entries; only ``obligations`` is always present.
         ``obligations``: each function that makes obligations of this name, as ``file: function``,
-        with the ``kinds`` of these obligations. ``from``: the lemmas and the other promises that
-        hold in every state, are hypotheses of these obligations, and read one of the words for the
-        world that the promise reads. ``beside``: for a promise of the ranks, the modules of the
-        protocol and of its lemmas. Only ``obligations`` is always there.
+        with the ``kinds`` of these obligations. ``from``: the lemmas and other promises that are
+        hypotheses of these obligations and read one of the history columns that the promise reads.
+        ``beside``: for a promise about ranks, the modules of the protocol and of its lemmas.
     """
     found = {**_of_the_contract(), **_of_the_ranks()}
     promised = (*(MEMORY, WORLD, STEPS, CHANGES, LEGAL), *_RANKS)
@@ -120,8 +119,9 @@ def _made(
 
 def _proved(make: Callable[..., Any], made: Goal | Obligation) -> Iterator[str]:
     """
-    Yield the names of what an obligation proves: its own, except that a legal check proves the
-    predicates that make the check legal, and a move of one family the promise about all families.
+    Yield the names of the promises that an obligation helps to prove. This is the obligation's own
+    name, with two exceptions: the obligation about legal checks belongs to the predicates that
+    define legal, and a move of one family belongs to the promise about all families.
     """
     if make is completeness:
         yield from (p.name for p in LEGAL if made.transition in p.transitions)
@@ -132,7 +132,7 @@ def _proved(make: Callable[..., Any], made: Goal | Obligation) -> Iterator[str]:
 
 
 def _words(predicate: Predicate, full: Composition) -> set[str]:
-    """Return the words for the world that a promise or lemma reads."""
+    """Return the history columns that a promise or lemma reads."""
     vocabulary = full.vocabulary
     st = vocabulary.state(vocabulary.before)
     watched = ColumnReads(vocabulary.history(vocabulary.before))
@@ -161,7 +161,7 @@ def _of_the_ranks() -> dict[str, dict[str, Any]]:
 def _enter(
     found: dict[str, dict[str, Any]], name: str, make: Callable[..., Any], kind: str
 ) -> None:
-    """Enter that a function makes an obligation of a name and kind."""
+    """Record that a function makes an obligation with a name and kind."""
     place = f"{module_of(make)}: {make.__name__}"
     kinds = found.setdefault(name, {"obligations": {}})["obligations"].setdefault(place, [])
     if kind not in kinds:

@@ -1,5 +1,6 @@
 """
-The explorer's scopes by name, with their numbers of states, without loading the explorer.
+The names of the explorer's scopes and their numbers of states; this module does not load the
+explorer.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ __all__ = ["SCOPE_STATES", "UNKNOWN", "pool_states"]
 
 def pool_states(slots: int, keys: int, generations: int, *, symmetry: bool = False) -> int:
     """
-    Count the reachable states of a slot pool without walking them.
+    Count the reachable states of a slot pool by a formula, without exploring them.
 
-    Each slot is free in one of ``generations + 1`` generations, the last of them exhausted, or
-    holds a key in one of three phases of one of ``generations``; no key is held twice.
+    Each slot is in one of two situations: it is free in one of ``generations + 1`` generations (the
+    last is exhausted), or it holds a key in one of three phases of one of ``generations``
+    generations. No key is in two slots.
 
     Args:
-        slots: Slots of the pool.
-        keys: Keys that compete for them.
-        generations: Number of tapes that each slot may hold in turn.
-        symmetry: Count the orbits under exchange of slots and of keys.
+        slots: Number of slots in the pool.
+        keys: Number of keys that compete for the slots.
+        generations: Number of tapes that each slot may hold, one after another.
+        symmetry: Whether states that differ only in the names of slots or keys count as one.
 
     >>> pool_states(4, 4, 3), pool_states(4, 4, 3, symmetry=True)
     (540184, 1820)

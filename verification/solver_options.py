@@ -1,5 +1,5 @@
 """
-Options of the commands that prove: the number of seeds, and a second solver.
+Options for ``qeffect prove`` and ``qeffect ranks``: the number of seeds, and a second solver.
 """
 
 from __future__ import annotations

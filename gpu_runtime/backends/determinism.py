@@ -1,5 +1,5 @@
 """
-What results depend on besides their inputs: the choice of kernels, and threads on a CPU.
+Make results depend only on their inputs: fix the choice of kernels, and the threads on a CPU.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ DETERMINISTIC: Mapping[str, str] = {
 
 def require_deterministic(device: torch.device) -> None:
     """
-    Set this process up as epoch scales require: deterministic kernels, and one thread on a CPU.
+    Set up this process for epoch scales: deterministic kernels, and one thread on a CPU.
 
-    On a GPU, call it before the libraries are imported: they read the variables once.
+    On a GPU, call this function before the libraries are imported, because they read the
+    environment variables only once.
 
     Raises:
         BackendError: On a GPU, an environment variable is already set to another value.

@@ -14,11 +14,11 @@ __all__ = ["generator_of", "placed", "visible_id"]
 
 def placed(device: torch.device | str = "cuda") -> torch.device:
     """
-    A device with its index; a CUDA device without an index is the current CUDA device.
+    Return a device with its index; a CUDA device without an index becomes the current CUDA device.
 
-    On a host with several GPUs each rank makes its own GPU the current one; tensors, streams and
-    events on device 0 would not match. Without a CUDA device the index is 0, so that the first use
-    of the device reports what is missing.
+    On a host with several GPUs each rank makes its own GPU the current device; tensors, streams and
+    events on device 0 would not match that GPU. Without a CUDA device the index is 0, so that the
+    first use of the device reports what is missing.
 
     >>> placed("cpu")
     device(type='cpu')
@@ -34,14 +34,13 @@ def placed(device: torch.device | str = "cuda") -> torch.device:
 
 def visible_id(index: int = 0, environ: Mapping[str, str] | None = None) -> str:
     """
-    The name in nvidia-smi of the device that a CUDA process counts as `index`.
+    Return nvidia-smi's name for the device that CUDA numbers `index` in this process.
 
-    nvidia-smi ignores `CUDA_VISIBLE_DEVICES`; CUDA counts only the devices that this variable
-    names.
+    nvidia-smi ignores `CUDA_VISIBLE_DEVICES`, but CUDA numbers only the devices in this variable.
 
     Args:
         index: The number of the device among the visible ones.
-        environ: The environment; None means the process's own.
+        environ: The environment variables; None takes those of this process.
 
     Returns:
         The device's number on the host, or its UUID if the variable gives UUIDs; `index` itself
@@ -56,6 +55,6 @@ def visible_id(index: int = 0, environ: Mapping[str, str] | None = None) -> str:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The generator from which operations on a CUDA device draw by default."""
+    """Return the random generator that operations on a CUDA device use by default."""
     # torch fills the tuple when CUDA begins.
     return torch.cuda.default_generators[device.index]

@@ -1,13 +1,13 @@
 """
-A language model head that computes as TorchAO's `Float8Linear` with dynamic scaling, with dI and dW
-split, for every backend.
+A language model head for every backend, which computes the same as TorchAO's `Float8Linear` with
+dynamic scaling, but with dI and dW split.
 
-Each action casts the operands that it reads, each with a scale from its own amax. Casts and
-products are the library's own functions in the library's own order, and its full backward
-(`Float8Linear`) is the oracle.
+Each action casts the operands that it reads; each operand's scale comes from the operand's own
+amax. Casts and products are TorchAO's own functions in TorchAO's own order. The tests compare the
+bits with the full backward of `Float8Linear`.
 
-dI casts the weight again, as the library does, since the cast of F is not kept. dW multiplies F's
-cast of the input by dI's cast of the output gradient. The library would cast both again, with the
+dI casts the weight again, as TorchAO does, since the cast of F is not kept. dW multiplies F's cast
+of the input by dI's cast of the output gradient. TorchAO would cast both operands again, with the
 same values.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["DynamicHead", "library"]
 @cache
 def library() -> SimpleNamespace:
     """
-    The parts of TorchAO that are used, imported on first use.
+    Import TorchAO on first use, and return the parts that are used here.
 
     Raises:
         BackendError: TorchAO is not installed, or lacks a name that is used here.
@@ -54,15 +54,16 @@ def library() -> SimpleNamespace:
 
 class DynamicHead(SplitHead):
     """
-    Final norm and the product over the vocabulary, of operands in FP8.
+    The final norm, and the product over the vocabulary with operands in FP8.
 
-    On a CPU the library emulates its products: operands in float8, multiplied in fp32.
+    On a CPU TorchAO emulates its products: operands in float8 are multiplied in fp32.
 
     Args:
         config: Dimensions and type.
-        vocabulary: Rows of the product.
+        vocabulary: Number of tokens in the vocabulary: the rows of the head's matrix.
         device: Device of the parameters.
-        seed: Seed of the matrix, which is drawn on the CPU so that devices agree.
+        seed: Seed of the initial matrix, which is drawn on the CPU so that all devices get the same
+            bits.
 
     Raises:
         BackendError: TorchAO is not installed.
@@ -80,12 +81,12 @@ class DynamicHead(SplitHead):
         )
 
     def whole(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The library's own module."""
+        """Compute with TorchAO's own module."""
         logits: Tensor = torch.func.functional_call(self._whole[0], {"weight": weight}, (x,))
         return logits
 
     def cast(self, tensor: Tensor, dtype: str, role: str) -> Any:
-        """One operand in float8, scaled by its own amax, as the library casts it."""
+        """Cast one operand to float8, scaled by its own amax, as TorchAO casts it."""
         config = self._whole[0].config
         granted = getattr(config, f"cast_config_{dtype}")
         return self._lib.cast(
@@ -99,5 +100,5 @@ class DynamicHead(SplitHead):
 
     @property
     def join(self) -> Join | None:
-        """None: each microbatch's casts have scales of their own."""
+        """None, because the casts of each microbatch have separate scales and cannot be joined."""
         return None

@@ -1,10 +1,10 @@
 """
-The parts of a language model before its first layer and after its last, for every backend.
+The parts of a language model before its first layer and after its last layer, for every backend.
 
 Tokens enter the first stage as integers. The last stage ends in a final norm, a head over the
 vocabulary and a cross entropy. The head is computed like every other product of its backend: with a
-deferred weight gradient, a cache and scales. The embedding's gradient is a sum of rows, not a
-product that could be deferred, so it comes out of dI with the gradients of norms and biases.
+deferred weight gradient, a weight cache and scales. The embedding's gradient is a sum of rows, not
+a product that could be deferred, so it comes out of dI with the gradients of norms and biases.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 EMBEDDED, PROJECTED = "embedding.weight", "head.weight"
-"""Names of the token table and of the head's matrix in every backend's stages."""
+"""Names of the token embedding's table and of the head's matrix in every backend's stages."""
 
 _SPREAD = 0.02
 """Standard deviation of the initial embedding and of the reference backend's initial matrices."""
@@ -45,17 +45,17 @@ _SPREAD = 0.02
 @attrs.frozen(kw_only=True)
 class Ends:
     """
-    The ends of a language model (the embedding, the head) that a stage has.
+    Which ends of a language model (the embedding, the head) a stage has.
 
     Args:
         vocabulary: Number of different tokens.
-        embedding: Whether the stage takes tokens.
-        head: Whether the final norm and the head follow its last layer.
-        first_layer: Number of the model's layers before the stage's own. Each layer has its own
-            seed, so a model starts with the same bits however it is cut into stages.
+        embedding: Whether the stage begins with the embedding, and therefore takes tokens.
+        head: Whether the final norm and the head follow the stage's last layer.
+        first_layer: Number of the model's layers in earlier stages. Each layer has its own seed, so
+            a model starts with the same bits for every division into stages.
         tied: Whether the head's matrix starts as a copy of the token table. The summed gradients
             and the update then keep both equal.
-        kind: What computes the head (`heads.HEADS`): `te` is the library of the layers.
+        kind: What computes the head (`heads.HEADS`): `te` means the same library as for the layers.
 
     Raises:
         ValueError: The vocabulary does not fit FP8's blocks of 16.
@@ -73,11 +73,11 @@ class Ends:
             raise ValueError(f"vocabulary is {self.vocabulary}; FP8 products need a multiple of 16")
 
     def tokens(self, config: LayerConfig, device: torch.device) -> TensorSpec:
-        """Tokens of a microbatch: sequence first, like the hidden states."""
+        """Specify the tokens of a microbatch: sequence first, like the hidden states."""
         return TensorSpec((config.sequence, config.batch), torch.int64, device, False)
 
     def logits(self, config: LayerConfig, device: torch.device) -> TensorSpec:
-        """The output of the head."""
+        """Specify the output of the head."""
         shape = config.sequence, config.batch, self.vocabulary
         return TensorSpec(shape, config.dtype, device)
 
@@ -92,15 +92,15 @@ def stage_ends(
     extra: Sequence[TensorSpec],
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """
-    Specifications of a stage's inputs and outputs.
+    Return the specifications of a stage's inputs and outputs.
 
     Args:
         config: Dimensions of its layers.
         device: Device of the stage.
-        ends: Which ends of a language model the stage has, if any.
+        ends: Which ends of a language model the stage has; None for a stage of layers alone.
         first: Whether the stage takes data, and therefore has no input gradient.
         loss: Whether the stage ends in the loss.
-        extra: Its further inputs.
+        extra: Specifications of the stage's further inputs, such as targets.
 
     Raises:
         ValueError: The stage takes tokens but is not the first.
@@ -137,7 +137,7 @@ def _token_table(config: LayerConfig, rows: int, generator: torch.Generator) -> 
 
 def tie_head(units: Sequence[WgradUnit], ends: Ends | None, config: LayerConfig, seed: int) -> None:
     """
-    Copy the token table's initial bits into the head's matrix, if the two are tied.
+    Copy the token embedding's initial bits into the head's matrix, if the two are tied.
 
     Args:
         units: A stage's products; the head's product is the last.
@@ -155,13 +155,14 @@ def tie_head(units: Sequence[WgradUnit], ends: Ends | None, config: LayerConfig,
 
 class TokenEmbedding(torch.nn.Module):
     """
-    The sum of token and position embeddings; with rotary positions the token embedding alone.
+    The sum of token and position embeddings; with rotary positions, only the token embedding.
 
     Args:
         config: Width, positions and type.
-        vocabulary: Rows of the token embedding.
+        vocabulary: Number of tokens in the vocabulary: the rows of the token embedding.
         device: Device of the parameters.
-        seed: Seed of the tables, which are drawn on the CPU so that devices agree.
+        seed: Seed of the initial tables, which are drawn on the CPU so that all devices get the
+            same bits.
     """
 
     def __init__(
@@ -180,14 +181,15 @@ class TokenEmbedding(torch.nn.Module):
         self.register_parameter("position", table(config.sequence) if learned else None)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Hidden states of tokens, each `(sequence, batch)`."""
+        """Return the hidden states of tokens of shape `(sequence, batch)`."""
         rows: Tensor = _Rows.apply(self.weight, tokens)  # type: ignore[no-untyped-call]
         return rows if self.position is None else rows + self.position.unsqueeze(1)
 
 
 class _Rows(torch.autograd.Function):
     """
-    Rows of a table; the gradient is summed in fp32, in a fixed order, without the host.
+    Look up rows of a table; the backward sums the gradient in fp32, in a fixed order, without the
+    host.
 
     torch's own backward of an embedding rounds each addition to the table's type, and may add in
     any order or wait for the device.
@@ -219,10 +221,11 @@ class _Rows(torch.autograd.Function):
 @attrs.frozen
 class LossShare:
     """
-    A microbatch's share of a step's loss; `weight` tells by which number the mean is divided.
+    A microbatch's share of a step's loss: its mean divided by `parts`; `weight` is the factor (1,
+    parts).
 
     Args:
-        mean: Mean over one microbatch, of outputs and targets.
+        mean: Function that returns the mean loss of one microbatch from outputs and targets.
         parts: The divisor of the mean: the number of microbatches over all walks and replicas, if
             the shares are to add up to the mean over all microbatches.
 
@@ -235,12 +238,12 @@ class LossShare:
     parts: int
 
     def __call__(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Return the share."""
+        """Return the microbatch's share of the loss."""
         return self.mean(hidden, target) / self.parts
 
     @property
     def weight(self) -> tuple[int, int]:
-        """The factor of the microbatch's gradient, as `Contract.commit` takes it."""
+        """The factor of the microbatch's gradient, in the form that `Contract.commit` takes."""
         return 1, self.parts
 
 
@@ -253,7 +256,7 @@ def weight_of(loss: object) -> tuple[int, int] | None:
 
 @cache
 def _library_computes_losses() -> bool:
-    """Whether Transformer Engine is installed in a version that this runtime takes."""
+    """Whether Transformer Engine is installed in a version that this runtime accepts."""
     from .te.domain import library
 
     try:
@@ -265,10 +268,10 @@ def _library_computes_losses() -> bool:
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """
-    Mean negative log likelihood of a microbatch, in fp32, of logits and the next tokens.
+    Compute the mean negative log likelihood of the next tokens over a microbatch, in fp32.
 
-    On a GPU Transformer Engine's kernels compute it, if the library is installed: torch's own
-    kernels read and write fp32 copies of the logits several times.
+    On a GPU, Transformer Engine's kernels compute this mean if the library is installed, because
+    torch's own kernels read and write fp32 copies of the logits several times.
     """
     if logits.is_cuda and _library_computes_losses():
         from .te.loss import mean_cross_entropy as by_the_library
@@ -280,10 +283,10 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor, parts: int) -> Tensor:
     """
-    A microbatch's share of the mean negative log likelihood, in fp32.
+    Compute a microbatch's share of the mean negative log likelihood, in fp32.
 
     Args:
-        logits: Logits of each position, over the vocabulary.
+        logits: Logits over the vocabulary for each position.
         targets: The token that follows each position.
         parts: Number of microbatches over all replicas; the shares add up to the mean.
     """

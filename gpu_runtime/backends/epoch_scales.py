@@ -1,12 +1,12 @@
 """
-Scales that move (are updated) once an epoch, and the methods that their domain adds to
-`StateDomain`.
+FP8 scales that move (are updated) once an epoch, and the methods that a domain with such scales
+adds to `StateDomain`.
 
 By default the library moves scales at the end of every F and dI, so the bits of a step depend on
 the order of its microbatches. In a domain of epoch scales, F and dI only gather amaxes: the open
-entry of a history keeps the largest amax that a cast has seen. `move_scales` moves all scales of
-the domain once, as the ends of F and dI do by default. The contract counts this movement as one
-effect, which belongs to the update.
+entry of a history keeps the largest amax of all casts. `move_scales` then moves all scales of the
+domain once, in the same way as F and dI do by default. The contract counts this movement as one
+effect of the update.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ SCALES: Final[tuple[Scales, ...]] = ("action", "epoch")
 
 
 class EpochScales(Protocol):
-    """The interface of a domain whose `scales` are ``epoch``; other domains may lack it."""
+    """
+    The interface of a domain whose `scales` are ``epoch``; other domains may lack these methods.
+    """
 
     @property
     def scales(self) -> str:
         """When scales move: ``action`` or ``epoch``."""
 
     def move_scales(self) -> None:
-        """Close the open entry of every history, in both directions, and move each scale once."""
+        """Close the open entry of every history, forward and backward, and move each scale once."""
 
     def begin_forward(self, epoch: int, microbatch: int) -> None:
         """
-        Name the microbatch of the next F; dropout's random numbers follow from the microbatch.
+        Announce the microbatch of the next F; dropout's random numbers depend on the microbatch.
         """
 
 
 def require_scales(scales: str) -> None:
     """
-    Require a known value of `scales`.
+    Raise an error if the value of `scales` is unknown.
 
     Raises:
         ValueError: The value is unknown.
@@ -64,7 +66,8 @@ def moves_once(domain: StateDomain) -> bool:
 
 def move_scales(domain: StateDomain) -> None:
     """
-    Move the scales of a domain of epoch scales; other domains have already moved their scales.
+    Move the scales of a domain of epoch scales; do nothing for other domains, whose scales have
+    already moved.
     """
     if moves_once(domain):
         held: Any = domain
@@ -72,14 +75,14 @@ def move_scales(domain: StateDomain) -> None:
 
 
 def begin_forward(domain: StateDomain, epoch: int, microbatch: int) -> None:
-    """Name the microbatch of the next F, if the domain asks for it."""
+    """Announce the microbatch of the next F, if the domain needs it."""
     told = getattr(domain, "begin_forward", None)
     if told is not None:
         told(epoch, microbatch)
 
 
 def unnamed() -> BackendError:
-    """The error of dropout in an F whose microbatch is unknown."""
+    """Return the error for dropout in an F whose microbatch was not announced."""
     return BackendError(
         "dropout under scales='epoch' draws by layer, microbatch and epoch, but the microbatch of "
         "this F is unknown; call begin_forward(epoch, microbatch) of the domain first"

@@ -1,5 +1,5 @@
 """
-The kinds of heads, by name in a configuration.
+The kinds of heads of a language model, by their names in a configuration.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ __all__ = ["HEADS", "split_head_of"]
 
 _SPLIT: Final[Mapping[str, type[SplitHead]]] = {"torchao": DynamicHead, "bf16": SplitHead}
 HEADS = ("te", *_SPLIT)
-"""What computes the head: `te` is the library of the layers."""
+"""What computes the head: `te` means the same library as for the layers."""
 
 
 def split_head_of(
     ends: Ends | None, config: LayerConfig, device: torch.device, seed: int
 ) -> SplitHead | None:
     """
-    Return a stage's head; None if the stage has no head, or if the layers' library computes it.
+    Return a stage's head; None if the stage has no head, or if the layers' library computes the
+    head.
 
     Args:
         ends: Which ends of a language model a stage has.

@@ -13,21 +13,21 @@ from .protocol import TensorSpec
 __all__ = ["ACTIVATIONS", "NORMS", "POSITIONS", "LayerConfig", "rotary_angles"]
 
 NORMS = ("layernorm", "rmsnorm")
-"""Norms, by name in a configuration."""
+"""The norms, by their names in a configuration."""
 ACTIVATIONS = ("gelu", "swiglu")
-"""The activation of an MLP, between its two products."""
+"""The activations of an MLP, between its two products."""
 POSITIONS = ("learned", "rotary")
 """How tokens get their positions: a table that is added to the embedding, or rotations of queries
 and keys in each layer."""
 
 _OPTIONS = {"norm": NORMS, "activation": ACTIVATIONS, "positions": POSITIONS}
 _BASE = 10_000.0
-"""The base of the rotations' wavelengths."""
+"""The base of the wavelengths of rotary positions."""
 
 
 def rotary_angles(config: LayerConfig, device: torch.device) -> Tensor:
     """
-    Return by how much a position rotates each pair of elements of a query or a key.
+    Return the angles by which each position rotates the pairs of elements of a query or a key.
 
     Args:
         config: The dimensions.
@@ -51,14 +51,14 @@ class LayerConfig:
     Args:
         hidden: Width of the residual stream.
         ffn: Width of the MLP.
-        heads: Number of attention heads; `hidden` must be a multiple of it.
+        heads: Number of attention heads; `hidden` must be a multiple of this number.
         sequence: Tokens in a microbatch.
         batch: Sequences in a microbatch.
-        fused_qkv: One parameter for query, key and value (12 parameters, 4 of them matrices);
-            otherwise three (16 parameters, 6 matrices).
+        fused_qkv: Whether query, key and value share one parameter (12 parameters per layer, 4 of
+            them matrices), or have three (16 parameters, 6 matrices).
         dtype: Type of parameters and activations.
-        kv_heads: Number of heads of keys and values; several heads of queries share each of them
-            (grouped-query attention). None gives every head of queries its own.
+        kv_heads: Number of key and value heads; several query heads share each of them
+            (grouped-query attention). None gives every query head its own.
         norm: One of `NORMS`.
         activation: One of `ACTIVATIONS`. With `swiglu`, fc1 computes twice the width of the MLP.
         positions: One of `POSITIONS`.
@@ -115,37 +115,37 @@ class LayerConfig:
 
     @property
     def head_width(self) -> int:
-        """Elements of a head."""
+        """Number of elements of a head."""
         return self.hidden // self.heads
 
     @property
     def groups(self) -> int:
-        """Heads of keys and values."""
+        """Number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def sharing(self) -> int:
-        """Heads of queries that share one head of keys and values."""
+        """Number of query heads that share one key and value head."""
         return self.heads // self.groups
 
     @property
     def kv_width(self) -> int:
-        """Elements of all keys of a token, and of all values."""
+        """Number of elements of all keys of a token; the values have equally many."""
         return self.groups * self.head_width
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused product for queries, keys and values."""
+        """Number of rows of the fused matrix for queries, keys and values."""
         return self.hidden + 2 * self.kv_width
 
     @property
     def fc1_rows(self) -> int:
-        """Rows of the first product of an MLP."""
+        """Number of rows of the first matrix of an MLP."""
         return self.ffn * (2 if self.activation == "swiglu" else 1)
 
     @property
     def parameters(self) -> int:
-        """Parameters of a layer."""
+        """Number of parameter tensors of a layer."""
         rows = self.qkv_rows + self.hidden + self.fc1_rows
         matrices = rows * self.hidden + self.ffn * self.hidden
         norms = 2 * self.hidden * self.norm_vectors
@@ -153,11 +153,11 @@ class LayerConfig:
 
     @property
     def norm_vectors(self) -> int:
-        """Vectors of parameters of a norm: a weight, and a bias except with `rmsnorm`."""
+        """Number of parameter vectors of a norm: a weight, and a bias except with `rmsnorm`."""
         return 1 if self.norm == "rmsnorm" else 2
 
     def hidden_states(self, device: torch.device, *, differentiable: bool = True) -> TensorSpec:
-        """The hidden states between stages: sequence first, as Transformer Engine has them."""
+        """Specify the hidden states between stages: sequence first, as in Transformer Engine."""
         return TensorSpec(
             (self.sequence, self.batch, self.hidden), self.dtype, device, differentiable
         )

@@ -1,5 +1,5 @@
 """
-The norms of layers and heads that torch computes.
+The norms that torch computes, for layers and heads.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from .layers import LayerConfig
 __all__ = ["EPSILON", "norm_of"]
 
 EPSILON = 1e-5
-"""What Transformer Engine adds to a variance by default."""
+"""The epsilon that Transformer Engine adds to a variance by default."""
 
 
 def norm_of(config: LayerConfig, device: torch.device) -> torch.nn.Module:
     """
-    Return a norm over the hidden states.
+    Make the module of a norm over the hidden states.
 
     Args:
-        config: Width, type, and which norm.
-        device: Device of its parameters.
+        config: Dimensions of a layer: the width, the type and the kind of the norm.
+        device: Device of the norm's parameters.
     """
     kind = torch.nn.RMSNorm if config.norm == "rmsnorm" else torch.nn.LayerNorm
     return kind(config.hidden, eps=EPSILON, device=device, dtype=config.dtype)

@@ -1,5 +1,5 @@
 """
-Queries of a device through nvidia-smi; no setting is changed.
+Queries about a device through nvidia-smi; nothing is changed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ IDENTITY = ("name", "driver_version", "memory.total")
 
 def query(fields: Sequence[str]) -> dict[str, Any] | None:
     """
-    Ask nvidia-smi for fields of the first visible device.
+    Ask nvidia-smi for properties (fields) of the first visible device.
 
     Returns:
-        The values by field, numeric values as numbers; None without nvidia-smi.
+        The values by field, numeric values as numbers; None if nvidia-smi is missing.
     """
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:

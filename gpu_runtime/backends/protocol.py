@@ -1,15 +1,15 @@
 """
-What a stateful layer library must reveal so that its F, dI and dW can be guarded.
+The interface that a stateful layer library must offer so that its F, dI and dW can be guarded.
 
-A `StateDomain` is the numerical state that every F and every dI moves, with all stages that share
-it. In Transformer Engine it is the whole process, because each update goes over every registered
-module and rolls each history with a new entry. A `StageBackend` is one pipeline stage (one chunk):
-it maps a tuple of tensors to a tuple of tensors, keeps the work between dI and dW on a `Tape`, and
-lists the kernel's relations that it needs. The paper asks for these parts in "What a backend
-contract would need" (Section VI).
+A `StateDomain` is the numerical state that every F and every dI changes, with all stages that share
+this state. In Transformer Engine the domain is the whole process, because each update goes over
+every registered module and rolls each history with a new entry. A `StageBackend` is one pipeline
+stage (one chunk): it maps a tuple of tensors to a tuple of tensors, keeps the work between dI and
+dW on a `Tape`, and lists the kernel's relations that it needs. The paper lists these requirements
+in "What a backend contract would need" (Section VI).
 
-A backend guards nothing and does not know epochs, keys or generations: it acts and reports, and the
-runtime asks the kernel.
+A backend checks nothing and does not know epochs, keys or generations: it acts and reports, and the
+runtime asks the contract.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ RELATIONS = (
     "reduction",
     "persistence",
 )
-"""The kernel's relations by name; a backend lists those that it uses."""
+"""The contract's relations (groups of clauses) by name; a backend lists those that it uses."""
 
 
 TAPE_SCALES = ("carried", "live")
-"""The scales with which dI dequantizes its tape; see `Reports.tape_scales`."""
+"""Which scales dI uses to dequantize its tape; see `Reports.tape_scales`."""
 
 
 class BackendError(RuntimeError):
-    """A backend cannot do what it was asked; the message says what is missing and what to do."""
+    """
+    A backend cannot do what the caller asked; the message says what is missing and what to do.
+    """
 
 
 @attrs.frozen
@@ -49,7 +51,7 @@ class TensorSpec:
     Shape, type and device of one tensor that crosses a stage boundary.
 
     Args:
-        shape: The fixed shape; captured graphs need one.
+        shape: The fixed shape, which captured graphs need.
         dtype: The element type.
         device: Device of the tensor.
         differentiable: Whether a gradient flows back through it. Token ids, targets and the input
@@ -62,12 +64,15 @@ class TensorSpec:
     differentiable: bool = True
 
     def buffer(self) -> Tensor:
-        """A zeroed static buffer; a leaf of autograd if a gradient flows through it."""
+        """
+        Make a zeroed static buffer; the buffer is a leaf of autograd if a gradient flows through
+        it.
+        """
         made = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return made.requires_grad_() if self.differentiable else made
 
     def mismatch(self, tensor: Tensor) -> str | None:
-        """How a tensor differs from this specification, in words; None if it does not."""
+        """Say how a tensor differs from this specification; None if it fits."""
         if tensor.shape != self.shape:
             return f"expected shape {self.shape}, found {tuple(tensor.shape)}"
         if tensor.dtype != self.dtype:
@@ -80,13 +85,13 @@ class TensorSpec:
 @attrs.frozen(eq=False)
 class Matrix:
     """
-    A parameter whose gradient comes out of dW.
+    A parameter whose gradient dW computes.
 
     Args:
         name: Its name within the stage.
         parameter: The parameter itself.
         start: First row of the matrix's gradient within its unit's gradient.
-        stop: One past the last row.
+        stop: One past the last row of the matrix's gradient.
     """
 
     name: str
@@ -98,7 +103,7 @@ class Matrix:
 @attrs.frozen(eq=False)
 class WgradUnit:
     """
-    One piece of deferred work: one matrix product whose result is the gradient of its matrices.
+    A deferred matrix product whose result is the gradient of one or more matrices.
 
     Split QKV has one unit for three matrices, because the library multiplies all three in one
     product. So a destination belongs to a unit, and each matrix is a range of the destination's
@@ -110,18 +115,18 @@ class WgradUnit:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Total rows of all matrices, and their common width."""
+        """The total number of rows of all matrices, and their common width."""
         return self.matrices[-1].stop, int(self.matrices[0].parameter.shape[1])
 
     def rows(self, gradient: Tensor) -> Iterable[tuple[Matrix, Tensor]]:
-        """Each matrix with its rows of the unit's gradient."""
+        """Yield each matrix with its rows of the unit's gradient."""
         for matrix in self.matrices:
             yield matrix, gradient[matrix.start : matrix.stop]
 
 
 @attrs.frozen(eq=False)
 class NonMatrix:
-    """A parameter whose gradient comes out of dI (norm weights, biases, an embedding)."""
+    """A parameter whose gradient dI computes (norm weights, biases, an embedding)."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -130,12 +135,12 @@ class NonMatrix:
 @attrs.define(eq=False)
 class DeferredWork:
     """
-    One unit's retained operands and the function that multiplies them.
+    The operands of a unit's deferred product, and the function that multiplies them.
 
     Args:
         unit: The unit.
-        operands: The operands, as `compute` takes them.
-        compute: The function.
+        operands: The arguments of `compute`.
+        compute: The function that multiplies the operands.
         join: Makes the operands of one product over several microbatches: it appends the rows
             (tokens) of the given operands in the given order, and may assume that all were
             quantized with the same scales. None if each microbatch has its own scales, and
@@ -151,15 +156,16 @@ class DeferredWork:
 @attrs.define(eq=False)
 class Tape:
     """
-    What one slot retains from F to dW: outputs with their autograd graph, then deferred work.
+    The data that one slot retains from F to dW: outputs with their autograd graph, then deferred
+    work.
 
     Args:
         slot: The slot that owns the tape.
-        stores: Where the library queues deferred work; one private set per slot, because a store
-            is a bare FIFO queue without key or owner.
-        drawn: Where its F drew random numbers: positions of the generator, in order.
-        weight: The factor by which its F weighted the microbatch's loss, as (numerator,
-            denominator); None if the loss did not report it.
+        stores: The library's queues of deferred work. Each slot has private stores, because a store
+            is a plain FIFO queue without key or owner.
+        drawn: The positions of the generator at which F drew random numbers, in order.
+        weight: The factor by which F weighted the microbatch's loss, as (numerator, denominator);
+            None if the loss did not report the factor.
     """
 
     slot: int
@@ -177,7 +183,7 @@ class Tape:
         return tuple(w.unit.name for w in self.work)
 
     def clear(self) -> None:
-        """Drop everything retained, as after dW or an abort."""
+        """Drop all retained data, after dW or an abort."""
         self.inputs = ()
         self.outputs = ()
         self.work.clear()
@@ -189,34 +195,35 @@ class Tape:
 @attrs.frozen(eq=False, kw_only=True)
 class Reports:
     """
-    What a stage's backend reports about its own effects. The host has these reports without reading
+    Which of its own effects a stage's backend reports. The host gets these reports without reading
     from the device.
 
-    Effects that are not reported are taken on trust (`qeffect.StageConfig.on_trust`).
+    The contract takes all other effects on trust (`qeffect.StageConfig.on_trust`).
 
     Args:
-        filled: Names of the matrices whose current cache (the cache that F reads now) was filled
-            since the last call, one entry per fill.
-        updates: Number of updates of the domain's scaling state so far, by any stage.
-        tape_scales: ``carried`` if a tape keeps the scales of its F and dI reports in
+        filled: Function that returns the matrices whose current cache (the cache that F reads now)
+            was filled since the last call, one entry per fill.
+        updates: Function that returns the number of updates of the domain's scaling state so far,
+            by any stage.
+        tape_scales: ``carried`` if a tape keeps the scales of its F, and dI reports in
             `Dgrads.scales` which scales it used; ``live`` if dI reads the domain's current scales.
-        recorded: Whether the reports of `filled` and `updates` during a capture hold for each
-            replay of the graph. False if the device decides whether a captured kernel acts, for
-            example by a flag in its memory.
+        recorded: Whether the reports of `filled` and `updates` during a capture are also true for
+            each replay of the graph. False if the device decides whether a captured kernel acts,
+            for example by a flag in its memory.
         draws: Whether F draws random numbers and notes the generator's positions on its tape
             (`Tape.drawn`). False if F draws no random numbers; None if F draws them without
             reporting the positions.
-        places_draws: Whether the domain sets the random generator's position before each F, eager
-            or replayed (its method `drawing`), so that the position is also known for a replay.
+        places_draws: Whether the domain's method `drawing` sets the random generator's position
+            before each F, so that the position is known even if F is a replay.
         recomputes: Whether dI recomputes F and reports in `Dgrads.draws` the position at which it
-            draws again; requires `draws`. False if dI draws nothing again; None if dI draws without
-            reporting the position.
-        weights: Whether dI reports in `Dgrads.weight` by which factor the microbatch's gradient is
-            weighted. A captured graph has the factor of its capture.
+            draws again; requires `draws`. False if dI draws no random numbers again; None if dI
+            draws without reporting the position.
+        weights: Whether dI reports in `Dgrads.weight` the factor of the microbatch's gradient. A
+            captured graph keeps the factor of its capture.
 
     Raises:
-        ValueError: `tape_scales` is ``carried`` without `updates`, in which the position of an F is
-            counted.
+        ValueError: `tape_scales` is ``carried`` without `updates`, whose counts identify the scales
+            of an F.
     """
 
     filled: Callable[[], Sequence[str]] | None = None
@@ -239,7 +246,7 @@ class Reports:
 
     def captured(self) -> Reports:
         """
-        The reports that remain if graphs are replayed.
+        Return those reports that are still valid if graphs are replayed.
 
         The host sees a capture, but no replay. A recorded effect is reported only if it holds for
         every replay. The position of random numbers is reported only if the domain sets it before
@@ -252,18 +259,18 @@ class Reports:
         return unseen if self.recorded else attrs.evolve(unseen, filled=None, updates=None)
 
     def without_order(self) -> Reports:
-        """The reports that remain if the order relation is left out."""
+        """Return those reports that are still used if the order relation is left out."""
         return attrs.evolve(self, updates=None, tape_scales=None, **self._unseen())
 
     def _unseen(self) -> dict[str, Any]:
-        """The reports about random numbers that remain if their positions are not reported."""
+        """Return the reports about random numbers without the positions of the draws."""
         return {
             "draws": None if self.draws is not False else False,
             "recomputes": None if self.recomputes is not False else False,
         }
 
     def on_trust(self) -> tuple[str, ...]:
-        """Return what is taken on trust about random numbers."""
+        """Return the assumptions about random numbers that the contract does not check."""
         claims = (
             (self.draws, "each F draws new random numbers"),
             (self.recomputes, "a recomputation draws the same random numbers as its F"),
@@ -274,15 +281,17 @@ class Reports:
 @attrs.frozen(eq=False)
 class Dgrads:
     """
-    Results of dI.
+    The results of dI.
 
     Args:
-        inputs: One gradient per differentiable input, in order; empty on a first stage.
+        inputs: One gradient per differentiable input of the stage, in order; empty on a first
+            stage.
         non_matrix: One gradient per `non_matrix` parameter of the stage, in order.
-        queued: The units whose work is now deferred.
+        queued: The units whose dW is now deferred.
         scales: Value of `Reports.updates` at the F whose scales dI used; None if the backend does
-            not report it, or if dI used the scales of more than one F.
-        draws: Where the recomputation of F began to draw random numbers; None if not reported.
+            not report this value, or if dI used the scales of more than one F.
+        draws: The generator's position at which the recomputation of F began to draw random
+            numbers; None if not reported.
         weight: The factor by which the microbatch's gradient is weighted, as (numerator,
             denominator); None if not reported.
     """
@@ -298,7 +307,7 @@ class Dgrads:
 @attrs.frozen(eq=False)
 class Wgrads:
     """
-    Results of dW.
+    The results of dW.
 
     Args:
         covered: Names of the matrices whose gradient was computed, in order, one entry per
@@ -313,16 +322,16 @@ class Wgrads:
 
 def products(tape: Tape, others: Sequence[Tape]) -> Iterable[DeferredWork]:
     """
-    The products of a dW over one or several tapes of a stage, in the order of the first tape.
+    Return the products of a dW over one or several tapes of a stage, in the first tape's order.
 
     With several tapes, a unit has one product if its operands can be joined, else one per tape.
 
     Args:
         tape: The first tape.
-        others: Further tapes, whose rows follow in this order.
+        others: Further tapes; the rows of their operands follow in this order.
 
     Raises:
-        BackendError: A tape has deferred other units than the first.
+        BackendError: A tape has deferred other units than the first tape.
     """
     for at, work in enumerate(tape.work):
         if not others:
@@ -345,11 +354,12 @@ def products(tape: Tape, others: Sequence[Tape]) -> Iterable[DeferredWork]:
 
 class Accumulation:
     """
-    Whether each product of a dW adds to its destination; a second product into it always adds.
+    Decides whether each product of a dW adds to its destination; a second product into the same
+    destination always adds.
 
     Args:
         accumulate: Whether the dW adds to its destinations.
-        joining: Units that add in any case, because another stage has written their destination.
+        joining: Units that always add, because another stage has already written their destination.
     """
 
     def __init__(self, accumulate: bool, joining: Collection[str] = ()) -> None:
@@ -371,11 +381,11 @@ class Accumulation:
 
 @runtime_checkable
 class StateDomain(Protocol):
-    """The numerical state that F and dI move, and every stage that shares it."""
+    """The numerical state that F and dI change, and every stage that shares this state."""
 
     @property
     def name(self) -> str:
-        """The library's name in reports."""
+        """The name of the layer library, for reports."""
 
     @property
     def device(self) -> torch.device:
@@ -383,11 +393,11 @@ class StateDomain(Protocol):
 
     @property
     def stages(self) -> Sequence[StageBackend]:
-        """Every stage of the domain, in the order in which they joined."""
+        """Every stage of the domain, in the order in which the stages joined."""
 
     @property
     def frozen(self) -> bool:
-        """Whether the set of modules is closed: captured graphs bake it in."""
+        """Whether the set of modules is closed; captured graphs depend on this set."""
 
     def freeze(self) -> None:
         """
@@ -406,16 +416,19 @@ class StateDomain(Protocol):
         """
 
     def extra_state(self) -> Mapping[str, Tensor]:
-        """Live numerical state that belongs to no single stage."""
+        """Return the live tensors of numerical state that belong to no single stage."""
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """Why the domain cannot be captured, one line per obstacle; empty if it can."""
+        """
+        Return why the domain cannot be captured, one line per obstacle; empty if it can be
+        captured.
+        """
 
     def environment(self) -> Mapping[str, str]:
-        """Versions and settings that affect results, for reports."""
+        """Return the versions and settings that affect results, for reports."""
 
     def recipe(self) -> Mapping[str, Any]:
-        """The precision recipe as plain data: a restart under another recipe is refused."""
+        """Return the precision recipe as plain data; a restart under another recipe is refused."""
 
 
 @runtime_checkable
@@ -428,7 +441,7 @@ class StageBackend(Protocol):
 
     @property
     def domain(self) -> StateDomain:
-        """The numerical state that this stage's F and dI move."""
+        """The domain with the numerical state that this stage's F and dI change."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -440,41 +453,50 @@ class StageBackend(Protocol):
 
     @property
     def units(self) -> tuple[WgradUnit, ...]:
-        """The deferred products of one dW."""
+        """The stage's units: the deferred products of one dW."""
 
     @property
     def non_matrix(self) -> tuple[NonMatrix, ...]:
-        """The parameters whose gradients come out of dI, in a fixed order."""
+        """The parameters whose gradients dI computes, in a fixed order."""
 
     @property
     def relations(self) -> frozenset[str]:
-        """The kernel's relations that this backend uses; all others are left out."""
+        """
+        The contract's relations (groups of clauses) that this backend uses; all others are left
+        out.
+        """
 
     @property
     def reports(self) -> Reports:
-        """The stage's reports of its effects; with `Reports()` all effects are taken on trust."""
+        """
+        The stage's reports of its effects; `Reports()` reports none, so all effects are taken on
+        trust.
+        """
 
     @property
     def survives_restart(self) -> frozenset[str]:
-        """State that a checkpoint keeps; everything else is rebuilt."""
+        """Return the names of the state that a checkpoint keeps; all other state is rebuilt."""
 
     def new_tape(self, slot: int) -> Tape:
-        """An empty tape for one slot, with its own stores."""
+        """Make an empty tape for one slot, with its own stores."""
 
     def warm(self) -> None:
         """
-        Create what the library creates on first use. This changes numerical state: restore the
-        state.
+        Run the stage once, so that the library creates its buffers. This changes numerical state;
+        the caller restores it.
         """
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """F: return the outputs; everything that dI needs stays on the tape."""
+        """F: return the outputs, and leave on the tape everything that dI needs."""
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
         """Set each unit's gradient destination, before dI; None lets the library allocate."""
 
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
-        """dI: return input and non-matrix gradients; matrix work stays on the tape."""
+        """
+        dI: return the input gradients and the non-matrix gradients; the work for dW stays on the
+        tape.
+        """
 
     def wgrad(
         self,
@@ -486,7 +508,7 @@ class StageBackend(Protocol):
         others: Sequence[Tape] = (),
     ) -> Wgrads:
         """
-        dW: run the tape's deferred work into its bound destinations.
+        dW: run the tape's deferred products, which write the bound destinations.
 
         Two units may be bound to one destination, for tied weights: the second unit then adds.
 
@@ -494,7 +516,8 @@ class StageBackend(Protocol):
             tape: The tape that the same microbatch's dI filled.
             accumulate: Add to the destination instead of overwriting it.
             keep: Leave the work on the tape, to capture it a second time.
-            joining: Units that add in any case; passed only if weights of two stages are tied.
+            joining: Units that add even if `accumulate` is False; passed only if weights of two
+                stages are tied.
             others: Further tapes of the stage, whose dI have run under the same scales. Where
                 possible, one product does the work of all tapes (`products`); it writes to the
                 first tape's destinations. Only stages whose `groups_wgrads` is True get further
@@ -502,38 +525,47 @@ class StageBackend(Protocol):
         """
 
     def refresh_cache(self) -> None:
-        """Quantize every weight into its cache again, in place, with this stage's current scale."""
+        """Quantize every weight into its cache again, in place, with the stage's current scale."""
 
     def cache_was_refreshed(self) -> None:
-        """Note a refresh that a graph replay has just enqueued without a call of the backend."""
+        """
+        Record that a graph replay has just enqueued a refresh, without a call of `refresh_cache`.
+        """
 
     def cache_is_current(self) -> bool:
-        """Whether, as far as the host saw, no parameter has changed since the last refresh."""
+        """Whether no parameter has changed since the last refresh, as far as the host knows."""
 
     def cached_weights(self) -> Mapping[str, Tensor]:
-        """Live tensors of the weight cache by name."""
+        """Return the live tensors of the weight cache by name."""
 
     def numerical_state(self) -> Mapping[str, Tensor]:
-        """Live tensors of the numerical state by name, in a form that any rank can load."""
+        """
+        Return the live tensors of the numerical state, by names that are the same on every rank.
+        """
 
     def addresses(self) -> Mapping[str, int]:
-        """Addresses that a captured graph bakes in: parameters, numerical state, caches."""
+        """
+        Return the addresses that a captured graph contains: parameters, numerical state, caches.
+        """
 
     def address_probe(self) -> Callable[[], Sequence[int]]:
         """
-        Prepare a cheap check, for every step, of everything that `addresses` names.
+        Prepare a check of all `addresses` that is cheap enough for every step.
 
         Returns:
             A function whose result differs from its earlier results whenever `addresses` would
-            differ: a tensor was moved, replaced, added or removed. The result may differ although
+            differ: a tensor was moved, replaced, added or removed. The result may differ even if
             `addresses` does not; so after a difference, compare `addresses`.
         """
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """Why this stage cannot be captured, one line per obstacle; empty if it can."""
+        """
+        Return why this stage cannot be captured, one line per obstacle; empty if it can be
+        captured.
+        """
 
     def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
-        """F for the library's ordinary full backward; refreshes the cache if `first`."""
+        """Run F for the library's ordinary full backward; `first` refreshes the cache."""
 
     def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:
         """Let the full backward accumulate into these tensors instead of `.grad`."""
@@ -541,9 +573,10 @@ class StageBackend(Protocol):
 
 def module_probe(root: torch.nn.Module) -> Callable[[], list[int]]:
     """
-    A cheap check of a module tree: its modules, and the addresses of their parameters.
+    Prepare a cheap check of a module tree: its modules, and the addresses of their parameters.
 
-    The tables of every module are looked up once; each check reads their current contents.
+    Each module's tables of parameters and submodules are looked up once; each check reads their
+    current contents.
     """
     # Kept alive here, so that no later module can reuse the identity of one of these.
     tree = list(root.modules())
@@ -560,12 +593,12 @@ def module_probe(root: torch.nn.Module) -> Callable[[], list[int]]:
 
 
 def matrices(stage: StageBackend) -> tuple[Matrix, ...]:
-    """Every matrix parameter of a stage, in the order of its units."""
+    """Return every matrix parameter of a stage, in the order of the stage's units."""
     return tuple(matrix for unit in stage.units for matrix in unit.matrices)
 
 
 def parameters(stage: StageBackend) -> dict[str, torch.nn.Parameter]:
-    """Every parameter of a stage by name: matrices first, then the others."""
+    """Return every parameter of a stage by name: matrices first, then all others."""
     found = {m.name: m.parameter for m in matrices(stage)}
     found.update((p.name, p.parameter) for p in stage.non_matrix)
     return found

@@ -1,7 +1,8 @@
 """
-Streams of random numbers: which sequence a process draws, and the seed of a draw that has a name.
+Streams of random numbers: the sequence that a process draws, and the seeds of named draws.
 
-Both are equal on every host. `reference/dropout.py` draws from a stream on the host, and
+A named draw depends only on its name, such as epoch, microbatch and layer. Streams and seeds are
+the same on every host. `reference/dropout.py` draws from a stream on the host, and
 `te/device_numbers.py` on the device.
 """
 
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 POSITION = "generator.position"
-"""Name of a domain's position in its numerical state: an int64 tensor on the host."""
+"""Name of the generator's position in a domain's numerical state: an int64 tensor on the host."""
 
 SEEDS = 2**63
 """Seeds of torch's generators are below this number."""
@@ -36,8 +37,8 @@ def stream_of(seed: int, replica: int, stage: int) -> int:
 
     Args:
         seed: The model's seed.
-        replica: The process's replica.
-        stage: The process's first stage; 0 if the numbers follow from the layer.
+        replica: Number of the process's replica.
+        stage: The process's first stage; 0 if the random numbers depend on the layer.
     """
     return _seed((seed, replica, stage))
 
@@ -55,10 +56,10 @@ def named_seed(stream: int, name: Iterable[int]) -> int:
 
 def require_probability(dropout: Any) -> None:
     """
-    Require a probability with which a layer can drop elements.
+    Raise an error unless the value is a probability of dropout.
 
     Raises:
-        ValueError: The probability is not a number in [0, 1); a truth value is not a number.
+        ValueError: The probability is not a number in [0, 1); a bool does not count as a number.
     """
     number = isinstance(dropout, Real) and not isinstance(dropout, bool)
     if not (number and 0.0 <= dropout < 1.0):
@@ -67,12 +68,12 @@ def require_probability(dropout: Any) -> None:
 
 def reported_draws(scales: Scales, *, draws: bool) -> bool | None:
     """
-    Return a value for `Reports.draws`: False if nothing is drawn, True if positions are reported,
-    None with epoch scales. With epoch scales numbers are drawn by name and have no position.
+    Return a value for `Reports.draws`: False if no numbers are drawn, True if positions are
+    reported, None with epoch scales, since draws by name have no position.
 
     Args:
         scales: When the domain's scales move.
-        draws: Whether anything is drawn.
+        draws: Whether a stage draws random numbers.
     """
     return (None if scales == "epoch" else True) if draws else False
 

@@ -1,7 +1,7 @@
 """
-A language model head that has no state in a domain, with dI and dW split, for every backend.
+A language model head for every backend, with dI and dW split and without FP8 scaling state.
 
-F and dI read the weight itself, not a cache, and no scale outlives an action. So the order of
+F and dI read the weight itself, not a cache, and no scale is kept after an action. So the order of
 actions does not change the head's bits. `SplitHead` computes in the type of the activations (bf16),
 as most models do; `DynamicHead` casts to FP8.
 """
@@ -28,23 +28,25 @@ Store = deque[tuple["SplitHead", tuple[Any, Any]]]
 """Deferred operands in the order in which dI queued them."""
 
 Join = Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
-"""Makes the operands of one product from the operands of each microbatch."""
+"""Function that joins the operands of several microbatches into the operands of one product."""
 
 
 class SplitHead(torch.nn.Module):
     """
-    Final norm and the product over the vocabulary.
+    The final norm and the product over the vocabulary.
 
     Args:
         config: Dimensions and type.
-        vocabulary: Rows of the product.
+        vocabulary: Number of tokens in the vocabulary: the rows of the head's matrix.
         device: Device of the parameters.
-        seed: Seed of the matrix, which is drawn on the CPU so that devices agree.
+        seed: Seed of the initial matrix, which is drawn on the CPU so that all devices get the same
+            bits.
 
     Attributes:
-        store: Where dI queues the deferred product; None for the library's own full backward.
-        main_grad: Where the full backward adds the gradient; None for `.grad`.
-        overwrite: Whether a full backward overwrites instead of adding.
+        store: The queue into which dI puts the deferred product; None for the library's own full
+            backward.
+        main_grad: The tensor to which the full backward adds the gradient; None for `.grad`.
+        overwrite: Whether a full backward overwrites `main_grad` instead of adding.
     """
 
     def __init__(
@@ -63,12 +65,12 @@ class SplitHead(torch.nn.Module):
 
     @property
     def linears(self) -> tuple[SplitHead, ...]:
-        """The one product."""
+        """The head's only product."""
         return (self,)
 
     @property
     def units(self) -> tuple[WgradUnit, ...]:
-        """The one unit."""
+        """The head's only unit of deferred work."""
         return (self.unit,)
 
     def non_matrix(self) -> tuple[NonMatrix, ...]:
@@ -77,7 +79,7 @@ class SplitHead(torch.nn.Module):
         return tuple(NonMatrix(f"head.norm.{name}", parameter) for name, parameter in named)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of hidden states."""
+        """Compute the logits of hidden states."""
         x = self.norm(x)
         if self.store is None:
             return self._full(x)
@@ -85,7 +87,9 @@ class SplitHead(torch.nn.Module):
         return logits
 
     def _full(self, x: Tensor) -> Tensor:
-        """The library's own product over an alias of the weight; passes on the alias's gradient."""
+        """
+        Run the library's own product with an alias of the weight, and pass on the alias's gradient.
+        """
         alias = self.weight.detach().requires_grad_()
         overwrite = self.overwrite
 
@@ -103,47 +107,54 @@ class SplitHead(torch.nn.Module):
         return self.whole(x, alias)
 
     def whole(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The library's own product, whose backward is the oracle of the split one."""
+        """
+        Run the library's own product; tests compare its full backward with the split backward.
+        """
         return functional.linear(x, weight)
 
     def cast(self, tensor: Tensor, dtype: str, role: str) -> Any:
         """
-        One operand as the products read it.
+        Convert one operand to the form that the products read.
 
         Args:
             tensor: The operand.
-            dtype: Which of the library's casts: `input`, `weight`, `weight_for_grad_input` or
+            dtype: The library's name of the cast: `input`, `weight`, `weight_for_grad_input` or
                 `grad_output`.
-            role: The library's name for the operand's part in a product.
+            role: The library's name for the operand's role in a product.
         """
         return tensor
 
     @staticmethod
     def product(wanted: Any, given: Any) -> Tensor:
-        """dW: the gradient of the matrix, from the operands that F and dI have cast."""
+        """Compute dW: the gradient of the matrix, from the operands that F and dI have cast."""
         return torch.mm(wanted.t(), given)
 
     @property
     def join(self) -> Join | None:
-        """Joins the operands of several microbatches; None if each microbatch has its own scale."""
+        """
+        Function that joins the operands of several microbatches; None if each microbatch has its
+        own scale.
+        """
         return _one_behind_the_other
 
     @staticmethod
     def write(value: Tensor, destination: Tensor, *, accumulate: bool) -> Tensor:
-        """Store a gradient, or add it, as autograd adds to `.grad`."""
+        """Store a gradient in the destination, or add it, as autograd adds to `.grad`."""
         return destination.add_(value) if accumulate else destination.copy_(value)
 
     def refresh(self) -> None:
-        """Nothing: F reads the weight itself."""
+        """Do nothing: F reads the weight itself, not a cache."""
 
 
 def _one_behind_the_other(operands: Sequence[Sequence[Any]]) -> list[Tensor]:
-    """The rows (tokens) of all microbatches, in order, for each place of the product."""
+    """
+    Concatenate the rows (tokens) of all microbatches, in order, for each operand of the product.
+    """
     return [torch.cat(list(parts)) for parts in zip(*operands, strict=True)]
 
 
 class _Split(torch.autograd.Function):
-    """The product and its dI; dW is queued in the store."""
+    """The product with its dI; the backward queues dW in the store."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, head: SplitHead) -> Tensor:

@@ -1,10 +1,10 @@
 """
-The likely cause and the remedy of each refusal, for a person who trains with a guarded framework.
+The likely cause and the remedy of each refusal, for a user of a guarded framework.
 
-The contract's own clauses have a cause and a remedy too, but for a person who calls the contract.
-Here the person calls a framework, and the guard calls the contract. Most texts hold for every
-framework. The framework's own words take the place of ``{loop}``, ``{between}``, ``{evaluate}``,
-``{update}``, ``{zero}``, ``{recover}`` and ``{failed}``.
+The contract's own clauses also have a cause and a remedy, but these address a person who calls the
+contract. Here the user calls a framework, and the guard calls the contract. Most texts hold for
+every framework. Each framework's own words replace the placeholders ``{loop}``, ``{between}``,
+``{evaluate}``, ``{update}``, ``{zero}``, ``{recover}`` and ``{failed}``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 @attrs.frozen
 class Advice:
     """
-    The advice of a refusal.
+    The advice that is shown with a refusal.
 
     Args:
         cause: The likely cause.
@@ -48,7 +48,7 @@ _Own = Mapping[str, str | tuple[str, str]]
 """A framework's own cause and remedy by clause id; a remedy alone keeps the common cause."""
 
 _UNFINISHED = "The checkpoint was about to be saved while microbatches of the step were unfinished."
-_RAISED = "An earlier action of this step raised an exception, and the run went on."
+_RAISED = "An earlier action of this step raised an exception, but the run continued."
 _SAVE = "Save checkpoints {between}."
 _CALLED_TWICE = (
     "Look for a loop, a retry or a wrapper that makes this call twice, and remove one call."
@@ -56,8 +56,8 @@ _CALLED_TWICE = (
 _UNKNOWN = Advice(
     "The guard lost track of the step: a second thread called the framework, or the guard has a "
     "fault.",
-    "Call the framework from one thread. If you do, report this message to QEffect, with the event "
-    "logs that the guard writes if you pass `log=`.",
+    "Call the framework from one thread. If only one thread calls it, report this message to "
+    "QEffect, with the event logs that the guard writes if you pass `log=`.",
 )
 
 #: For every framework, by clause id: cause and remedy.
@@ -70,18 +70,18 @@ _COMMON: Mapping[str, tuple[str, str]] = {
     ),
     "ownership.repeated-forward": (
         "A forward ran for a microbatch that had already finished in this step, or that failed: an "
-        "action raised an exception, and the run went on.",
+        "action raised an exception, but the run continued.",
         "Run each microbatch once in a step. {failed}",
     ),
     "ownership.pool-exhausted": (
         "More microbatches are under way than the schedule has room for: a backward was left out, "
         "or forwards run ahead.",
-        "Run the backwards where the schedule has them.",
+        "Run each backward at its position in the schedule.",
     ),
     "ownership.slot-busy": (
-        "The place of a new microbatch still holds another one: a backward was left out, or "
-        "forwards run ahead.",
-        "Run the backwards where the schedule has them.",
+        "The memory for a new microbatch still holds an earlier microbatch: a backward was left "
+        "out, or forwards run ahead.",
+        "Run each backward at its position in the schedule.",
     ),
     "ownership.stale-reference": (
         "The action belongs to a microbatch that has already finished, or whose forward never ran "
@@ -90,7 +90,7 @@ _COMMON: Mapping[str, tuple[str, str]] = {
     ),
     "ownership.wrong-key": (
         "The action was given a tensor of another microbatch: two tensors were swapped, or an "
-        "earlier one was kept.",
+        "earlier tensor was kept.",
         "Give each action the input, output and gradient of its own microbatch. Look for code that "
         "keeps tensors in a list or a queue.",
     ),
@@ -166,13 +166,13 @@ _COMMON: Mapping[str, tuple[str, str]] = {
         "Call {update} after {loop} has returned, and nowhere else. {failed}",
     ),
     "ownership.input-not-made": (
-        "The forward uses the output of another stage of this rank, which has not run for this "
-        "microbatch.",
+        "The forward uses the output of an earlier stage of this rank, but that stage has not run "
+        "for this microbatch.",
         "Run the forward of the earlier stage first.",
     ),
     "ownership.gradient-not-made": (
-        "The backward uses the gradient of another stage of this rank, which has not run for this "
-        "microbatch.",
+        "The backward uses the gradient of a later stage of this rank, but that stage's backward "
+        "has not run for this microbatch.",
         "Run the backward of the later stage first.",
     ),
     "ownership.unknown-key": (
@@ -218,8 +218,8 @@ _COMMON: Mapping[str, tuple[str, str]] = {
         "Reduce the gradients of a stage once per step, after its last backward.",
     ),
     "epoch.not-final": (
-        "The update came before the step had ended, as after an exception, or a second time for "
-        "the same gradients.",
+        "The update came before the step had ended, for example after an exception, or was made a "
+        "second time with the same gradients.",
         "Call {update} once per step, after {loop} has returned. {failed}",
     ),
     "epoch.spoiled": (_RAISED, "{recover}"),
@@ -413,7 +413,7 @@ _DEEPSPEED: _Own = {
     "ownership.repeated-forward": (
         "The buffer still held the input of a microbatch that had already finished, because "
         "`LoadMicroBatch` or `RecvActivation` was left out. Or an action of the step raised an "
-        "exception, and the run went on.",
+        "exception, but the run continued.",
         "Put the input of a new microbatch into the buffer before each `ForwardPass`. {failed}",
     ),
     "ownership.slot-busy": _BUFFER_IN_USE,
@@ -498,7 +498,10 @@ _PIPELINING: _Own = {
 
 
 def _table(words: Mapping[str, str], own: _Own) -> MappingProxyType[str, Advice]:
-    """Return a framework's advice: its own where it has some, or else the common advice."""
+    """
+    Return a framework's advice by clause: the framework's own text if it has one, else the common
+    text.
+    """
     recover = words["recover"]
     words = {**words, "failed": f"After an exception, {recover[0].lower()}{recover[1:]}"}
     found = {clause.id: Advice(clause.cause, clause.remedy) for clause in SCHEDULE_CLAUSES.values()}
@@ -521,7 +524,7 @@ PIPELINING_ADVICE: AdviceTable = _table(_PIPELINING_WORDS, _PIPELINING)
 
 def advised(refused: Refused, table: AdviceTable) -> Refused:
     """
-    Put a framework's advice on a refusal, unless the refusal has advice already.
+    Add a framework's advice to a refusal, unless the refusal already has advice.
 
     Args:
         refused: The refusal.

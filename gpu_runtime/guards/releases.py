@@ -1,4 +1,4 @@
-"""Releases of a framework that a guard was tested with."""
+"""Check whether a guard was tested with the installed release of its framework."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class UntestedReleaseError(RuntimeError):
 
 def check_release(name: str, found: str, *tested: str, manner: Manner, untested: bool) -> None:
     """
-    Warn of a release that the guard was not tested with, or refuse it.
+    Warn of a release that the guard was not tested with, or refuse this release.
 
-    For a release between two tested ones, both manners warn.
+    For a release between two tested releases, both manners only warn.
 
     Args:
         name: Name of the framework.
-        found: Its installed release.
-        tested: The releases that were tested, from the oldest on, as major and minor number.
+        found: The installed release of the framework.
+        tested: The tested releases, oldest first, each as major and minor number.
         manner: ``report`` warns; ``refuse`` raises, unless `untested` is set.
         untested: Whether the caller accepts a guard of an untested release.
 
     Raises:
-        UntestedReleaseError: In manner ``refuse``.
+        UntestedReleaseError: The release is untested, in manner ``refuse`` without `untested`.
     """
     known = [_minor(release) for release in tested]
     if _minor(found) in known:
@@ -40,7 +40,7 @@ def check_release(name: str, found: str, *tested: str, manner: Manner, untested:
     said = f"this guard was tested with {name} {oldest} to {newest}; {found} is installed"
     if manner == "refuse" and not untested:
         raise UntestedReleaseError(
-            f"{said}; pass untested=True to put the guard on anyway, or manner='report'"
+            f"{said}; pass untested=True to use the guard anyway, or manner='report'"
         )
     LOGGER.warning("%s", said)
 

@@ -46,7 +46,7 @@ class Violation:
 
     @classmethod
     def of(cls, refused: Refused, rank: int, step: int, action: str) -> Violation:
-        """Return a refusal as a violation."""
+        """Convert a refusal into a violation."""
         r = refused.record()
         return cls(r.clause, rank, step, action, r.found, r.expected, r.cause, r.remedy)
 
@@ -98,7 +98,7 @@ class Reports:
             LOGGER.exception("the callable on_violation raised; the run goes on")
 
     def fail(self, error: Exception, place: str) -> None:
-        """Log that the guard itself failed, once."""
+        """Log, only once, that the guard itself failed."""
         if not self._failed:
             self._failed = True
             LOGGER.error(

@@ -1,12 +1,12 @@
 """
-A contract that checks TorchTitan's pipeline, for your own configuration module.
+A guard that checks TorchTitan's pipeline, to be called in your own configuration module.
 
-`guarded(spec)` returns a `ModelSpec` whose two hooks also put a guard on. The hook `pipelining_fn`
+`guarded(spec)` returns a `ModelSpec` whose two hooks also install a guard. The hook `pipelining_fn`
 builds the schedule, which `pipelining.guard` then guards. TorchTitan calls the hook
-`post_optimizer_build_fn` with the optimizers, whose update ends each epoch from then on. TorchTitan
-accumulates gradients over several steps of the schedule, and each of these steps is a walk of one
-epoch. The guard changes no file and no option, and no bit of a legal run. The guard reports by
-default; with ``manner="refuse"`` it raises.
+`post_optimizer_build_fn` with the optimizers; from then on, each update by these optimizers ends an
+epoch. TorchTitan accumulates gradients over several steps of the schedule, and each of these steps
+is a walk of one epoch. The guard changes no file and no option, and does not change the results of
+a correct run. The guard reports by default; with ``manner="refuse"`` it raises.
 
 Evaluation by TorchTitan's validator calls `schedule.eval`, which is not guarded. What the guard
 checks is described in `pipelining` and `pipelining_update`; this module connects it to TorchTitan.
@@ -59,15 +59,16 @@ def guarded(
         spec: A `ModelSpec` of TorchTitan.
         manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
         on_violation: Called with the first violation of each clause, in manner ``report``.
-        log: A folder for the event log of each rank, as for `pipelining.guard`.
+        log: A folder in which each rank writes an event log, as with `pipelining.guard`; None
+            writes no log.
         untested: Whether manner ``refuse`` accepts releases that the guard was not tested with.
             Manner ``report`` only warns of such releases.
 
     Raises:
         UntestedReleaseError: The guard was not tested with the installed TorchTitan, in manner
             ``refuse`` without `untested`.
-        TypeError: Not a `ModelSpec`.
-        ValueError: The model has no pipeline, is guarded already, or the manner is unknown.
+        TypeError: `spec` is not a `ModelSpec`.
+        ValueError: The model has no pipeline or is already guarded, or the manner is unknown.
     """
     if manner not in ("refuse", "report"):
         raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
@@ -96,13 +97,13 @@ def guarded(
 
 def guard_of(built: Any) -> GuardedSchedule:
     """
-    Return the guard of a run: its `violations`, `on_trust()`, `contract` and `remove()`.
+    Return the guard of a run, an object with `violations`, `on_trust()`, `contract` and `remove()`.
 
     Args:
         built: A `Trainer`, or its `pp_schedule`.
 
     Raises:
-        ValueError: Nothing was guarded.
+        ValueError: The run has no guarded schedule.
     """
     schedule = getattr(built, "pp_schedule", built)
     found = getattr(getattr(schedule, "schedule", schedule), pipelining.MARK, None)
@@ -115,7 +116,7 @@ def guard_of(built: Any) -> GuardedSchedule:
 
 
 def _release(spec: Any) -> str:
-    """The release of the package that defines the specification's class."""
+    """Return the release of the package that defines the specification's class."""
     package = sys.modules.get(type(spec).__module__.partition(".")[0])
     return str(getattr(package, "__version__", "unknown"))
 
@@ -126,11 +127,11 @@ class _Hooks:
     The two hooks of a guarded specification.
 
     Args:
-        manner, on_violation, log, untested: As for `guarded`.
+        manner, on_violation, log, untested: The arguments that were passed to `guarded`.
 
     Attributes:
-        built: The guard of the last schedule, and how many of its steps an update takes, until
-            the optimizers are built.
+        built: The guard of the last schedule, and the number of schedule steps per update; None
+            again once the optimizers are built.
     """
 
     manner: Manner
@@ -178,7 +179,10 @@ class _Hooks:
         self.built = guard, _walks(given.get("training"), given.get("parallel_dims"))
 
     def _put(self, put: Callable[[], None]) -> None:
-        """Put a guard on; in manner ``report``, a run whose guard fails goes on unguarded."""
+        """
+        Install a guard; if this fails in manner ``report``, log the error and let the run continue
+        unguarded.
+        """
         try:
             put()
         except Exception as error:
@@ -188,7 +192,7 @@ class _Hooks:
 
 
 def _walks(training: Any, dims: Any) -> int | None:
-    """Return how many steps of the schedule an update takes; None if the trainer does not say."""
+    """Return the number of schedule steps per update; None if the trainer does not specify it."""
     local = getattr(training, "local_batch_size", None)
     whole = getattr(training, "global_batch_size", None)
     if not isinstance(local, int) or not isinstance(whole, int):

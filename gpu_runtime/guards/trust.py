@@ -1,7 +1,7 @@
 """
 What each guard takes on trust (does not check): the sentences of `on_trust`, and when each applies.
 
-The tables of the documentation pages are made of the same sentences.
+The tables of the documentation pages are generated from the same sentences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Trust:
 
     Args:
         text: The sentence; ``{stage}`` and ``{kind}`` stand for a stage and a kind of action.
-        when: When the sentence applies, for the table of the page.
+        when: When the sentence applies, for the table of the documentation page.
     """
 
     text: str

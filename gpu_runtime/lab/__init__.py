@@ -1,3 +1,4 @@
 """
-The laboratory: code that compares, times and plots the runtime. No product code imports it.
+The measurement laboratory: code that compares, times and plots the runtime. No product code imports
+this package.
 """

@@ -1,18 +1,18 @@
 """
-The name of an attempt. An attempt runs from the meeting of all ranks to the first rank's end.
+The name of an attempt, which all its ranks agree on. An attempt begins when all ranks have met, and
+ends with the first rank that ends.
 
-torchrun restarts the workers of its agents in rounds. Workers do not learn the number of their
-round, and the agents' store outlives all rounds. Each agent passes its own count of restarts to its
+torchrun restarts its workers in rounds. Workers do not learn the number of their round, and the
+store of torchrun's agents outlives all rounds. Each agent passes its own count of restarts to its
 workers: an agent does not count a restart whose cause is a lost worker of another agent, and counts
-from 0 if the agent was killed and started again (pytorch/pytorch#135712). Ranks therefore draw the
-name of their attempt and agree on it here.
+from 0 if the agent was killed and started again (pytorch/pytorch#135712). So no count identifies a
+round, and the ranks agree on a random name instead.
 
-Rank 0 draws a name and offers it under the one key that every round overwrites. Each other rank
-takes its place under a key that begins with the offered name; the first process that writes the key
-gets the place. Once all places are taken, rank 0 confirms the name, also under a key that begins
-with the name. Every place was taken after the name was drawn. So a confirmed name has one process
-for each rank, and all of them ran while rank 0 waited. The keys that an earlier round wrote begin
-with another name.
+Rank 0 draws a name and writes it under a key that every round overwrites. Each other rank registers
+under a key that begins with this name; only the first process that writes such a key is accepted.
+Once all ranks are registered, rank 0 confirms the name, also under a key that begins with the name.
+All registrations come after the name was drawn. So a confirmed name has one process for each rank,
+and all these processes ran while rank 0 waited. Keys of an earlier round begin with another name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MARGIN_S = 5.0
 
 
 class UnreachableError(BackendError):
-    """This rank cannot reach the other ranks; it reports the cause itself: no other rank can."""
+    """This rank cannot reach the other ranks, so it must report the cause itself."""
 
 
 def agree_on_attempt(
@@ -49,18 +49,19 @@ def agree_on_attempt(
     events: list[tuple[str, str]] | None = None,
 ) -> str:
     """
-    Agree with the other ranks of this attempt on its name, which no other attempt has.
+    Agree with the other ranks on a name for this attempt that no other attempt has.
 
     Args:
-        store: The launcher's store. Earlier attempts may have written to the store, and processes
-            that they left behind may still write.
+        store: The launcher's key-value store. Earlier attempts may have written to the store, and
+            processes left over from them may still write.
         rank: The global rank.
         world: Number of ranks.
         deadline: Timeout in seconds for all ranks to agree.
-        events: This list gets what this rank did, as pairs of a rank log's event and a name.
+        events: A list to which this function appends this rank's steps, as pairs of a rank log's
+            event and a name.
 
     Raises:
-        BackendError: A rank did not come in time, or the store is gone or does not answer.
+        BackendError: A rank did not register in time, or the store is gone or does not answer.
     """
     meeting = _Meeting(store, rank, world, [] if events is None else events)
     try:
@@ -89,7 +90,7 @@ class _Meeting:
         self._taken: dict[str, Any] = {}
 
     def run(self, deadline: float) -> str:
-        """Return the name once it is confirmed; empty if the deadline has passed."""
+        """Return the confirmed name; empty if no name was confirmed before the deadline."""
         until = time.monotonic() + deadline
         look = self._offering() if self.rank == 0 else self._accepting
         while not (name := look()) and time.monotonic() < until:
@@ -99,7 +100,9 @@ class _Meeting:
         return name
 
     def _offering(self) -> Callable[[], str]:
-        """Offer a name; the result confirms it once every other rank has its place."""
+        """
+        Offer a name; return a function that confirms the name once every other rank is registered.
+        """
         name = secrets.token_hex(16)
         places = PrefixStore(f"qeffect/meet/{name}", self.store)
         self.store.set(_OFFER, json.dumps([name, self.world]))
@@ -119,7 +122,7 @@ class _Meeting:
         return look
 
     def _accepting(self) -> str:
-        """Take a place in an attempt that is offered for the first time; find a confirmed one."""
+        """Register if an attempt is newly offered; return the confirmed name, or an empty text."""
         if self.store.check([_OFFER]):
             name, world = json.loads(self.store.get(_OFFER))
             if name not in self._seen and world == self.world:
@@ -132,5 +135,5 @@ class _Meeting:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error; the other lines are a stack trace."""
+    """Return the first line of a library's error message; the further lines are a stack trace."""
     return str(error).strip().partition("\n")[0]

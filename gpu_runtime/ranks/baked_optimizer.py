@@ -1,8 +1,9 @@
 """
-The optimizer as the graph of a step holds it: the addresses of its state, and its numbers.
+The optimizer as captured in the graph of a step: the addresses of its state, and numbers such as
+the learning rate.
 
-If a number is a tensor on the device, as a learning rate may be, the graph holds the tensor's
-address, and the value may change.
+If such a number is a tensor on the device, the graph contains the tensor's address, and the value
+may change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _address = Tensor.data_ptr
 
 class BakedOptimizer:
     """
-    The optimizer as it was captured, and whether it has changed since.
+    Records an optimizer at its capture, to detect later changes.
 
     Args:
         optimizer: The optimizer whose update has just been captured.
@@ -44,9 +45,10 @@ class BakedOptimizer:
 
     def unmoved(self) -> bool:
         """
-        Compare every address of the state and every number of every group.
+        Return whether all addresses of the state and all numbers of all parameter groups are
+        unchanged.
 
-        A number that is still the same object counts as unchanged; numbers in a list are always
+        A number that is still the same object counts as unchanged; the items of a list are always
         compared.
         """
         if self.optimizer.addresses() != self._addresses:
@@ -73,7 +75,10 @@ def _numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _told(value: Any) -> Any:
-    """A number's current value: the address of a tensor, the items of a list."""
+    """
+    Return what the graph contains of a value: a tensor's address, a list's items, or the number
+    itself.
+    """
     if isinstance(value, Tensor):
         return value.data_ptr()
     return [*map(_told, value)] if isinstance(value, list) else value

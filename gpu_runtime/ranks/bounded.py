@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 def bounded(call: Callable[[], T], seconds: float) -> T:
     """
-    Return what a call returns, or stop waiting for it at a timeout.
+    Return the result of a call, or stop waiting for the call at a timeout.
 
-    A query of a store on a host that is partitioned away returns neither a value nor an error. The
-    call runs in a thread that is left behind if the call does not return; the thread does not keep
-    the process alive.
+    For example, a query of a store on an unreachable host returns neither a value nor an error. The
+    call runs in a daemon thread: if the call does not return, the thread is abandoned, and does not
+    keep the process alive.
 
     Args:
-        call: The call.
+        call: The function to call, without arguments.
         seconds: Timeout in seconds.
 
     Raises:
         TimeoutError: The call did not return in time.
-        BaseException: What the call raises.
+        BaseException: Any error that the call raises.
     """
     found: list[T] = []
     failed: list[BaseException] = []

@@ -1,10 +1,10 @@
 """
-The calibration of a pipeline's scales before epoch 0. A walk is one pass over the rank's row of the
-schedule; the contract does not check these walks.
+The calibration of a pipeline's FP8 scales before epoch 0, by walks (passes over the rank's row of
+the schedule) that the contract does not check.
 
 The walks send messages and write device memory as a step does. Afterwards the contract sees a
 runtime with other scales, whose epoch 0 has not begun. Neither the event log nor the rank log
-records the walks, as with a second run of a step.
+records these walks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["calibrate_pipeline"]
 
 
 class _CalibratingRun(SecondRun):
-    """A walk whose gradients are dropped: nothing is summed or reduced."""
+    """A walk (pass over the row) that drops its gradients: nothing is summed or reduced."""
 
     def finalize_stage(self, stage: int) -> None:
         """Drop the stage's gradients."""
@@ -31,10 +31,10 @@ class _CalibratingRun(SecondRun):
 
 def calibrate_pipeline(pipeline: Pipeline) -> Calibration:
     """
-    Calibrate the epoch scales of a new run; every rank calls this before its first step.
+    Calibrate the epoch scales of a new run; every rank calls this function before its first step.
 
     Raises:
-        StoppedError: A rank could not go on; all ranks stop with one cause.
+        StoppedError: A rank could not continue; all ranks stop with the same cause.
     """
     runtime = pipeline.runtime
     run = _CalibratingRun(runtime)

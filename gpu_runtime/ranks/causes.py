@@ -1,4 +1,4 @@
-"""The one cause why a step stopped on every rank, chosen from what the ranks published."""
+"""The common cause of a stop on all ranks, chosen from the reasons that the ranks published."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class DisagreementError(RuntimeError):
 @attrs.frozen
 class Difference:
     """
-    A gradient, a stage's numerical state or a weight that differs between two runs of one step.
+    A gradient, a stage's numerical state, or a weight that differs between two runs of one step.
 
     Args:
         rank: The rank that computed the gradient, state or weight.
-        stage: Its stage.
+        stage: The stage of the gradient, state or weight.
         name: The gradient's name within the stage; for a weight, its name after the prefix
             `WEIGHT`; for numerical state, the text `double_run.STATE`.
-        count: 1 if every difference of the rank has its own `Difference`. If only the first
+        count: 1 if every difference of the rank has its own `Difference` object. If only the first
             difference of the rank is known, the number of all its differences.
     """
 
@@ -63,7 +63,7 @@ class Difference:
 
 class MismatchError(RuntimeError):
     """
-    Two runs of one step from the same state have different gradients.
+    Two runs of one step, both from the same state, have different gradients.
 
     Args:
         found: The gradients that differ.
@@ -80,7 +80,7 @@ class MismatchError(RuntimeError):
 
 
 def _difference(found: Difference | Mapping[str, Any]) -> Difference:
-    """Return a difference, also from the plain data that the store has of it."""
+    """Return a difference, if needed after converting it from the plain data in the store."""
     return found if isinstance(found, Difference) else Difference(**found)
 
 
@@ -91,7 +91,10 @@ def _differences(
 
 
 def _mismatch_text(found: Sequence[Difference]) -> str:
-    """The ranks whose gradients differ, each with the number of differences and the first one."""
+    """
+    Name the ranks whose gradients differ, each with its number of differences and its first
+    difference.
+    """
     said = []
     for rank in sorted({one.rank for one in found}):
         own = [one for one in found if one.rank == rank]
@@ -104,7 +107,7 @@ def _mismatch_text(found: Sequence[Difference]) -> str:
 
 
 class TerminatedError(RuntimeError):
-    """The launcher ends this rank, as it does when another rank has died."""
+    """The launcher ends this rank, usually because another rank has died."""
 
     unrecoverable = True
 
@@ -112,23 +115,23 @@ class TerminatedError(RuntimeError):
 @attrs.frozen
 class Cause:
     """
-    Why the ranks stopped.
+    The cause of a stop, the same on all ranks.
 
     Args:
         kind: `refused` (by the contract), `raised`, `dropped` (a message was skipped), `disagreed`
-            (epochs, messages or gradients differ), `gone` (a process ended), `late` (a rank missed
-            the deadline), `ended` (by the launcher), `lost` (a connection broke), `differs` (two
-            runs of one step have different gradients) or `diverged` (a number of the training is
-            not finite).
+            (epochs, messages or gradients differ between ranks), `gone` (a process ended), `late`
+            (a rank missed the deadline), `ended` (by the launcher), `lost` (a connection broke),
+            `differs` (two runs of one step have different gradients) or `diverged` (a number of the
+            training is not finite).
         rank: The rank that the cause names, usually the rank where the cause began
             (`Verdicts.cause`).
-        stage: The action's stage, or None.
-        action: The action in the table's notation, or `commit`.
+        stage: Stage of the action at which the cause began; None if there is no such action.
+        action: That action in the table's notation, or `commit`.
         clause: The clause that refused the action, or None.
         text: The whole cause in one line.
-        recoverable: Whether every rank is still there to rebuild the epoch from the last commit.
-        step: The epoch of the cause, or None.
-        differ: For `differs`, the gradients that differ, as `Difference` describes them.
+        recoverable: Whether every rank still runs and can rebuild the epoch from the last commit.
+        step: The epoch of the cause; None if unknown.
+        differ: For the kind `differs`, the gradients that differ.
     """
 
     kind: str
@@ -147,8 +150,8 @@ class StoppedError(RuntimeError):
     This rank stopped a step; all ranks that stop have the same `cause`.
 
     If a rank stopped before the last consent or vote reached it, its weights may be one step behind
-    the weights of other ranks. The cause is then not recoverable; after launches,
-    `OneLaunch.rebuild` finds the difference and raises.
+    the weights of other ranks. The cause is then not recoverable. After launches,
+    `OneLaunch.rebuild` detects such a difference and raises an error.
     """
 
     def __init__(self, cause: Cause) -> None:
@@ -162,10 +165,10 @@ class Verdicts:
     The reasons that ranks published for stopping a step, from which one cause is chosen.
 
     Args:
-        said: By rank, its verdict from `verdict_of`; a rank without a verdict is missing. A verdict
-            also has `row`: the index of the rank's row in the table, or None.
+        said: The verdicts from `verdict_of`, by rank, without ranks that published none. A verdict
+            also has the entry `row`: the index of the rank's row in the table, or None.
         world: Number of ranks.
-        every: Every channel of the world, in the same order on all ranks.
+        every: Every channel between two ranks of the job, in the same order on all ranks.
         table: The schedule table, of which each rank runs one row.
     """
 
@@ -176,14 +179,14 @@ class Verdicts:
 
     def cause(self, epoch: int) -> Cause:
         """
-        Choose the one cause, by precedence: a refusal or an error, then two runs of a step that
-        differ, then a skipped message, then a disagreement, then a rank that is gone or late.
+        Choose the common cause, with this precedence: a refusal or an error, two runs of a step
+        that differ, a skipped message, a disagreement, a rank that is gone or late.
 
         The cause names only a rank that `_nameable` allows. If messages or two runs differ on a
         rank that the cause may not name, the cause names a rank that published the difference.
 
         Args:
-            epoch: The epoch of the rank that chooses.
+            epoch: The epoch of the rank that makes the choice.
         """
         said = self.said
         alive = self._recoverable() and len({v["epoch"] for v in said.values()}) == 1
@@ -228,8 +231,8 @@ class Verdicts:
 
     def _nameable(self) -> set[int]:
         """
-        The ranks that the cause may name, as in the model of ranks: ranks with a reason of their
-        own, else ranks that published nothing, else all ranks.
+        Return the ranks that the cause may name: ranks with a reason of their own, else ranks that
+        published nothing, else all ranks. The formal model of ranks has the same rule.
         """
         own = {rank for rank, v in self.said.items() if v["kind"] not in _LOSSES}
         every = set(range(self.world))
@@ -241,8 +244,8 @@ class Verdicts:
 
     def _differ(self) -> list[Difference]:
         """
-        Every gradient that differs between two runs. For a rank's gradients, its own report takes
-        precedence over other ranks' reports.
+        Return every gradient that differs between two runs. For a rank's gradients, that rank's own
+        report takes precedence over other ranks' reports.
         """
         found: list[Difference] = []
         for rank in range(self.world):
@@ -253,7 +256,7 @@ class Verdicts:
         return found
 
     def _skipped(self, v: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The first send that a rank has passed but not posted."""
+        """Return the first send in a rank's row that the rank has passed but not posted."""
         if v["row"] is None:
             return None
         posted = {number for numbers in v["posted"].values() for number in numbers}
@@ -271,9 +274,9 @@ class Verdicts:
 
         Args:
             spoken: The verdicts of the ranks that the cause may name, in ascending order. The cause
-                names the sender if it is among these ranks, else the first of these ranks.
-            whole: Whether sender and receiver both completed their rows. If not, one of them may
-                have posted more messages than the other.
+                names the sender if the sender is among these ranks, else the first of these ranks.
+            whole: Whether sender and receiver both completed their rows. If not, different numbers
+                of posted messages are no difference.
         """
         said = self.said
         for ends in self.every:
@@ -304,7 +307,7 @@ class Verdicts:
         return None
 
     def _place_of_awaited(self, v: Mapping[str, Any]) -> int:
-        """Place, in the peer's row, of the action that a rank waited for."""
+        """Return the index, in the peer's row, of the action that a rank waited for."""
         owed = self._awaited_of(v)["action"]
         for atoms in self.table.atoms:
             for place, atom in enumerate(atoms):
@@ -313,7 +316,7 @@ class Verdicts:
         return sys.maxsize
 
     def _awaited_of(self, v: Mapping[str, Any]) -> dict[str, Any]:
-        """The peer's action at the other end of the transfer that a rank waited for."""
+        """Return the peer's action at the other end of the transfer that a rank waited for."""
         for atoms in self.table.atoms:
             for atom in atoms:
                 if atom.kind in SENDS:
@@ -347,7 +350,7 @@ def verdict_of(
         atom: The entry of the rank's row that raised the error; None if no entry raised it.
         passed: Number of entries of its row that the rank has completed.
         posted: By channel, the `Message.number` of each message that the rank posted in this step.
-        at: What the rank was doing, if `atom` is None.
+        at: Description of what the rank was doing, if `atom` is None.
     """
     kind = "refused" if isinstance(error, Refused) else "raised"
     if isinstance(error, LostError):
@@ -376,7 +379,7 @@ def verdict_of(
 
 
 def action_name(atom: Atom) -> str:
-    """Return an indivisible step in a table's notation, such as ``1W2``."""
+    """Return an entry of a row in a table's notation, such as ``1W2``."""
     return f"{atom.stage}{atom.kind.value}{atom.microbatch if atom.microbatch >= 0 else ''}"
 
 

@@ -1,11 +1,12 @@
 """
-Messages of one rank, directly from and into slot memory, over one communicator per direction.
+Messages of one rank, sent from and received into slot memory, with one communicator per direction.
 
-A channel goes one way between two ranks. A channel has its own process group, and therefore its own
-communicator and stream: a receive that waits never delays a send. Under gloo, a tag names kind,
-stage and microbatch. NCCL ignores tags and pairs sends with receives by order alone. So both ranks
-record the messages that they posted, and fold these messages into a digest. The ranks compare the
-digests when they consent to the step, before any weight changes.
+A channel carries messages from one rank to another. Each channel has its own process group, and
+therefore its own communicator and stream, so that a receive that waits never delays a send. Under
+gloo, each message has a tag for its kind, stage and microbatch. NCCL ignores tags and pairs sends
+with receives by order alone. So both ranks record the messages that they posted, and fold these
+messages into a digest. The ranks compare the digests when they consent to the step, before any
+weight changes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Message(NamedTuple):
 
     Args:
         stage: The stage that sends the message.
-        microbatch: Its microbatch.
+        microbatch: The microbatch of the output or gradient.
         gradient: Whether the message is the gradient of the stage's input; otherwise it is the
             stage's output.
     """
@@ -95,7 +96,7 @@ class Message(NamedTuple):
 
     @property
     def number(self) -> int:
-        """A unique positive number, which is also its tag."""
+        """A positive number that identifies the message; also its tag."""
         return 1 + 2 * (self.microbatch * _STAGES + self.stage) + self.gradient
 
     @classmethod
@@ -108,7 +109,7 @@ class Message(NamedTuple):
 
 @attrs.define(eq=False)
 class Transfer:
-    """One posted transfer; it keeps its tensor alive until the wait."""
+    """One posted transfer; keeps the tensor alive until the transfer has been waited for."""
 
     work: Any
     tensor: Tensor
@@ -119,8 +120,8 @@ class Transfer:
 @attrs.define(eq=False)
 class _Channel:
     """
-    A channel as this rank sees it: its group, this step's posted messages, the digest of past
-    steps.
+    This rank's end of a channel: the process group, the messages posted in this step, and the
+    digest of earlier messages.
     """
 
     ends: ChannelEnds
@@ -129,7 +130,7 @@ class _Channel:
     digest: int = 0
 
     def roll(self) -> int:
-        """Return the digest including the messages since the last commit."""
+        """Return the digest of all messages, including those since the last commit."""
         digest = self.digest
         for number in self.posted:
             digest = (digest * _BASE + number) % _PRIME
@@ -138,8 +139,8 @@ class _Channel:
 
 def channels_of(table: Schedule, ranks: Sequence[int]) -> list[ChannelEnds]:
     """
-    Return the channels of a table: every directed pair of ranks between which it has messages, in
-    the same order on all ranks.
+    Return the channels of a table: every directed pair of ranks with messages, in the same order on
+    all ranks.
 
     Args:
         table: The table.
@@ -149,7 +150,9 @@ def channels_of(table: Schedule, ranks: Sequence[int]) -> list[ChannelEnds]:
 
 
 def messages_of(table: Schedule, ranks: Sequence[int]) -> Counter[ChannelEnds]:
-    """Return the number of messages of a step, by channel; arguments as for `channels_of`."""
+    """
+    Return the number of messages of a step, by channel; the arguments are those of `channels_of`.
+    """
     home = table.stage_to_rank
     found: Counter[ChannelEnds] = Counter()
     for atoms in table.atoms:
@@ -189,16 +192,17 @@ class Channels:
 
     Args:
         rank: The global rank.
-        groups: The process group of each channel on which this rank sends or receives.
-        host: True for gloo: the host waits for a transfer, and tags take effect. False for NCCL:
-            the current stream waits, and tags are ignored.
+        groups: By channel, the process group, for each channel on which this rank sends or
+            receives.
+        host: True for gloo: the host waits for a transfer, and tags are used. False for NCCL: the
+            current stream waits, and tags are ignored.
         deadline: Timeout of a host's wait, in seconds.
-        tagged: Whether to use tags where they work; without tags, order alone pairs messages, as
-            with NCCL.
+        tagged: Whether to use tags if the transport has tags; without tags, order alone pairs
+            messages, as with NCCL.
 
     Attributes:
-        log: Where posted and ended messages are written; None for nowhere.
-        waits: Counts the host's waits.
+        log: The rank log, which records posted and ended messages; None for no log.
+        waits: Measures the time that the host waits.
     """
 
     def __init__(
@@ -230,22 +234,23 @@ class Channels:
         tagged: bool = True,
     ) -> Channels:
         """
-        Make a group for each channel, and connect its two ranks by sending one number.
+        Make a process group for each channel, and connect the channel's two ranks by sending a
+        number.
 
-        Every rank of the world calls this method, with the same channels. On a GPU, a
-        communicator's first transfer creates it and blocks the host until both ranks are there. So
-        this method creates all communicators, in one order. NCCL gives this wait no limit, so it
-        runs in a thread.
+        Every rank of the job calls this method, with the same channels. On a GPU, the first
+        transfer creates the communicator and blocks the host until both ranks take part. So this
+        method creates all communicators, in the same order on all ranks. NCCL has no timeout for
+        this wait, so the wait runs in a thread.
 
         Args:
             every: Every channel of the world, in the same order on all ranks.
             device: Device of the tensors; it decides the transport.
             deadline: Timeout of a host's wait, and of each connection, in seconds.
-            tagged: As for the class.
+            tagged: Whether to use tags where the transport has tags.
 
         Raises:
-            RuntimeError: The library could not make a group.
-            LostError: The other end of a channel is gone, or did not answer in time.
+            RuntimeError: The communication library could not make a group.
+            LostError: The rank at the other end of a channel is gone, or did not answer in time.
         """
         host, rank = device.type == "cpu", dist.get_rank()
         own: dict[ChannelEnds, Any] = {}
@@ -269,7 +274,7 @@ class Channels:
             token: The number, on the channels' device.
 
         Raises:
-            LostError: The other end of a channel is gone, or did not answer in time.
+            LostError: The rank at the other end of a channel is gone, or did not answer in time.
         """
         seconds = self.deadline.total_seconds()
         for ends, channel in self._channels.items():
@@ -305,7 +310,7 @@ class Channels:
 
     def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
         """
-        Begin to send a tensor; do not change it before `wait`.
+        Begin to send a tensor, which must not change before `wait` returns.
 
         Raises:
             LostError: The connection is broken.
@@ -319,7 +324,7 @@ class Channels:
 
     def receive(self, into: Tensor, source: int, message: Message) -> Transfer:
         """
-        Begin to receive into a static buffer.
+        Begin to receive a message into a static buffer.
 
         Raises:
             LostError: The connection is broken.
@@ -375,7 +380,9 @@ class Channels:
     # What was posted
 
     def digests(self) -> dict[ChannelEnds, int]:
-        """The digest of all messages that this rank posted, for each of its channels."""
+        """
+        Return, for each channel of this rank, the digest of all messages that this rank posted.
+        """
         return {ends: channel.roll() for ends, channel in self._channels.items()}
 
     def posted(self) -> dict[ChannelEnds, tuple[int, ...]]:
@@ -384,7 +391,7 @@ class Channels:
 
     def commit(self) -> None:
         """
-        Fold the step's messages into the digests; call it once both ranks of each channel agree.
+        Fold the step's messages into the digests, once both ranks of each channel agree.
         """
         for channel in self._channels.values():
             channel.digest = channel.roll()
@@ -395,12 +402,13 @@ class Channels:
         End every transfer and connection of this rank; peers that wait on a connection wake up at
         once.
 
-        Gloo has no call that closes a connection: a connection closes with the last reference to
-        its group and its transfers. An NCCL communicator is aborted, which frees a stream that
-        waits in it.
+        Gloo has no call that closes a connection: a connection closes when the last reference to
+        its group and its transfers is dropped. An NCCL communicator is aborted, which frees a
+        stream that waits in the communicator.
 
         Args:
-            abort: Whether transfers may be under way; False if all have completed.
+            abort: Whether transfers may still be in progress; False if all transfers have
+                completed.
         """
         groups = self._forget()
         endings, self._endings = self._endings, []
@@ -421,7 +429,7 @@ class Channels:
                 self._endings.append(Abort(groups.pop()))
 
     def _forget(self) -> list[Any]:
-        """Drop all transfers, since they hold connections, and return the groups."""
+        """Drop all transfers, because they keep connections open, and return the groups."""
         for transfer in list(self._under_way):
             transfer.work = None
         self._under_way.clear()
@@ -432,7 +440,10 @@ class Channels:
 
 
 def _transfer(begin: Any, token: Tensor, peer: int, channel: _Channel) -> None:
-    """Post a transfer and wait for it; in a thread of its own, so the device is named."""
+    """
+    Post a transfer and wait for it; runs in its own thread, so the function sets the current
+    device.
+    """
     with torch.cuda.device(token.device) if token.is_cuda else nullcontext():
         work = begin(token, peer, group=channel.group)
         assert work is not None
@@ -440,7 +451,7 @@ def _transfer(begin: Any, token: Tensor, peer: int, channel: _Channel) -> None:
 
 
 def _small_kernels() -> Any:
-    """Return options of an NCCL group whose kernels use a small part of the device."""
+    """Return options for an NCCL group whose kernels use only a small part of the device."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _MOST_BLOCKS
     return options
@@ -452,14 +463,14 @@ _MARGIN_S = 5.0
 
 def gloo_group(ranks: list[int], seconds: float) -> Any:
     """
-    Make a group of ranks on the CPU; every rank of the world calls it.
+    Make a gloo group of ranks on the CPU; every rank of the job calls this function.
 
     Args:
         ranks: The ranks.
-        seconds: Timeout of the group's collectives, and of making it.
+        seconds: Timeout in seconds for making the group, and for each of its collectives.
 
     Raises:
-        UnansweredError: A rank did not come in time, or the ranks' common store did not answer.
+        UnansweredError: A rank did not connect in time, or the ranks' common store did not answer.
     """
     limit, own = datetime.timedelta(seconds=seconds), dist.get_rank()
     try:
@@ -481,18 +492,19 @@ def gloo_group(ranks: list[int], seconds: float) -> Any:
 
 def device_group(ranks: list[int], device: torch.device, seconds: float) -> Any:
     """
-    Make a group of ranks for collectives; every rank of the world calls it.
+    Make a group of ranks for collectives; every rank of the job calls this function.
 
-    On a GPU the group's first collective creates a communicator and blocks the host until all of
-    its ranks are there. So this function runs that collective, with a timeout.
+    On a GPU the group's first collective creates a communicator and blocks the host until all its
+    ranks take part. So this function runs a first collective, with a timeout.
 
     Args:
         ranks: The ranks.
         device: Device of the tensors; it decides the transport.
-        seconds: Timeout of making the group; under gloo of its collectives too.
+        seconds: Timeout in seconds for making the group; under gloo also for each of its
+            collectives.
 
     Raises:
-        UnansweredError: A rank did not come in time, or the ranks' common store did not answer.
+        UnansweredError: A rank did not connect in time, or the ranks' common store did not answer.
     """
     if device.type == "cpu":
         return gloo_group(ranks, seconds)
@@ -527,14 +539,14 @@ def transport_of(device: torch.device) -> str:
 
 class Abort:
     """
-    The abort of an NCCL group that other ranks may have left, in a thread of its own.
+    Aborts, in its own thread, an NCCL group that other ranks may have left.
 
     NCCL first releases the communicator's kernels, then waits for every graph that holds one of
     these kernels (`commDestroySync`). A graph runs until the kernels of *all* its communicators are
     released. So all groups are aborted at the same time, and meanwhile the graph is dropped.
 
     Args:
-        group: The group; the caller keeps no other reference.
+        group: The group; the caller must keep no other reference to it.
     """
 
     def __init__(self, group: Any) -> None:
@@ -557,7 +569,8 @@ class Abort:
 
 def end_groups(groups: list[Any], *, abort: bool) -> None:
     """
-    Destroy process groups; first abort, all at once, groups that other ranks may have left.
+    Destroy process groups; if other ranks may have left the groups, first abort all of them at
+    once.
 
     Args:
         groups: The groups. The list is emptied, because a group ends with its last reference.

@@ -1,16 +1,16 @@
 """
 Consent of all ranks to a step: no rank updates its weights before all ranks agree to the update.
 
-Consent is one small all-reduce on the CPU over a group of all ranks; it waits for no device. Each
-rank contributes its epoch and, for each of its channels, the digest of the messages that it posted.
-A rank that cannot continue first publishes the reason in the store, then closes its connections.
-The rank's peers wake up at once and publish what they saw. The first rank that has the reports of
-all others, or has waited for `grace` seconds, decides the cause of the stop; all ranks read this
-cause.
+Consent is one small all-reduce on the CPU over all ranks; it does not wait for a device. Each rank
+contributes its epoch and, for each of its channels, the digest of the messages that it posted. A
+rank that cannot continue first publishes the reason in the store, then closes its connections. The
+rank's peers wake up at once and publish which error they saw. The first rank that has the reports
+of all other ranks, or has waited for `grace` seconds, chooses the cause of the stop; all ranks read
+this cause.
 
 The all-reduce may end on some ranks and fail on others when a rank stops during it. Then some ranks
-have updated and others have not. The epochs in their verdicts differ, so the cause is not
-recoverable in place, and all ranks start again from a checkpoint.
+have updated their weights and others have not. The epochs in the ranks' reports differ, so the
+cause is not recoverable in place, and all ranks must restart from a checkpoint.
 """
 
 from __future__ import annotations
@@ -64,26 +64,26 @@ __all__ = [
 _UNSAID = -1
 _POLL_S = 1e-3
 _MARGIN_S = 10.0
-"""Seconds past the grace after which a store that does not answer is given up."""
+"""Seconds after the grace period until the rank stops waiting for a store that does not answer."""
 _LEAST_S = 0.5
-"""The least seconds for each part of a stop that has to be over at a given time."""
+"""Smallest timeout in seconds for each part of a stop that must end at a given time."""
 _ASIDE_S = 60.0
-"""Seconds; longer than another thread takes to tell the cause and to end the process."""
+"""Seconds; longer than another thread needs to report the cause and to end the process."""
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
-"""Queries of the device per query of the store."""
+"""Number of queries of the device for each query of the store."""
 
 
 def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: float) -> None:
     """
-    Wait for this rank's device, but give up soon after another rank has stopped.
+    Wait for this rank's device, but stop waiting soon after another rank has stopped.
 
     Args:
         done: An event of the device, recorded after the work.
-        consent: Reports whether another rank has stopped; None does not ask.
+        consent: Says whether another rank has stopped; None leaves this question out.
         deadline: Timeout of the work, in seconds.
-        grace: Once another rank has stopped, the work gets a quarter of this time, in seconds: the
-            work may already have all that it needs to finish.
+        grace: In seconds. Once another rank has stopped, the work gets a quarter of this time,
+            because it may be able to finish without the other rank.
 
     Raises:
         LostError: The work did not finish in time.
@@ -121,26 +121,27 @@ class Consent:
 
     Args:
         store: A key-value store that outlives every rank, such as the store of torchrun's agent,
-            with a prefix for this attempt only.
-        group: A gloo group of all ranks, used for consent only; None with one rank.
+            with keys for this attempt only.
+        group: A gloo group of all ranks, used only for consent; None with one rank.
         rank: The global rank.
         world: Number of ranks.
-        every: Every channel of the world, in the same order on all ranks.
+        every: Every channel between two ranks of the job, in the same order on all ranks.
         channels: The channels that end on this rank.
         table: The schedule table, of which each rank runs one row.
         ranks: Global rank of each of the table's ranks, in this replica.
         deadline: Timeout in seconds for all ranks to reach the commit.
         grace: Timeout in seconds for the other ranks to publish why they stopped.
-        replicas: The reducer, which also holds connections.
-        log: Where a stop is written; None for nowhere.
+        replicas: The reducer over replicas; a stop also closes its connections.
+        log: The rank log, which records a stop; None for no log.
         release: Drops a graph that holds kernels of the connections; otherwise, ending the
             connections would wait for the graph.
         ending: Whether this rank has begun to stop.
-        asks: This rank's request for what follows the step, a number of at least 0; training asks
-            to end the run in this way (`training/ending.py`). The next `agree` sends the number.
+        asks: A number of at least 0 that the next `agree` sends to all ranks: this rank's request
+            for what to do after the step, such as to end the run (`training/ending.py`).
         heard: The largest `asks` of any rank in the last agreement.
-        waits: Counts the host's waits.
-        until: When a stop has to be over, in seconds of `time.monotonic`; None for no limit.
+        waits: Measures the time that the host waits.
+        until: The time at which a stop must have ended, in seconds of `time.monotonic`; None for no
+            limit.
     """
 
     store: Any
@@ -173,17 +174,18 @@ class Consent:
         """
         Consent to the update, and wait until all ranks have consented to the same step.
 
-        If a rank stops at that moment, this rank may return while another rank raises an error.
+        If a rank stops during the exchange, this rank may return while another rank raises an
+        error.
 
         Args:
             epoch: The epoch that ends.
-            parts: Sum of squared gradients of each part of the model on this rank; either all ranks
-                give parts or none does. The sums travel in the same all-reduce.
-            places: Every part of the model, in its order; the same on all ranks.
+            parts: The sum of squared gradients of each part of the model on this rank; either all
+                ranks give parts or no rank does. The same all-reduce exchanges these sums.
+            places: Every part of the model, in the model's order; the same on all ranks.
 
         Returns:
-            The sums of all parts in the model's order, the same bits on every rank; empty without
-            parts.
+            The sums of all parts in the model's order, with the same bits on every rank; empty
+            without parts.
 
         Raises:
             LostError: A rank is gone or late.
@@ -229,13 +231,14 @@ class Consent:
 
     def all_gather(self, own: Tensor) -> Tensor:
         """
-        Gather a tensor from every rank over consent's connection: a rank that stops ends the wait.
+        Gather a tensor from every rank over the connection of consent; the wait ends if a rank
+        stops.
 
         Args:
             own: This rank's tensor, on the CPU, with the same shape and type on all ranks.
 
         Returns:
-            The tensors of all ranks, stacked in a new first dimension by rank.
+            The tensors of all ranks, stacked by rank in a new first dimension.
 
         Raises:
             LostError: A rank is gone or late.
@@ -257,7 +260,7 @@ class Consent:
         return heard
 
     def _ended(self, begin: Callable[[], Any]) -> None:
-        """Begin a collective, and wait for its end."""
+        """Begin a collective on the group, and wait until it ends."""
         work = None
         try:
             with self.waits.waiting("commit"):
@@ -322,8 +325,8 @@ class Consent:
 
     def claim(self, speaker: str) -> bool:
         """
-        Return whether the caller is to report why this process stops: True for the speaker that
-        called first, False for the other speaker.
+        Return whether the caller must report why this process stops: True for the first speaker
+        that calls, False for the second.
 
         Args:
             speaker: ``main``, the thread that trains, or ``aside``, another thread.
@@ -341,7 +344,7 @@ class Consent:
         """
         Publish why this rank cannot continue, while its main thread waits in a library.
 
-        Nothing is closed. A store that does not answer in time is given up.
+        No connection is closed. If the store does not answer in time, the call returns.
 
         Args:
             error: The reason.
@@ -367,7 +370,7 @@ class Consent:
         return self._cause(verdict, epoch, min(self.grace, seconds / 2), seconds)[0]
 
     def _at_most(self, seconds: float) -> float:
-        """These seconds, or fewer if a stop has to be over before."""
+        """Return `seconds`, or the time left if a stop must have ended earlier."""
         if self.until is None:
             return seconds
         return min(seconds, max(self.until - time.monotonic(), _LEAST_S))
@@ -382,7 +385,10 @@ class Consent:
     def _cause(
         self, verdict: Mapping[str, Any], epoch: int, grace: float, seconds: float
     ) -> tuple[Cause, bool]:
-        """The cause that all ranks read and True; if the store does not answer, this rank's own."""
+        """
+        Return the common cause and True; if the store does not answer, this rank's own cause and
+        False.
+        """
         try:
             return bounded(lambda: self._decide(epoch, grace), seconds), True
         except (RuntimeError, TimeoutError) as broken:
@@ -392,7 +398,7 @@ class Consent:
             return Cause("lost", self.rank, None, verdict["action"], None, gone, False), False
 
     def _decide(self, epoch: int, grace: float) -> Cause:
-        """Choose a cause; the first rank to choose writes it, and all ranks read it."""
+        """Choose a cause; all ranks read the cause of the first rank that chose."""
         verdicts = Verdicts(self._collect(grace), self.world, self.every, self.table)
         mine = json.dumps(attrs.asdict(verdicts.cause(epoch)))
         return Cause(**json.loads(self.store.compare_set("cause", "", mine)))
@@ -402,7 +408,7 @@ class Consent:
         return any(self.store.check([f"verdict/{rank}"]) for rank in range(self.world))
 
     def close(self) -> None:
-        """Close every connection; peers that wait on a connection wake up."""
+        """Close every connection of this rank; peers that wait on a connection wake up."""
         # All at once: dropping a graph may wait for its end, and it ends only once every group
         # whose kernels it holds is aborted.
         self.channels.let_go()
@@ -419,7 +425,7 @@ class Consent:
             end_group(group, abort=False)
 
     def _collect(self, grace: float) -> dict[int, dict[str, Any]]:
-        """Collect the verdicts that ranks publish within the grace."""
+        """Collect the verdicts that ranks publish within `grace` seconds."""
         found: dict[int, dict[str, Any]] = {}
         until = time.monotonic() + grace
         while True:
@@ -432,7 +438,7 @@ class Consent:
 
 
 def _bits_of(part: float) -> int:
-    """Return the bits of a sum of squares as a non-negative integer, for any NaN too."""
+    """Return the bits of a sum of squares as a non-negative integer, even for a NaN."""
     held = math.nan if math.isnan(part) else abs(part)
     return int.from_bytes(struct.pack(">d", held), "big")
 
@@ -444,7 +450,7 @@ def _of_bits(word: int) -> float:
 
 def _one_of_replicas(told: Sequence[Sequence[float]], places: Sequence[Part]) -> list[float]:
     """
-    Return the common sum of each part; a sum that is not finite in any replica wins.
+    Return the common sum of each part; if a replica's sum is not finite, that sum is returned.
 
     Raises:
         DisagreementError: Two replicas have different finite sums: their reduced gradients differ.
@@ -466,7 +472,7 @@ def _one_of_replicas(told: Sequence[Sequence[float]], places: Sequence[Part]) ->
 
 
 def _odd_epochs(epochs: Sequence[int]) -> str:
-    """Name the ranks whose epoch differs from the most common epoch."""
+    """Say which ranks have another epoch than most ranks."""
     most = max(Counter(epochs).items(), key=lambda item: (item[1], item[0]))[0]
     odd = ", ".join(f"rank {r} is at epoch {e}" for r, e in enumerate(epochs) if e != most)
     return f"{odd}; the others are at epoch {most}"

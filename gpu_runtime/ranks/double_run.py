@@ -2,14 +2,14 @@
 Two runs of one step, before its update: the device compares the gradients of both.
 
 Every N-th step runs twice from the same numerical state. Both runs have the same inputs, weights,
-scales and random numbers. So both give the same bits of gradients and numerical state, unless
-memory or a computation was wrong in one of them. An error that is the same in both runs is not
-found: a bit of a weight that flipped before the first run, or a device that always computes the
-same wrong number. A weight that changes during the runs is named. The step cannot be restarted from
-a changed weight, so the stop is not recoverable in place.
+scales and random numbers. So both runs give the same bits of gradients and numerical state, unless
+memory or a computation was wrong in one run. The comparison does not find an error that is the same
+in both runs, such as a bit of a weight that flipped before the first run, or a device that always
+computes the same wrong number. If a weight changes during the runs, the error names this weight. A
+step cannot be restarted from a changed weight, so the stop is then not recoverable in place.
 
-The contract checks and counts one step. The second run (`second_run.py`) repeats only device work.
-The second run comes before this rank's consent, or before its device's vote.
+The contract checks and counts a single step. The second run (`second_run.py`) repeats only device
+work, before this rank consents or its device votes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .second_run import SecondRun
 __all__ = ["STATE", "DoubleRun", "compared", "first_of", "is_due"]
 
 WORD = 3
-"""The smallest number that a gate publishes for a rank whose two runs of a step differ."""
+"""Smallest number that a device's gate publishes if two runs of a step differ."""
 
 
 def is_due(every: int, epoch: int) -> bool:
     """
-    Whether the step of an epoch runs twice: every N-th step, the first of them after N - 1 others.
+    Whether the step of an epoch runs twice: every N-th step does, beginning with epoch N - 1.
 
     >>> [epoch for epoch in range(7) if is_due(3, epoch)]
     [2, 5]
@@ -47,8 +47,8 @@ def is_due(every: int, epoch: int) -> bool:
 
 def first_of(word: int, count: int) -> tuple[int, int]:
     """
-    Decode a number that a gate published: index of the first gradient that differs, and how many
-    differ.
+    Decode a number that a gate published; return the index of the first gradient that differs, and
+    the number of gradients that differ.
 
     Args:
         word: The published number, at least `WORD`.
@@ -62,11 +62,13 @@ def first_of(word: int, count: int) -> tuple[int, int]:
 
 
 STATE = "scaling state"
-"""Stands in place of a gradient's name if the numerical state of a stage differs."""
+"""Replaces a gradient's name if the numerical state of a stage differs."""
 
 
 def _by_stage(runtime: Runtime) -> dict[int, list[Tensor]]:
-    """The live numerical state by stage; the first stage also has the state of the whole domain."""
+    """
+    Return the live numerical state by stage; the first stage also has the domain's common state.
+    """
     found: dict[int, list[Tensor]] = {}
     for stage in runtime.domain.stages:
         if own := list(stage.numerical_state().values()):
@@ -78,11 +80,12 @@ def _by_stage(runtime: Runtime) -> dict[int, list[Tensor]]:
 
 def compared(runtime: Runtime, gradients: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
     """
-    Return stage and name of each weight, gradient and state that must be equal in both runs.
+    Return the stage and the name of each weight, gradient and state that must be equal in both
+    runs.
 
     Args:
         runtime: The rank's runtime.
-        gradients: Its gradients.
+        gradients: The stage and the name of each gradient of the rank.
     """
     weights = [(stage, WEIGHT + name) for stage, name in _weights(runtime)]
     return [*weights, *gradients, *((stage, STATE) for stage in _by_stage(runtime))]
@@ -93,7 +96,7 @@ def _weights(runtime: Runtime) -> list[tuple[int, str]]:
 
 
 class Walk(Protocol):
-    """The part of a `Pipeline` that runs again."""
+    """The interface of a `Pipeline` that a second run needs."""
 
     runtime: Any
     channels: Any
@@ -102,7 +105,7 @@ class Walk(Protocol):
     program: list[Any]
 
     def run_actions(self) -> None:
-        """Run every action and message of the row."""
+        """Run every action and message of the rank's row."""
 
 
 class DoubleRun:
@@ -112,15 +115,15 @@ class DoubleRun:
     Args:
         runtime: The rank's runtime.
         every: N, if every N-th step runs twice.
-        names: By rank, what `compared` returned there.
+        names: By rank, the names that `compared` returned on that rank.
         rank: This rank.
-        log: Where the digests for the training log are written, taken from the second run; None if
-            the log has no digests.
+        log: Takes the gradients' digests for the training log, from the second run; None if the log
+            has no digests.
 
     Attributes:
-        differs: Scalar of float64 on the device, after the second run. 0 if no gradient differs.
-            Otherwise 1 + i + n * k: `i` is the index of the first gradient that differs, `n` the
-            number of all gradients, `k` the number of further gradients that differ.
+        differs: Float64 scalar on the device, valid after the second run. 0 if no gradient differs,
+            otherwise 1 + i + n * k: `i` is the index of the first gradient that differs, `n` the
+            number of all gradients, and `k` the number of further gradients that differ.
         between: Called between the two runs of a guarded step; for tests.
     """
 
@@ -159,7 +162,7 @@ class DoubleRun:
     # The device's part; a graph can hold each call
 
     def begin(self) -> None:
-        """Keep the state before the first run, and the digests of the weights."""
+        """Copy the state before the first run, and take the digests of the weights."""
         self._state.take()
         self._before.take(self._weights())
 
@@ -167,7 +170,9 @@ class DoubleRun:
         return {index: parameters(stage) for index, stage in self.runtime.stages.items()}
 
     def keep_first(self, gradients: Gradients) -> None:
-        """Take the digests of the first run's gradients, and of the state that it leaves."""
+        """
+        Take the digests of the first run's gradients, and of the numerical state after this run.
+        """
         self.first.take(gradients, self._state_bytes())
 
     def _state_bytes(self) -> list[Tensor]:
@@ -176,7 +181,7 @@ class DoubleRun:
         return [torch.cat([raw_bits(held).to(device) for held in own]) for own in self._scaling]
 
     def restore(self) -> None:
-        """Put the state before the first run back."""
+        """Restore the state from before the first run."""
         self._state.restore()
 
     def compare(self, gradients: Gradients) -> None:
@@ -194,13 +199,13 @@ class DoubleRun:
         self._told.copy_(self._unlike, non_blocking=True)
 
     def forget(self) -> None:
-        """Forget earlier differences: the epoch restarts."""
+        """Forget earlier differences, because the epoch restarts."""
         self._unlike.zero_()
         self._told.zero_()
         self.differs.zero_()
 
     def warm(self, gradients: Gradients) -> None:
-        """Run every kernel once, since a capture cannot load a kernel; no state changes."""
+        """Run every kernel once, because a capture cannot load a kernel; no state changes."""
         self.begin()
         self.keep_first(gradients)
         self.restore()
@@ -218,7 +223,7 @@ class DoubleRun:
 
     @contextmanager
     def _repeating(self, pipeline: Walk) -> Iterator[None]:
-        """A context in which the pipeline asks no contract and writes no rank log."""
+        """A context in which the pipeline neither asks the contract nor writes the rank log."""
         before = pipeline.runtime, pipeline.log, pipeline.channels.log
         reports = [memory.reports for memory in self.runtime.memories.values()]
         updates = [report.updates() for report in reports]
@@ -259,7 +264,7 @@ class DoubleRun:
 
     def require_equal(self) -> None:
         """
-        Require that both runs of a guarded step have equal results; waits for the device.
+        Raise an error unless both runs of a guarded step have equal results; waits for the device.
 
         Raises:
             MismatchError: A gradient of this rank differs.
@@ -274,10 +279,10 @@ class DoubleRun:
 
     def require_told_equal(self, words: Mapping[int, int]) -> None:
         """
-        Require that no gate published that two runs differ.
+        Raise an error if a rank's gate published that two runs differ.
 
         Args:
-            words: By rank, what its gate published.
+            words: By rank, the number that its gate published.
 
         Raises:
             MismatchError: A rank's two runs differ. The error names the first difference of each
@@ -295,7 +300,7 @@ class DoubleRun:
 
 
 def _mismatch(found: Sequence[Difference]) -> MismatchError:
-    """The error; a step whose weights have changed cannot be restarted."""
+    """Make the error; it is marked as unrecoverable if a weight has changed."""
     error = MismatchError(found)
     error.unrecoverable = any(one.name.startswith(WEIGHT) for one in found)
     return error

@@ -1,5 +1,5 @@
 """
-The source of a pipeline's data.
+The interface of a pipeline's data source.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     Copy a tensor from the host to a device; the host does not wait for the device.
 
-    A plain ``tensor.to("cuda")`` waits, as its memory is pageable; `to_device` first copies to
-    pinned memory.
+    A plain ``tensor.to("cuda")`` from pageable memory waits; `to_device` first copies to pinned
+    memory.
 
     Args:
         tensor: A tensor on the CPU.
@@ -33,16 +33,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 class Feed(Protocol):
     """
-    Brings data into the pipeline, and takes its outputs.
+    Supplies the pipeline's data, and receives its outputs.
 
-    A step in mode ``one launch`` asks for all its data before it uses any. On a GPU, inputs and
-    gradients are asked for on a separate stream that does not wait for any other stream. So the
-    returned tensors must not be written again, and must not depend on the `outputs` of the same
-    step.
+    A step in mode ``one launch`` asks for all its data before it uses any of them. On a GPU, the
+    pipeline asks for inputs and gradients on a separate stream that does not wait for any other
+    stream. So the returned tensors must not be written again, and must not depend on the `outputs`
+    of the same step.
 
-    No method may wait for the device: copy with `to_device`. A graph that waits for another rank
-    can hold up any stream of its device. If that rank is gone, the host would wait for ever, and
-    could not learn why.
+    No method may wait for the device, so copy with `to_device`. A graph that waits for another rank
+    can block any stream of its device. If that rank is gone, the host would wait forever without
+    learning why.
     """
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
@@ -54,9 +54,12 @@ class Feed(Protocol):
         """
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """The gradients of the last stage's outputs; 1 for a scalar loss."""
+        """Return the gradients of the last stage's outputs; 1 for a scalar loss."""
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Take the last stage's outputs; copy them to keep them, as they are overwritten."""
+        """
+        Receive the last stage's outputs; copy them if they are needed later, because they are
+        overwritten.
+        """

@@ -1,5 +1,6 @@
 """
-The gate of an update: each device compares its counts, and publishes its vote and its counts.
+The gate before an update: each device compares its counts of actions with the expected counts, and
+publishes its vote and its counts.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from .worker import Worker
 __all__ = ["UNLIKE", "UpdateGate"]
 
 UNLIKE = 2
-"""Published for a rank whose replica's reduced gradients differ from the first replica's."""
+"""The number published for a rank whose replica's reduced gradients differ from the first
+replica's.
+"""
 ROWS = 4
-"""Number of published steps kept; the device is never that far ahead of the host."""
+"""Number of published steps that are kept; the device is never that many steps ahead of the
+host.
+"""
 
 
 class UpdateGate:
@@ -69,19 +74,20 @@ class UpdateGate:
 
     @property
     def scale(self) -> Tensor | None:
-        """Factor of the gradients, on the device; None if they are not clipped."""
+        """The factor for the gradients, on the device; None if gradients are not clipped."""
         if self.norm is None or self.norm.clipping.max_norm is None:
             return None
         return self.norm.factor
 
     def capture(self, gradients: Gradients | None, differs: Tensor | None = None) -> Tensor:
         """
-        Compare, exchange votes, and decide whether the update is skipped.
+        Queue the gate: compare the counts, exchange votes, and decide whether the update is
+        skipped.
 
         Args:
             gradients: Gradients of this rank's stages, for the norm; None in a warm-up.
-            differs: `DoubleRun.differs` of a step that ran twice: if it is not 0, a yes becomes a
-                no that says which gradients differ.
+            differs: `DoubleRun.differs` of a step that ran twice. If this scalar is not 0, a yes
+                becomes a no that says which gradients differ.
 
         Returns:
             Float32 scalar on the device: 1 to skip the update, else 0.
@@ -132,7 +138,8 @@ class UpdateGate:
 
     def warm(self) -> None:
         """
-        Run once outside a capture: a capture can neither load a kernel nor open a communicator.
+        Run the gate once outside a capture, because a capture can neither load a kernel nor open a
+        communicator.
 
         The device waits for every rank; the host does not wait for the device.
         """
@@ -143,7 +150,8 @@ class UpdateGate:
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
         """
-        Learn from one step what each step adds to a counter, and how each step changes the digest.
+        Compute from one step's counts what each step adds to a counter, and how each step changes
+        the digest.
         """
         first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
         factors, terms = advance(first, then)
@@ -160,8 +168,8 @@ class UpdateGate:
 
         Returns:
             The counts, and a number per rank: 0 for a yes; 1 for a no or a missing vote; `UNLIKE`
-            if its replica's gradients differ; a larger number if its two runs differ
-            (`double_run.first_of`).
+            if the gradients of the rank's replica differ; a larger number if the rank's two runs
+            differ (`double_run.first_of`).
 
         Raises:
             LostError: The step was not published.
@@ -174,13 +182,16 @@ class UpdateGate:
         return self.counters.counts_of(row[1 : 1 + size]), row[1 + size :]
 
     def let_go(self) -> None:
-        """Start to abort the group without waiting, so that a graph with its kernels can end."""
+        """
+        Start to abort the gate's group without waiting, so that a graph that contains the group's
+        kernels can end.
+        """
         group, self.group = self.group, None
         if group is not None:
             self.ending = Abort(group)
 
     def close(self, *, abort: bool = False) -> None:
-        """End the group; an abort wakes all ranks that wait in it."""
+        """End the gate's group; an abort wakes all ranks that wait in the group."""
         self.open = False
         ending, self.ending = self.ending, None
         if ending is not None:

@@ -1,9 +1,10 @@
 """
-Three kernels of one thread block for a step that is one launch: compare, publish, and stamp.
+Three kernels, of one thread block each, for a step that is one launch: compare the counters,
+publish the votes, and stamp the time.
 
-A rank votes yes with the number of the step, counted from 1. It votes no with 0, or with a number
-below 0 that says why. An aborted communicator may leave behind a vote of an earlier step. A yes
-from an earlier step does not count for the current step.
+A rank votes yes with the step's number, counted from 1. A rank votes no with 0, or with a number
+below 0 that gives the reason. An aborted communicator may leave behind a vote of an earlier step. A
+yes from an earlier step has another number, and does not count for the current step.
 """
 
 import torch
@@ -79,12 +80,12 @@ def compare(
     values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, number: Tensor, word: Tensor
 ) -> None:
     """
-    Advance the expected counters by one step, and compare.
+    Advance the expected counters by one step, and compare them with the device's counters.
 
     Args:
-        values: Counters, int64; all arguments are on the device.
-        wanted: Expected counters after the previous step; advanced in place.
-        factors: Factors of a step.
+        values: The device's counters, int64; all arguments are on the device.
+        wanted: The expected counters after the previous step; advanced in place.
+        factors: Factors by which a step multiplies the counters.
         terms: Terms that a step adds.
         number: Scalar of int64: the step's number, from 0.
         word: Scalar of float64: the vote; 0 if a counter differs, else `number` plus 1.
@@ -112,10 +113,11 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
         values: Counters, int64, on the device.
         heard: Each rank's vote, float64, on the device; -1 if the reduced gradients of its replica
             differ from the first replica's; below -1 if the rank's two runs of the step differ.
-        skip: Scalar of float32 on the device; 1 if any vote is not this step's yes, else 0.
+        skip: Scalar of float32 on the device; set to 1 if any rank did not vote yes on this step,
+            else 0.
         ring: Rows of int64 in pinned memory. Each row has a step's number, its counters, and a
-            number for each rank: 0 for this step's yes, 1 minus the vote if the vote is below 0,
-            else 1.
+            number for each rank: 0 for a yes on this step, 1 minus the vote if the vote is below 0,
+            otherwise 1.
         number: Scalar of int64 on the device: the step's number, advanced in place.
     """
     size, world = values.numel(), heard.numel()

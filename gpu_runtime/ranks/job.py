@@ -1,5 +1,5 @@
 """
-A small model: its stages, for either backend, and its data.
+A small model and its data, for either backend; the pipeline command and its tests train this model.
 
 The pipeline's command and its tests train it.
 """
@@ -46,30 +46,32 @@ NAMES = {
 @attrs.frozen(kw_only=True)
 class Job:
     """
-    One pipeline: the schedule, the mapping onto ranks, the model.
+    One pipeline: the schedule, the mapping onto ranks, and the model.
 
     Args:
         schedule: A short name from `NAMES`, the name of a torch class, or the path of a CSV table.
-        pp: Ranks of the pipeline.
-        vpp: Stages per rank; None takes 1 for 1F1B and GPipe, 2 for the others.
-        dp: Replicas.
-        microbatches: Microbatches per step and replica, over all walks (passes over the table).
-        walks: Walks (passes over the table) in a step; each takes an equal part of the
-            microbatches.
-        layers: Layers per stage.
-        history: Entries of an amax history.
+        pp: Number of ranks of the pipeline.
+        vpp: Number of stages per rank; None takes 1 for 1F1B and GPipe, 2 for other schedules.
+        dp: Number of replicas (data parallelism).
+        microbatches: Number of microbatches per step and replica, over all walks (passes over the
+            table).
+        walks: Number of walks (passes over the table) in a step; each walk takes an equal share of
+            the microbatches.
+        layers: Number of layers per stage.
+        history: Number of entries of an amax history.
         rule: Where dW writes: `copied`, `per_microbatch` or `accumulate` (`step/memory/arena.py`).
-        provisioning: `live`: as many slots per stage as tapes are live at once; `static`: one slot
-            per microbatch.
+        provisioning: `live`: each stage has as many slots as microbatches are in progress at once;
+            `static`: one slot per microbatch.
         config: Dimensions of a layer.
         seed: Seed of parameters and data.
-        amax: Source of the amax behind the scales: each `replica`, or all `replicas`.
+        amax: Source of the amaxes from which scales are made: each `replica` for itself, or all
+            `replicas` together.
         dropout: Probability with which each layer drops elements of its two residual branches.
-        wgrad_group: Microbatches whose weight gradients are one product; more than 1 needs
-            ``scales="epoch"``.
+        wgrad_group: Number of microbatches whose weight gradients are computed as one product; more
+            than 1 needs ``scales="epoch"``.
         scales: When scales move: at the end of every ``action``, or once an ``epoch``. With
-            ``epoch``, seeds and dropout's numbers follow from the layer, and the process is set up
-            for deterministic kernels and, on a CPU, one thread.
+            ``epoch``, seeds and dropout's random numbers depend on the layer, and the process uses
+            deterministic kernels and, on a CPU, one thread.
 
     Raises:
         ValueError: `dropout` is not a number in [0, 1).
@@ -99,7 +101,7 @@ class Job:
     @property
     def cls_name(self) -> str:
         """
-        torch's name of the schedule class; empty for a table from a file.
+        torch's name for the schedule class; empty for a table from a file.
 
         Raises:
             ScheduleError: torch has no such class.
@@ -110,22 +112,22 @@ class Job:
 
     @property
     def stages_a_rank(self) -> int:
-        """Stages per rank."""
+        """Number of stages per rank."""
         return self.vpp if self.vpp is not None else 1 if self.cls_name in SINGLE else 2
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline."""
+        """Number of stages of the pipeline."""
         return self.pp * self.stages_a_rank
 
     @property
     def world(self) -> int:
-        """Processes of the job."""
+        """Number of processes of the job."""
         return self.pp * self.dp
 
     def table(self) -> Schedule:
         """
-        Return the table with messages: torch's own, or the file's.
+        Return the schedule table with messages: torch's own table, or the table in the file.
 
         Raises:
             ScheduleError: torch is missing or refuses the combination, or the file is not a valid
@@ -152,7 +154,7 @@ class Job:
         return [replica * self.pp + rank for rank in range(self.pp)]
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
-        """Return the arguments of a stage, for either backend, except its dimensions."""
+        """Return the arguments for making a stage, for either backend, except the dimensions."""
         target = attrs.evolve(self.config.hidden_states(device), differentiable=False)
         ends = loss and index == self.num_stages - 1
         by_layer = self.scales == "epoch"
@@ -176,16 +178,16 @@ class Job:
         replica: int = 0,
     ) -> list[StageBackend]:
         """
-        Return stages in a new state domain; a stage has the same bits in any process.
+        Make stages in a new state domain; a stage starts with the same bits in any process.
 
         Args:
             indices: Indices of the stages.
             device: Their device.
             backend: `reference` or `transformer-engine`.
             loss: Whether the last stage ends in the loss.
-            fuse: Whether the library accumulates into `main_grad` itself; None lets the library
+            fuse: Whether the library itself accumulates into `main_grad`; None lets the library
                 choose.
-            replica: The replica of the stages; dropout differs between replicas.
+            replica: Number of the stages' replica; dropout differs between replicas.
         """
         if self.scales == "epoch":
             require_deterministic(device)
@@ -235,11 +237,13 @@ class Job:
 
     @property
     def clipping(self) -> Clipping:
-        """How an update uses the norm of all gradients; this model's updates do not use it."""
+        """
+        How an update uses the norm of all gradients; this model's updates do not use the norm.
+        """
         return Clipping()
 
     def optimizer(self, stages: list[StageBackend], *, capturable: bool = False) -> Optimizer:
-        """Return the optimizer of a rank's stages; if `capturable`, a graph can hold its update."""
+        """Return the optimizer of a rank's stages; if `capturable`, its update can be captured."""
         return Optimizer(stages, capturable=capturable)
 
     def prepare(self, step: int, optimizer: Optimizer) -> None:
@@ -247,15 +251,18 @@ class Job:
 
     @property
     def loss(self) -> LossShare:
-        """A microbatch's share of the loss; the loss is the sum over microbatches and replicas."""
+        """
+        The function for a microbatch's share of the loss; the loss is the sum over microbatches and
+        replicas.
+        """
         return LossShare(mean_squared_error, self.microbatches * self.dp)
 
     def batch(
         self, device: torch.device, replica: int = 0
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
         """
-        Return a function that takes step and microbatch, and returns input and target, the same on
-        all ranks.
+        Return a function from step and microbatch to input and target, with the same values on all
+        ranks.
         """
         c = self.config
 
@@ -283,7 +290,7 @@ def require_meeting(
     ends: Sequence[tuple[int, Sequence[TensorSpec], Sequence[TensorSpec]]],
 ) -> None:
     """
-    Require that each stage's output has the shape and type of the next stage's input.
+    Raise an error unless each stage's output has the shape and type of the next stage's input.
 
     Args:
         ends: Index, inputs and outputs of every stage of the pipeline, in any order.
@@ -307,13 +314,13 @@ def require_meeting(
 
 class Batches:
     """
-    A job's data as a pipeline's feed, which also keeps each step's losses.
+    A job's data as the feed of a pipeline; also keeps each step's losses.
 
     Args:
         draw: Function of step and microbatch that returns input and target.
         device: Device of the loss gradient.
-        repeat: Give every step the first step's data, drawn once, since drawing takes longer than
-            a step.
+        repeat: Whether every step gets the first step's data, which are drawn once, because drawing
+            takes longer than a step.
     """
 
     def __init__(
@@ -329,12 +336,12 @@ class Batches:
         self.losses: dict[int, dict[int, Tensor]] = {}
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """Return the input for the first stage, the target for the last one."""
+        """Return the input for the first stage, and the target for the last stage."""
         x, target = self.draw(step, microbatch)
         return (x, target)[: len(stage.inputs)] if stage.index == 0 else (target,)
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """Return the gradient of the loss with respect to the loss: 1."""
+        """Return the gradient of the loss with respect to itself: 1."""
         return (self.one,)
 
     def outputs(

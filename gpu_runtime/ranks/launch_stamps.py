@@ -2,9 +2,9 @@
 Times of a rank's own work in a launch, stamped by the device itself.
 
 A launch is one graph, in which the device also waits for other ranks. So the time of a launch is
-the same on all ranks, and tells nothing about any single rank. A dW reads no message and no sum, so
-during a dW the device waits for no other rank. Two nodes of the graph stamp the device's clock
-around one dW of each stage. A slow device shows in this time.
+the same on all ranks, and does not show which rank is slow. A dW reads neither messages nor reduced
+sums, so during a dW the device does not wait for another rank. Two nodes of the graph stamp the
+device's clock around one dW of each stage. The time between the two stamps shows a slow device.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class LaunchStamps:
     The device's clock before and after the first dW of each stage, for the last launches.
 
     Args:
-        stamp: Writes nanoseconds of the device's clock, as `gate_kernel.stamp`.
+        stamp: Function that writes the device's clock in nanoseconds, such as `gate_kernel.stamp`.
         number: The number of the launch, int64 on the device.
         stages: The rank's stages.
-        rows: Number of launches that are kept; then the oldest row is overwritten.
+        rows: Number of launches whose stamps are kept; older stamps are overwritten.
     """
 
     def __init__(self, stamp: Stamp, number: Tensor, stages: Sequence[int], rows: int) -> None:
@@ -52,7 +52,7 @@ class LaunchStamps:
             self.mark(place)
 
     def clear(self) -> None:
-        """Forget all stamps; no launch may be under way."""
+        """Forget all stamps; no launch may be running."""
         self.ring.fill_(-1)
 
     def around(self, executor: Any) -> Any:
@@ -66,13 +66,13 @@ class LaunchStamps:
 
     def take(self, step: int) -> float:
         """
-        Return the milliseconds of a launch's stamped dW, and forget them.
+        Return the milliseconds of a launch's stamped dW, and forget these stamps.
 
         Args:
             step: The launch's number, from 0; the device has finished it.
 
         Returns:
-            The sum over the stages; NaN if the launch stamped none.
+            The sum over the stages; NaN if the launch has no stamps.
         """
         row = self.ring[step % len(self.ring)]
         times = row.tolist()
@@ -94,7 +94,7 @@ class _StampedExecutor:
         return getattr(self._executor, name)
 
     def wgrad(self, memory: Any, *given: Any) -> Any:
-        """DW."""
+        """Run dW between two stamps if it is the first of its stage."""
         place = self._places.pop(memory.stage.index, None)
         if place is None:
             return self._executor.wgrad(memory, *given)

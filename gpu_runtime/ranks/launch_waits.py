@@ -1,5 +1,5 @@
 """
-The host's waits for launches, and each launch's verdict: device counts and all ranks' votes.
+The host's waits for launches, and each launch's verdict: the device's counts and all ranks' votes.
 
 No wait is longer than the deadline: a device may wait for a rank that has died.
 """
@@ -29,12 +29,12 @@ class LaunchWaits:
 
     Args:
         worker: The rank's worker.
-        gate: Where the device publishes its counts and the votes.
+        gate: The gate, which publishes the device's counts and the votes.
 
     Attributes:
-        under_way: The events of launches without a verdict, in their order.
-        spare: Events of launches that have ended.
-        asking: How many verdicts are awaited at this moment.
+        under_way: The events of launches without a verdict, in the order of the launches.
+        spare: Events of launches that have ended, for reuse.
+        asking: Number of verdicts for which the host waits at this moment.
         weights_ms: For the last launches with a verdict, by epoch: milliseconds of the device in
             one dW of each stage (`LaunchStamps`); NaN for a launch without time stamps.
     """
@@ -69,7 +69,9 @@ class LaunchWaits:
             self._confirm(self.under_way.pop(0))
 
     def _confirm(self, done: Any) -> None:
-        """Read what the device published of the step before the latest launch."""
+        """
+        Read the counts and votes that the device published for the oldest launch without a verdict.
+        """
         runtime, double = self.pipeline.runtime, self.pipeline.double
         self.asking = 1
         self.wait(done)
@@ -96,13 +98,15 @@ class LaunchWaits:
         self.asking = 0
 
     def _keep_time(self, epoch: int, step: int) -> None:
-        """Keep the stamps of a launch; those that nobody asked for are dropped in the end."""
+        """
+        Keep the time stamps of a launch; the oldest stamps are dropped if nobody asks for them.
+        """
         self.weights_ms[epoch] = self.gate.stamps.take(step)
         if len(self.weights_ms) > _KEPT:
             del self.weights_ms[min(self.weights_ms)]
 
     def quiet(self) -> None:
-        """Wait until the device has done all work."""
+        """Wait until the device has finished all work."""
         done = _event()
         self.pipeline.runtime.handoff.record(done)
         self.wait(done)
@@ -112,13 +116,13 @@ class LaunchWaits:
         )
 
     def wait(self, done: Any) -> None:
-        """Wait for an event, until another rank has stopped or the deadline has passed."""
+        """Wait for an event; stop waiting if another rank stops or the deadline passes."""
         limits = self.worker.limits
         wait_for(done, self.pipeline.consent, deadline=limits.commit, grace=limits.grace)
 
 
 def log_event(pipeline: Pipeline, event: str, epoch: int | None = None, **fields: Any) -> None:
-    """Write an event of this step, or of another epoch, in the rank log, if there is a log."""
+    """Write an event of the current step or of another epoch to the rank log, if there is a log."""
     if pipeline.log is not None:
         pipeline.log(event, epoch=pipeline.runtime.epoch if epoch is None else epoch, **fields)
 

@@ -1,4 +1,4 @@
-"""Errors of waits for other ranks, and a wait with a timeout."""
+"""Errors for waits for other ranks, and a wait with a timeout."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ def within(
     step: int | None = None,
 ) -> T:
     """
-    Return what a call returns, or stop waiting at a timeout and raise the cause.
+    Return the result of a call, or raise an error if the call does not return in time.
 
-    The call runs in a thread (`bounded`), whose current device and stream are the defaults. Python
-    handles SIGTERM during this wait, but not during a direct call of a library.
+    The call runs in a thread (`bounded`), with the default device and stream as current ones.
+    Python handles SIGTERM during this wait, but would not during a direct call of a library.
 
     Args:
-        call: Waits for a device, or for a library that has no timeout.
+        call: Function that waits for a device, or for a library that has no timeout.
         seconds: Timeout in seconds.
         rank: This rank.
-        what: What the call waits for, for the error's text.
+        what: Name of the awaited thing, for the error's text.
         action: What this rank does, for the error's text.
         peer: The awaited rank; -1 for all ranks, or for no rank.
         step: The step; None outside of steps.
 
     Raises:
-        UnansweredError: The call did not return in time; its text names rank, step and what was
-            awaited.
-        BaseException: What the call raises.
+        UnansweredError: The call did not return in time; the text names the rank, the step and the
+            awaited thing.
+        BaseException: Any error that the call raises.
 
     >>> within(lambda: 3, 1.0, rank=0, what="a number", action="start")
     3

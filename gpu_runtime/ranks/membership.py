@@ -39,12 +39,12 @@ class Limits:
     Timeouts, in seconds.
 
     Args:
-        start: For all ranks to meet.
-        message: For one message that the host waits for.
-        commit: For all ranks to reach the commit, and for this rank's device to finish its work,
-            during a step and between two steps.
-        grace: For all ranks to publish why they stopped.
-        save: For all ranks to write or read their files of a checkpoint.
+        start: Timeout for all ranks to connect.
+        message: Timeout for one message that the host waits for.
+        commit: Timeout for all ranks to reach the commit, and for this rank's device to finish its
+            work, during a step and between two steps.
+        grace: Timeout for all ranks to publish why they stopped.
+        save: Timeout for all ranks to write or read their files of a checkpoint.
     """
 
     start: float = 120.0
@@ -60,13 +60,13 @@ class Member:
     This process, one of the ranks of a job.
 
     Args:
-        rank: Its global rank.
+        rank: The global rank of this process.
         world: The number of ranks.
-        local: Its rank on this host.
-        device: The device of its tensors.
+        local: The rank of this process on its host.
+        device: The device of this process's tensors.
         store: The key-value store that all ranks reach.
-        met: How this rank met the others: events of a rank log, each with a name; empty if another
-            library made the ranks meet.
+        met: How this rank connected to the other ranks: events for the rank log, each with a name;
+            empty if another library connected the ranks.
     """
 
     rank: int
@@ -135,13 +135,14 @@ def launcher_ranks() -> tuple[int, int | None]:
 
 def join(device: str, limits: Limits | None = None) -> Member:
     """
-    Meet the other ranks that torchrun started.
+    Connect to the other ranks that torchrun started.
 
-    The group of all ranks is a gloo group, on the CPU; channels between GPUs are NCCL groups of
-    their own. At the end of the process `leave` ends the groups that are left.
+    The group of all ranks is a gloo group on the CPU; each channel between GPUs has its own NCCL
+    group. At the end of the process, `leave` ends the remaining groups.
 
     Args:
-        device: ``cpu`` or ``cuda``; with ``cuda`` a rank takes the GPU of its local rank.
+        device: ``cpu`` or ``cuda``; with ``cuda`` a rank uses the GPU whose number is its local
+            rank.
         limits: Timeouts; `Limits()` by default.
 
     Raises:
@@ -190,10 +191,12 @@ def join(device: str, limits: Limits | None = None) -> Member:
 
 def _meet(timeout: datetime.timedelta) -> list[tuple[str, str]]:
     """
-    Make the group of all ranks, under store keys of this attempt alone; return how they met.
+    Make the group of all ranks, with store keys of this attempt only; return how the ranks
+    connected.
 
-    torchrun's agent keeps one store over all its restarts, and this torch uses the same keys in
-    every attempt: a rank would find the addresses of dead peers and the causes of earlier stops.
+    torchrun's agent keeps one store over all its restarts, and torch uses the same keys in every
+    attempt. Without separate keys, a rank would find the addresses of dead peers and the causes of
+    earlier stops.
 
     Raises:
         BackendError: The store or a rank cannot be reached in time.
@@ -239,11 +242,12 @@ def leave() -> None:
     End the remaining groups on the CPU, and their threads; called at the end of the process.
 
     A thread of gloo may hold the tensors of its last collective for a while after the collective.
-    If the thread releases these tensors while the interpreter ends, it waits for a lock that it
-    never gets, and the process ends in `std::terminate`, after all its work
+    If the thread releases these tensors while the interpreter ends, the thread waits for a lock
+    that it never gets, and the process ends in `std::terminate` although all its work is done
     (pytorch/pytorch#190489). A group ends with its last reference, and then waits for its threads,
-    at most for its own timeout. No rank waits for another rank here: all messages are sent by then.
-    If groups on GPUs remain, the driver ends them, and the group of all ranks stays too.
+    at most for its own timeout. No rank waits for another rank in this function, because all
+    messages have been sent. If groups on GPUs remain, the driver ends them, and the group of all
+    ranks stays too.
     """
     gc.collect()  # pipelines refer to themselves, and to groups
     held = dist.distributed_c10d._world.pg_map
@@ -257,15 +261,15 @@ def leave() -> None:
 
 def agree_on(member: Member, problem: str, failed: Exception | None = None) -> None:
     """
-    If any rank has a problem, raise the first such rank's problem on every rank.
+    If any rank has a problem, raise the problem of the lowest such rank on every rank.
 
     Args:
         member: This process.
-        problem: The problem of this rank; empty without one.
+        problem: The problem of this rank; empty without a problem.
         failed: The exception that caused this rank's problem.
 
     Raises:
-        BackendError: A rank has a problem; the message is the problem of the first such rank.
+        BackendError: A rank has a problem; the message is the problem of the lowest such rank.
     """
     for text in all_gather(member, problem):
         if text:
@@ -274,7 +278,7 @@ def agree_on(member: Member, problem: str, failed: Exception | None = None) -> N
 
 def all_gather(member: Member, own: Any) -> list[Any]:
     """
-    Gather one object from every rank, ordered by rank; every rank calls it.
+    Gather one object from every rank, ordered by rank; every rank calls this function.
 
     Raises:
         UnansweredError: A rank is gone, or did not answer in time.

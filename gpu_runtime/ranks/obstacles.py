@@ -1,5 +1,5 @@
 """
-Why a worker's step cannot be one launch, and the first reason that any rank has.
+Find out why a worker's step cannot be one launch, on this rank or on any rank.
 
 `one_launch_obstacles` in `runtime/step_mode.py` lists the reasons for a configuration. This module
 reads that configuration from a worker.
@@ -17,7 +17,9 @@ __all__ = ["first_obstacle", "obstacles"]
 
 
 def obstacles(worker: Worker) -> list[str]:
-    """Why the step of a worker cannot be one launch: one sentence per reason, empty if it can."""
+    """
+    Return why the step of a worker cannot be one launch: one sentence per reason, empty if it can.
+    """
     config = worker.runtime.config
     return one_launch_obstacles(
         worker.runtime.domain.device,
@@ -32,8 +34,10 @@ def obstacles(worker: Worker) -> list[str]:
 
 def first_obstacle(member: Member, found: Sequence[str]) -> str:
     """
-    Return the obstacles of the first rank that has any, the same text on every rank.
+    Return the obstacles of the lowest rank that has obstacles; the result is the same on every
+    rank.
 
-    Every rank calls it with its own obstacles; empty if no rank has any.
+    Every rank calls this function with its own obstacles. The result is empty if no rank has an
+    obstacle.
     """
     return next((text for text in all_gather(member, "; ".join(found)) if text), "")

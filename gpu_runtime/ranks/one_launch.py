@@ -1,38 +1,39 @@
 """
 A rank's whole step as one CUDA graph, under the same contract.
 
-The slots' graphs, the messages between ranks, the sums and the update are nodes of one graph, so
-no host acts between two actions. What is checked, and when:
+The graphs of the slots, the messages between ranks, the reductions and the update are nodes of one
+graph, so no host acts between two actions. These checks are made:
 
 * *Once, when the step is captured*: everything that guarded replays check, since the capture is a
-  guarded step; and that both ends of each channel posted the same messages in the same order.
+  guarded step; and whether both ends of each channel posted the same messages in the same order.
 * *Before each of the two launches that follow the captured step*: every transition of the step, one
   after another. The guarded actions call the same contract, but without device work
   (`rehearsal.py`). The two recorded steps must be the same step.
-* *Before each later launch*: that everything those transitions read is unchanged, except related
-  counters that moved by the same amount (`qeffect.steps` says why all guards then decide as
-  before), and that the row's program and the gradient destinations are unchanged. If anything
+* *Before each later launch*: whether everything that those transitions read is unchanged, except
+  counters that all advanced by the same amount (`qeffect.steps` says why all guards then decide as
+  before), and whether the row's program and the gradient destinations are unchanged. If anything
   differs, the step is rehearsed again. After the launch the whole step is committed in one call.
-* *Before each launch*: that no address that a graph bakes in has moved.
-* *In each launch, by the device*: whether it ran every action as often as the contract requires
-  (`qeffect.counts`), and in the required order, no matter who launched it (`gate.py`). Each rank
-  sends its vote to all ranks. If one rank's counts differ, or its vote is missing, every rank skips
-  this update and the update of every later launch. If a rank dies while votes are exchanged, some
-  ranks may have received all votes and updated: then all ranks restart from a checkpoint.
-* *One step later, by the host*: the contract checks the device's counts. If a rank voted no, the
-  training ends on all ranks with one cause. Since that vote, no rank has updated its weights.
+* *Before each launch*: whether all addresses that a graph contains are unchanged.
+* *In each launch, by the device*: whether the device ran every action as often as the contract
+  requires (`qeffect.counts`), and in the required order, no matter who launched the action
+  (`gate.py`). Each rank sends its vote to all ranks. If one rank's counts differ, or its vote is
+  missing, every rank skips this update and the update of every later launch. If a rank dies while
+  votes are exchanged, some ranks may have received all votes and updated: then all ranks restart
+  from a checkpoint. * *One step later, by the host*: the contract checks the device's counts. If a
+  rank voted no, the training ends on all ranks with the same cause, and no rank has updated its
+  weights since that vote.
 
 A step that runs twice (`double_run.py`) is two launches: the first runs the work of the step and
-keeps the digests of its gradients; the second restores the state, runs the work again, compares,
-and goes on to the vote and the update. A rank whose gradients differ votes no.
+keeps the digests of its gradients; the second restores the state, runs the work again, compares the
+digests, and then runs the vote and the update. A rank whose gradients differ votes no.
 
 If no rank is gone, `OneLaunch.rebuild` then restarts the epoch, from the weights and scales after
-the last update that all devices ran; each device has kept them. The slots' graphs stay. The graph
-of the step holds closed connections, so it is captured again. If a rank is gone, all ranks restart
-from a checkpoint.
+the last update that all devices ran; each device has kept this state. The slots' graphs stay valid.
+The graph of the step contains closed connections, so the step is captured again. If a rank is gone,
+all ranks restart from a checkpoint.
 
 `step_capture.py` captures the step, `launch_waits.py` waits for launches and reads their verdicts,
-`launch_draws.py` moves the device's random generator as replays would.
+and `launch_draws.py` advances the device's random generator as replays would.
 """
 
 from __future__ import annotations
@@ -63,24 +64,26 @@ from .worker import Worker
 __all__ = ["OneLaunch", "obstacles"]
 
 PARTS = ("data", "guards", "launch", "step before", "commit")
-"""Parts of the host's time in a launch; `step before`: waiting for the last step's verdict."""
+"""Names of the parts of the host's time in a launch; `step before` is the wait for the last step's
+verdict.
+"""
 
 
 class OneLaunch:
     """
-    Training steps of one rank: the first runs as guarded replays, the second is captured and
-    launched, and each later one is launched.
+    Training steps of one rank: the first step runs as guarded replays, the second step is captured
+    and launched, and each later step is launched.
 
-    Every rank of the world makes a `OneLaunch`, and takes each step.
+    Every rank of the job makes a `OneLaunch`, and takes part in each step.
 
     Args:
         worker: The rank's worker, in mode ``one launch``.
 
     Attributes:
-        host_ms: Milliseconds of the host's parts of the latest launch, by the names of `PARTS`.
-        rehearsal: Asks the contract's guards without device work. Counts rehearsed steps and steps
-            checked in one call, and says why the latest rehearsed step could not be checked in one
-            call.
+        host_ms: The host's time in the latest launch, in milliseconds, by the parts in `PARTS`.
+        rehearsal: Runs the contract's checks without device work. It counts rehearsed steps and
+            steps checked in one call, and says why the latest rehearsed step could not be checked
+            in one call.
 
     Raises:
         BackendError: The step cannot be one launch; every obstacle is named.
@@ -96,7 +99,7 @@ class OneLaunch:
         self._begin()
 
     def _begin(self) -> None:
-        """Start over the worker's current connections; nothing is captured yet."""
+        """Prepare for launches over the worker's current connections, without a captured step."""
         self.pipeline = self.worker.pipeline
         self.feed = StagedFeed(self.pipeline.feed)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -117,10 +120,10 @@ class OneLaunch:
 
     def step(self) -> None:
         """
-        One optimizer step.
+        Run one optimizer step.
 
         Raises:
-            StoppedError: All ranks stopped in this or the previous step, for one cause.
+            StoppedError: All ranks stopped in this step or the previous step, with the same cause.
         """
         if self._left_at is not None:
             raise BackendError(
@@ -143,7 +146,7 @@ class OneLaunch:
         self.steps += 1
 
     def _first(self) -> None:
-        """Take a guarded step, which opens the connections that a capture needs."""
+        """Run a guarded step, which opens the connections that a capture needs."""
         try:
             self.worker.calibrate()
             with self._draws.measure(self._runs()):
@@ -157,13 +160,13 @@ class OneLaunch:
         self._guarded = True
 
     def _runs(self) -> int:
-        """How often the next step does its work: 2 if it runs twice, else 1."""
+        """How often the next step runs its work: 2 if the step runs twice, else 1."""
         double = self.pipeline.double
         return 2 if double is not None and double.due(self.runtime.epoch) else 1
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """A context in which an exception ends the training on every rank, for one cause."""
+        """A context in which an exception ends the training on every rank, with the same cause."""
         epoch = self.runtime.epoch
         try:
             with self.worker.stepping(), self.runtime.caller_scope():
@@ -176,7 +179,7 @@ class OneLaunch:
         return self._ended(error, self.runtime.epoch)
 
     def _ended(self, error: Exception, epoch: int) -> StoppedError:
-        """End the training on every rank, for one cause."""
+        """End the training on every rank, with the same cause."""
         self._stopped()
         stopped = self.pipeline._stopped(error, epoch, told=epoch - self._waits.asking)
         self._gate.close(abort=True)
@@ -242,10 +245,11 @@ class OneLaunch:
 
     def _require_unmoved(self) -> None:
         """
-        Require that the optimizer is unchanged since the capture.
+        Raise an error if the optimizer has changed since the capture.
 
         Raises:
-            BackendError: Its state was replaced, or a learning rate or another number changed.
+            BackendError: The optimizer's state was replaced, or a learning rate or another number
+                changed.
         """
         assert self._captured is not None
         if not self._captured.unmoved():
@@ -255,7 +259,10 @@ class OneLaunch:
             )
 
     def _release(self) -> None:
-        """After a stop, abort the gate's group and drop the graph, for which channels wait."""
+        """
+        After a stop, abort the gate's group and drop the graph, because closing the channels waits
+        for the graph.
+        """
         self._gate.let_go()
         self._drop()
 
@@ -279,36 +286,39 @@ class OneLaunch:
 
     @property
     def device_norm(self) -> DeviceNorm | None:
-        """The norm on the device after each launch; None if the worker needs no norm."""
+        """
+        The norm as a device tensor, computed by each launch; None if the worker needs no norm.
+        """
         return self._gate.norm
 
     @property
     def ahead(self) -> int:
-        """How many launched steps have no verdict yet."""
+        """Number of launched steps without a verdict."""
         return len(self._waits.under_way)
 
     def weights_ms(self, epoch: int) -> float:
         """
         Return the device's milliseconds in one dW of each stage, for a launch that has a verdict.
 
-        These milliseconds contain no wait for another rank. NaN in three cases: the step was not a
-        launch, it ran twice, or its time was asked for before.
+        These milliseconds contain no wait for another rank. The result is NaN if the step was not a
+        launch, if the step ran twice, or if its time was already returned.
         """
         return self._waits.weights_ms.pop(epoch, math.nan)
 
     def all_gather(self, own: Tensor) -> Tensor:
         """
-        Gather every rank's tensor between two steps; the earlier step may still run.
+        Gather every rank's tensor between two steps; the earlier step may still be running.
 
         Args:
-            own: This rank's tensor, on the CPU, with one shape and dtype on all ranks. Every rank
-                must call this.
+            own: This rank's tensor, on the CPU, with the same shape and dtype on all ranks. Every
+                rank must call this method.
 
         Returns:
             The tensors of all ranks, by rank.
 
         Raises:
-            StoppedError: A rank has stopped, for one cause, in the step that still runs.
+            StoppedError: A rank has stopped in the step that is still running; all ranks raise the
+                same cause.
         """
         with self._ending():
             self._waits.asking = self.ahead
@@ -318,10 +328,11 @@ class OneLaunch:
 
     def leave(self) -> None:
         """
-        Wait for the last step and its verdict; guarded replays, or a checkpoint, may follow.
+        Wait for the last step and its verdict; afterwards guarded replays or a checkpoint are
+        possible.
 
         Raises:
-            StoppedError: The last step ended on every rank, for one cause.
+            StoppedError: The last step was stopped on every rank, with the same cause.
         """
         with self._ending():
             if self.ahead:
@@ -336,8 +347,10 @@ class OneLaunch:
             self.runtime.take_snapshot()
 
     def _weights_moved(self) -> None:
-        """Advance the weights' version counters, which reveal stale caches; a launch does not
-        advance them."""
+        """
+        Advance the weights' version counters, which reveal stale caches; a launch does not advance
+        them.
+        """
         weights = [p for s in self.runtime.stages.values() for p in parameters(s).values()]
         torch.autograd.graph.increment_version(weights)
 
@@ -350,7 +363,8 @@ class OneLaunch:
         Raises:
             StoppedError: The cause is not recoverable, or the ranks' devices have run different
                 numbers of updates: relaunch, and resume from a checkpoint.
-            BackendError: A rank did not return, or its device did not finish before the deadline.
+            BackendError: A rank did not take part in the restart, or its device did not finish
+                before the deadline.
         """
         self._restart(stopped)
         self._begin()
@@ -359,12 +373,14 @@ class OneLaunch:
         """
         Restart the epoch as `rebuild` does, and end the launches; later steps use `Worker.step`.
 
-        The call makes no connections for launches. If a rank made connections only to close them,
-        it could close them while another rank still connects.
+        The method makes no connections for launches, because a rank that made and closed such
+        connections could close them while another rank is still connecting.
 
         Raises:
-            StoppedError: As `rebuild`.
-            BackendError: As `rebuild`.
+            StoppedError: The cause is not recoverable, or the ranks' devices have run different
+                numbers of updates.
+            BackendError: A rank did not take part, or its device did not finish before the
+                deadline.
         """
         self._restart(stopped)
         self._drop()
@@ -387,7 +403,7 @@ class OneLaunch:
         Continue with launches after `leave`, if no step was taken since.
 
         Raises:
-            BackendError: A step was taken since: make a new OneLaunch.
+            BackendError: A step was taken since `leave`: make a new OneLaunch.
         """
         rebuilt = self.pipeline is not self.worker.pipeline
         if rebuilt or self._left_at not in (None, self.runtime.epoch):
@@ -399,7 +415,10 @@ class OneLaunch:
         log_event(self.pipeline, "resume")
 
     def close(self) -> None:
-        """Drop the graph: it holds connections, which cannot be closed earlier."""
+        """
+        Drop the graph, which contains connections; the connections cannot be closed while the graph
+        exists.
+        """
         if self._gate.open:  # after a stop a device may wait for a rank that is gone
             worker = self.worker
             worker.member.synchronize(worker.limits.commit, action="close", step=self.runtime.epoch)

@@ -1,11 +1,11 @@
 """
-The walk over one rank's row of a table with messages: a pass that runs the row's entries in order,
-each action under the contract's guards.
+Run one rank's row of a schedule table with messages: the entries run in order, and the contract
+checks each action.
 
 A receive reserves its slot and fills the slot's static input in place. A send reads the result of F
-or dI in the slot until the transfer has been waited for. Two stages of one rank pass tensors on
-without a message. A microbatch's key and reference travel with its `Passage` from F to dI to dW. At
-the end of the step all ranks consent, and only then is the update run.
+or dI in the slot until the transfer has been waited for. Two neighbouring stages on the same rank
+pass tensors directly, without a message. A `Passage` carries a microbatch's key and reference from
+F to dI to dW. At the end of the step all ranks consent, and only then is the update run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Entry", "Feed", "Messages", "Passage", "Pipeline"]
 
 
 class Messages(Protocol):
-    """The part of `Channels` that a pipeline's actions use."""
+    """The interface of `Channels` that a pipeline's actions use."""
 
     def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
         """Post a send of a tensor to a rank."""
@@ -56,19 +56,19 @@ class Messages(Protocol):
 @attrs.define(eq=False)
 class Passage:
     """
-    One microbatch's passage through one local stage.
+    One microbatch's way through one local stage, from F to dW.
 
     Args:
         stage: The stage.
         microbatch: The microbatch.
-        upstream: The passage through the local stage that feeds this stage; None if no local stage
-            feeds this stage.
-        reader: The passage through the local stage that this stage feeds; None if it feeds no local
-            stage.
+        upstream: The microbatch's passage through the local stage that feeds this stage; None if no
+            local stage does.
+        reader: The microbatch's passage through the local stage that this stage feeds; None if this
+            stage feeds no local stage.
         source: The rank that sends the input by message; None without a message.
         target: The rank that receives the output by message; None without a message.
-        others: The passages whose dW run together with this passage's dW, as one product. Empty if
-            this passage's dW runs alone, or as part of an earlier passage's product.
+        others: The passages whose dW run as one product with this passage's dW. Empty if this
+            passage's dW runs alone, or as part of an earlier passage's product.
     """
 
     stage: StageBackend
@@ -88,14 +88,14 @@ class Passage:
     leaving_gradient: Transfer | None = None
 
     def forget(self) -> None:
-        """Drop the transfers of a step that has failed; they hold connections open."""
+        """Drop the transfers of a failed step, because they keep connections open."""
         self.arriving = self.arriving_gradient = self.leaving = self.leaving_gradient = None
 
 
 class Entry(NamedTuple):
     """
-    One entry of a rank's program: the function to run, the passage to run it on, and the row's
-    entry.
+    One entry of a rank's program: a function, the passage that is its argument, and the entry of
+    the row.
     """
 
     act: Callable[[Passage], None]
@@ -110,16 +110,17 @@ class Pipeline:
     Args:
         runtime: The guarded runtime of the row's stages, made with `row=`.
         row: The row.
-        channels: The rank's messages.
-        feed: Data in, losses out.
+        channels: Posts the rank's messages.
+        feed: Supplies the data and receives the losses.
         ranks: Global rank of each of the table's ranks, in this replica.
-        consent: The verdict of all ranks; with None (a single rank), errors are raised unchanged.
+        consent: The agreement of all ranks to a commit or a stop; with None (a single rank), errors
+            are raised unchanged.
         clipping: How the update uses the norm of all gradients; the same on every rank. If the
             update uses the norm, the host waits for the gradients before the commit, because it
-            must report their norm.
+            must send their norm to the other ranks.
 
     Raises:
-        BackendError: The runtime was made for another row, or a stage does not fit a pipeline.
+        BackendError: The runtime was made for another row, or a stage cannot be part of a pipeline.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class Pipeline:
     @contextmanager
     def unlogged_walks(self, run: Runtime) -> Iterator[None]:
         """
-        A context for walks (passes over the row) that are not training steps: nothing is logged,
-        and a subclass records nothing.
+        A context for walks (passes over the row) that are not training steps, so that neither logs
+        nor subclasses record them.
 
         Args:
             run: The object that replaces the runtime.
@@ -233,19 +234,19 @@ class Pipeline:
         """
         Run every action of the row, wait for all ranks' consent, then update.
 
-        A step that is due to run twice does its device work again before the consent; this rank
-        consents only if both runs have the same gradients.
+        A step that must run twice repeats its device work before the consent; this rank consents
+        only if both runs have the same gradients.
 
         Args:
             optimizer: The optimizer over the runtime's stages.
 
         Returns:
-            The gradients that the optimizer was given, valid until the next dW.
+            The gradients that were passed to the optimizer; valid until the next dW.
 
         Raises:
-            StoppedError: A rank could not go on. This rank has not updated its weights. All ranks
-                stop with one cause, but another rank may already have made this update. After a
-                recoverable cause no rank has made it, and every rank calls `Worker.rebuild`.
+            StoppedError: A rank could not continue. All ranks stop with the same cause. This rank
+                has not updated its weights, but another rank may have done so. After a recoverable
+                cause no rank has updated, and every rank calls `Worker.rebuild`.
         """
         epoch, handoff = self.runtime.epoch, self.runtime.handoff
         log = self.log
@@ -289,7 +290,8 @@ class Pipeline:
         """
         Wait for the device, up to the deadline, before the host reads its results.
 
-        The device may wait for a message from a rank that is gone, and a read has no deadline.
+        Without this wait, a read of results could block forever: the device may wait for a message
+        from a rank that is gone.
 
         Args:
             twice: Whether the step ran twice: the host then reads whether both runs are equal.
@@ -303,7 +305,10 @@ class Pipeline:
         wait_for(done, consent, deadline=consent.deadline, grace=consent.grace)
 
     def _agree(self, epoch: int, gradients: Gradients) -> Norm | None:
-        """Exchange all ranks' consent, and the norm of all gradients if it is used."""
+        """
+        Exchange the consent of all ranks, and the norm of all gradients if the update uses the
+        norm.
+        """
         parts = None
         if self.clipping:
             sums = square_sums(gradients, self.clipping.elsewhere)
@@ -337,18 +342,21 @@ class Pipeline:
 
     def drawn(self, p: Passage) -> int:
         """
-        The microbatch's number in the step's data; each walk takes as many microbatches as the
-        table has.
+        Return the microbatch's number in the step's data; each walk (pass over the row) takes as
+        many microbatches as the table has.
         """
         return p.microbatch + self.walk * self.row.table.num_microbatches
 
     def _place(self, p: Passage) -> None:
-        """Tell the rank log, if there is a log, which buffer the next message uses."""
+        """Record in the rank log, if there is a log, which buffer the next message uses."""
         if self.log is not None:
             self.log.place = p.ref.slot, p.ref.generation
 
     def finalize(self) -> Gradients:
-        """Return every stage's complete, reduced gradients; also queue the configured digests."""
+        """
+        Return every stage's complete, reduced gradients, and queue the computation of configured
+        digests.
+        """
         gradients = self.runtime.finalize()
         if self.zeros is not None:
             self.zeros.take(gradients)
@@ -358,12 +366,13 @@ class Pipeline:
 
     def _stopped(self, error: Exception, epoch: int, *, told: int | None = None) -> StoppedError:
         """
-        The one cause that every rank raises.
+        Publish this rank's error, and return the error with the cause that every rank raises.
 
         Args:
-            error: Why this rank cannot go on.
-            epoch: The epoch that the step began; if it is over, weights may have moved.
-            told: The epoch of the error, if it is another epoch.
+            error: The error because of which this rank cannot continue.
+            epoch: The epoch in which the step began; if this epoch is over, weights may have
+                changed.
+            told: The epoch of the error, if it is not `epoch`.
         """
         assert self.consent is not None
         for passage in self.passages.values():
@@ -386,7 +395,7 @@ class Pipeline:
     # Forward
 
     def receive_input(self, p: Passage) -> None:
-        """RECV_F: post the receive; from here on the message owns the slot."""
+        """RECV_F: post the receive of the input; from now on the message uses the slot."""
         actions, stage = self.runtime.actions, p.stage.index
         p.ref = actions.reserve(p.key)
         into = actions.post_receive(p.key, p.ref)[0]
@@ -396,7 +405,7 @@ class Pipeline:
 
     def forward(self, p: Passage) -> None:
         """
-        Run F. Before the stage's first F of a step's first walk, refresh its weight cache.
+        Run F. Before the stage's first F in a step, refresh the stage's weight cache.
 
         The refresh reads only weights, so it does not wait for the message.
         """
@@ -427,7 +436,7 @@ class Pipeline:
             actions.finish_outputs(key, p.ref)
 
     def _copy_data(self, p: Passage) -> None:
-        """Copy a microbatch's data into its slot, on the stream of the feed."""
+        """Copy a microbatch's data into its slot, on the feed's stream."""
         actions, key, feeder = self.runtime.actions, p.key, self.runtime.config.feeder
         assert feeder is not None
         actions.await_graph(feeder)
@@ -437,7 +446,7 @@ class Pipeline:
         actions.join(feeder)
 
     def _further(self, p: Passage) -> Sequence[Tensor]:
-        """A stage's inputs beside the output of the previous stage."""
+        """Return a stage's inputs other than the output of the previous stage."""
         if len(p.stage.inputs) == 1:
             return ()
         return self.feed.inputs(p.stage, p.key.epoch, self.drawn(p))
@@ -452,7 +461,7 @@ class Pipeline:
         )
 
     def await_output(self, p: Passage) -> None:
-        """WAIT_SEND_F: the output has been sent."""
+        """WAIT_SEND_F: wait until the output has been sent."""
         assert p.leaving is not None
         self.channels.wait(p.leaving)
         p.leaving = None
@@ -495,7 +504,7 @@ class Pipeline:
         )
 
     def await_gradient(self, p: Passage) -> None:
-        """WAIT_SEND_B: the input gradient has been sent."""
+        """WAIT_SEND_B: wait until the input gradient has been sent."""
         assert p.leaving_gradient is not None
         self.channels.wait(p.leaving_gradient)
         p.leaving_gradient = None
@@ -509,12 +518,14 @@ class Pipeline:
     # The end of a stage
 
     def finalize_stage(self, p: Passage) -> None:
-        """REDUCE_GRAD: the stage's gradients are complete; reduce them while other stages run."""
+        """
+        REDUCE_GRAD: declare the stage's gradients complete, and reduce them while other stages run.
+        """
         self.runtime.finalize_stage(p.stage.index)
 
 
 def _require_boundaries(stage: StageBackend, *, first: bool, last: bool) -> None:
-    """Refuse a stage that does not pass exactly one tensor in each direction."""
+    """Raise an error unless a stage passes exactly one tensor in each direction."""
     where = f"stage {stage.index}"
     if not last and len(stage.outputs) != 1:
         raise BackendError(

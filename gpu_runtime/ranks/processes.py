@@ -1,5 +1,6 @@
 """
-Shared by commands that run in every rank: joining, printing on one rank, exit codes of a stop.
+Functions for commands that run on every rank: connect the ranks, print on one rank, exit codes of a
+stop.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ _VIOLATIONS = ("refused", "dropped", "disagreed", "differs", "diverged")
 
 def join_ranks(device: str, limits: Limits, *, deterministic: bool) -> Member:
     """
-    Join the other ranks; call it before Transformer Engine is imported.
+    Connect to the other ranks; must be called before Transformer Engine is imported.
 
     Args:
-        device: ``cpu``, where each rank runs one thread, or ``cuda``.
+        device: ``cpu`` (each rank then runs one thread) or ``cuda``.
         limits: Timeouts in seconds.
-        deterministic: Ask the libraries for deterministic kernels, unless the environment already
-            decides.
+        deterministic: Whether to ask the libraries for deterministic kernels, unless environment
+            variables already decide.
 
     Raises:
-        BackendError: As `join`.
+        BackendError: The ranks could not connect; `join` lists the reasons.
     """
     member = join(device, limits)
     if member.device.type == "cpu":
@@ -77,13 +78,13 @@ def process_count() -> int | None:
 
 def report_once(run: Callable[[], Outcome]) -> Outcome:
     """
-    Run a command in this rank; one rank prints the result for all ranks.
+    Run a command on this rank; one rank prints the result for all ranks.
 
-    Rank 0 prints, or rank 1 if rank 0 was lost. A rank that lost its connections prints its own
-    cause.
+    Rank 0 prints the result, or rank 1 if rank 0 was lost. A rank that lost its connections prints
+    its own cause.
 
     Raises:
-        UnusableError: The command cannot run; every rank raises it.
+        UnusableError: The command cannot run; every rank raises this error.
     """
     try:
         outcome = run()
@@ -99,8 +100,8 @@ def report_once(run: Callable[[], Outcome]) -> Outcome:
 
 def speaker_of(outcome: Outcome) -> int:
     """
-    The rank that prints an outcome: the rank that is cut off, if the outcome names one; otherwise
-    rank 0, or rank 1 if rank 0 is lost.
+    Return the rank that prints an outcome: the rank without connections, if the outcome names such
+    a rank; otherwise rank 0, or rank 1 if rank 0 is lost.
     """
     cause = outcome.data.get("cause") or {}
     lost = cause.get("rank") == 0 and cause["kind"] in _LOST
@@ -113,8 +114,8 @@ def mute_unless_speaker(*, failed: bool, speaker: int = 0) -> None:
     Silence every rank but the speaker, since all ranks would print the same lines.
 
     Args:
-        failed: Whether this rank ends with an error. torchrun ends all ranks as soon as the first
-            one fails, so a silent rank waits for the speaker.
+        failed: Whether this rank ends with an error. torchrun ends all ranks as soon as one rank
+            fails, so a silent rank waits for the speaker.
         speaker: The rank that prints.
     """
     try:
@@ -140,7 +141,7 @@ def stopped_outcome(cause: Cause, what: str) -> Outcome:
 
     Args:
         cause: Why the ranks stopped.
-        what: The run, in one line.
+        what: Description of the run, in one line.
     """
     data = {
         "clause": cause.clause,

@@ -1,12 +1,12 @@
 """
-A step of a pipeline without its device work: the guards of a step that is one launch.
+A step of a pipeline without its device work, to check a step that is one launch.
 
-The pipeline's own actions ask the contract, in the order of guarded replays; the performer replaces
-the device and moves nothing. So the contract cannot distinguish a rehearsal from replays; a test
-compares the two. Two rehearsed steps are recorded. If both rehearsals are the same step
-(`qeffect.steps`), later steps are checked by comparing everything that their transitions would
-read, and each is committed as a whole after its launch. If anything differs, the step is rehearsed
-again, action by action, and recorded anew.
+The pipeline's own actions ask the contract, in the order of guarded replays; a performer that does
+nothing replaces the device. So the contract gets the same calls in a rehearsal as in replays; a
+test compares the two. Two rehearsed steps are recorded. If both records are the same step
+(`qeffect.steps`), a later step is checked by comparing everything that its transitions would read,
+and committed as a whole after its launch. If anything differs, the step is rehearsed again, action
+by action, and recorded anew.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ __all__ = ["CaptureRecord", "Rehearsal"]
 
 
 class CaptureRecord(Protocol):
-    """What an executor recorded at its captures."""
+    """The evidence that an executor recorded at its captures."""
 
     @property
     def slots(self) -> Mapping[int, Any]:
-        """By slot, the reports of F and dI."""
+        """By slot, the recorded reports of F and dI."""
 
     @property
     def wgrads(self) -> Mapping[Product, Any]:
-        """By dW, the evidence of its capture: the matrices that it covered."""
+        """By dW, the matrices whose gradients it computed at its capture."""
 
     @property
     def refreshed(self) -> Mapping[int, Effects]:
-        """By stage, the report of its refresh."""
+        """By stage, the recorded report of its refresh."""
 
     def check_addresses(self, memory: StageMemory) -> None:
-        """Require that no address that graphs bake in has moved."""
+        """Raise an error if an address that graphs contain has changed."""
 
 
 class _RehearsalExecutor:
-    """Runs nothing, and returns the reports recorded at the captures."""
+    """An executor that runs nothing, and returns the reports recorded at the captures."""
 
     marks_tail = True
 
@@ -86,15 +86,15 @@ class _RehearsalExecutor:
 
 
 class _EndedReduction:
-    """A stand-in for a reduction: nothing was sent."""
+    """A stand-in for a reduction that was not sent."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return at once, because nothing was sent."""
 
 
 class RehearsalPerformer:
     """
-    Performs nothing: the step's graph performs the actions.
+    A performer that does nothing, because the step's graph performs the actions.
 
     Args:
         record: The effects of each action, recorded at the captures.
@@ -105,10 +105,10 @@ class RehearsalPerformer:
         self.handoff: Handoff = HostHandoff()
 
     def fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Copy nothing."""
+        """Do nothing: the graph copies the data."""
 
     def gradients(self, memory: StageMemory) -> Mapping[str, Tensor]:
-        """Sum nothing."""
+        """Return no gradients: the graph sums them."""
         return {}
 
     def forget_gradients(self) -> None:
@@ -116,13 +116,13 @@ class RehearsalPerformer:
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
         """
-        Send nothing. Return an object to wait for only if the last real reduction was waited for.
+        Send nothing; return an object to wait for only if the last real reduction was waited for.
         """
         return _EndedReduction() if waited else None
 
 
 class _RehearsalChannels:
-    """Post nothing: the graph posts, in the agreed order."""
+    """Channels that post nothing, because the graph posts the messages in the agreed order."""
 
     def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
         return Transfer(None, tensor, message.sent, to)
@@ -131,14 +131,14 @@ class _RehearsalChannels:
         return Transfer(None, into, message.received, source)
 
     def wait(self, transfer: Transfer) -> None:
-        """The graph waits."""
+        """Do nothing: the graph waits."""
 
 
 class Rehearsal:
     """
-    Every transition of a step, through a pipeline's own actions, without device work.
+    Runs every transition of a step through a pipeline's own actions, without device work.
 
-    An event log records a step that is committed in one call as one line. With another observer
+    An event log writes one line for a step that is committed in one call. With any other observer,
     every step is rehearsed, so that the observer sees each action, and no step is recorded.
 
     Args:
@@ -146,9 +146,10 @@ class Rehearsal:
         record: The effects of each action, recorded at the captures.
 
     Attributes:
-        as_one: Whether the latest step was checked in one call, and must be committed in one call.
+        as_one: Whether the latest step was checked in one call, and must therefore be committed in
+            one call.
         steps: Number of steps rehearsed, and of steps checked in one call.
-        recurs: The recorded step, if two consecutive rehearsed steps were the same; else None.
+        recurs: The recorded step, if two consecutive rehearsed steps were the same; otherwise None.
         difference: Why the latest rehearsed step could not be checked in one call; empty before the
             first rehearsal.
     """
@@ -168,10 +169,10 @@ class Rehearsal:
 
     def run(self) -> None:
         """
-        Ask the contract for every check of the step, up to its commit.
+        Run all of the contract's checks for the step, up to its commit.
 
         Raises:
-            Refused: What the guarded step would raise.
+            Refused: A check fails; the guarded step would raise the same refusal.
         """
         self.drop()
         self.as_one = self.recurs is not None and self._same(self.recurs)
@@ -188,10 +189,10 @@ class Rehearsal:
 
     def commit(self) -> None:
         """
-        Commit the epoch, as the update does.
+        Commit the epoch, as the update of a guarded step does.
 
         Raises:
-            Refused: What `Runtime.update` would raise.
+            Refused: A check fails; `Runtime.update` would raise the same refusal.
         """
         runtime = self.pipeline.runtime
         contract, link = runtime.contract, runtime.actions.links["main"]
@@ -211,10 +212,10 @@ class Rehearsal:
 
     def stopped(self) -> None:
         """
-        After a stop, report the step's actions to the contract, if only their guards had run.
+        After a stop, report the step's actions to the contract, if they were only checked so far.
 
-        Device work may have been launched. The contract then is in the middle of an epoch, as after
-        a rehearsed step, and accepts neither a step nor a checkpoint before a restore.
+        Device work may have been launched. So the contract must be in the middle of an epoch, as
+        after a rehearsed step, and accepts neither a step nor a checkpoint before a restore.
         """
         self.drop()
         if self.as_one:
@@ -229,7 +230,7 @@ class Rehearsal:
             recording.drop()
 
     def _same(self, step: RecordedStep) -> bool:
-        """Whether this step would be the recorded step; if not, `difference` says why."""
+        """Whether this step would equal the recorded step; if not, `difference` says why."""
         self.difference = self._beside()
         if not self.difference:
             found = self.pipeline.runtime.contract.check_step(step, guards_alone=True)
@@ -237,7 +238,10 @@ class Rehearsal:
         return not self.difference
 
     def _beside(self) -> str:
-        """What has changed among the actions' inputs outside the contract; empty if nothing."""
+        """
+        Say what has changed in the actions' inputs that the contract does not know; empty if
+        nothing has.
+        """
         pipeline, runtime = self.pipeline, self.pipeline.runtime
         if runtime.actions.broken is not None:
             return runtime.actions.broken
@@ -253,7 +257,7 @@ class Rehearsal:
         return ""
 
     def _keep(self) -> None:
-        """Keep a rehearsed step; if it equals the step kept before, it recurs."""
+        """Keep a rehearsed step; if it equals the step kept before, set `recurs`."""
         recording, self._recording = self._recording, None
         if recording is None:
             return

@@ -1,10 +1,10 @@
 """
-Sums of a stage's gradients over its replicas, started once the stage's gradients are complete.
+Sum a stage's gradients over the replicas, once the stage's gradients are complete.
 
-Several gradients of a bucket can share one call of the library. With two replicas, sharing changes
-no bit: each sum is one addition, which commutes. With more replicas, a value's place in the call
-decides the order of the additions, so the last bits can differ from those of separate calls. All
-replicas still get the same bits.
+Several gradients of a bucket can share one collective call. With two replicas, sharing changes no
+bits: each sum is a single addition, which commutes. With more replicas, a value's position in the
+call decides the order of the additions, so the last bits can differ from those of separate calls.
+All replicas still get the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NCCL copies nothing."""
 
 
 class _BucketCollectives:
-    """The collectives of one bucket that are under way."""
+    """The running collectives of one bucket."""
 
     def __init__(self, owner: Replicas, bucket: int | str, gradients: Iterable[Tensor]) -> None:
         self.owner, self.bucket = owner, bucket
@@ -55,7 +55,7 @@ class _BucketCollectives:
             torch._foreach_div_(gradients, float(self.owner.size))
 
     def lost(self, error: RuntimeError) -> LostError:
-        """Return the library's error as a `LostError`."""
+        """Convert the library's error to a `LostError`."""
         library = str(error)
         error.__traceback__ = None  # its frames hold the group, and the group its connections
         name = f"{self.bucket}REDUCE_GRAD"
@@ -64,17 +64,17 @@ class _BucketCollectives:
 
 class Replicas:
     """
-    A `Runtime`'s reducer: sums gradients over the replicas of this rank's stages.
+    The reducer of a `Runtime`: sums gradients over the replicas of this rank's stages.
 
-    Every replica walks the same row, so all start their reductions in the same order.
+    Every replica runs the same row, so all replicas start their reductions in the same order.
 
     Args:
         group: A process group of the ranks that hold the same stages.
         host: Whether the host waits for a collective (gloo).
         deadline: Timeout of a host's wait, in seconds.
         mean: Whether to divide each sum by the number of replicas.
-        together: Whether gradients of one type in a bucket share a call; None shares only with two
-            replicas, where sharing changes no bit.
+        together: Whether gradients of the same type in a bucket share a call; None shares only with
+            two replicas, when sharing changes no bits.
     """
 
     def __init__(
@@ -150,7 +150,10 @@ class Replicas:
             started.works.clear()
 
     def close(self, *, abort: bool = True) -> None:
-        """End the group; replicas that wait on it wake up. `abort` as for `Channels.close`."""
+        """
+        End the group; replicas that wait on the group wake up. `abort` says that collectives may
+        still run.
+        """
         self._forget()
         ending, self._ending = self._ending, None
         if ending is not None:
@@ -164,10 +167,10 @@ def calls_of(
     gradients: Iterable[Tensor], *, together: bool, alone: int | None
 ) -> list[list[Tensor]]:
     """
-    Group gradients into calls by type and size alone, so every replica groups them the same way.
+    Group gradients into calls by type and size only, so that every replica makes the same groups.
 
     Args:
-        gradients: The gradients of a bucket, in its order.
+        gradients: The gradients of a bucket, in the bucket's order.
         together: Whether gradients of one type may share a call.
         alone: Size in bytes above which a gradient gets its own call; None sets no limit.
 

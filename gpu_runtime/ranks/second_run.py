@@ -1,10 +1,12 @@
 """
-Run a step's device work again, without the contract, which has checked the first run.
+Run a step's device work a second time, without asking the contract, which has checked the first
+run.
 
-`SecondRun` takes the place of the runtime while the rank's row runs again. The second run performs
-every action on the slot that the first run used, sums and reduces the gradients again, and does not
-ask the contract. The numerical state and the device's counters must be as they were before the
-first run (`double_run.py`). Weight caches need no copy: each run refreshes them from the weights.
+`SecondRun` replaces the runtime while the rank's row runs again. The second run performs every
+action on the same slot as the first run, and sums and reduces the gradients again. Before the
+second run, the numerical state and the device's counters must be restored to their values before
+the first run (`double_run.py`). Weight caches need no copy: each run refreshes them from the
+weights.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ __all__ = ["SecondRun"]
 
 
 class _Place:
-    """The slot of a microbatch; takes the place of a reference."""
+    """The slot of a microbatch, in place of a reference from the contract."""
 
     def __init__(self, slot: int) -> None:
         self.slot, self.generation = slot, 0
@@ -36,7 +38,7 @@ class _Place:
 
 class _Actions:
     """
-    The actions of `GuardedActions` without questions to the contract, which accepted all of them in
+    The methods of `GuardedActions`, but without asking the contract, which accepted all actions in
     the first run.
     """
 
@@ -51,7 +53,7 @@ class _Actions:
 
     @property
     def performer(self) -> Performer:
-        """Performs the physical part of each action."""
+        """Acts on memory and streams for each action."""
         return self._run.runtime.performer
 
     def _of(self, key: TapeKey) -> tuple[StageMemory, Slot]:
@@ -62,10 +64,10 @@ class _Actions:
         self.performer.executor.refresh(self._run.runtime.memories[stage])
 
     def await_graph(self, caller: Hashable) -> None:
-        """Nothing to declare."""
+        """Do nothing: the second run declares nothing to the contract."""
 
     def join(self, caller: Hashable) -> None:
-        """Nothing to declare."""
+        """Do nothing: the second run declares nothing to the contract."""
 
     def fill_inputs(self, key: TapeKey, inputs: Sequence[Tensor]) -> None:
         """Copy the inputs into the key's slot, on the current stream."""
@@ -76,16 +78,16 @@ class _Actions:
         return _Place(self._slots[key.stage, key.microbatch].index)
 
     def input_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
-        """The buffers that F reads."""
+        """Return the buffers that F reads."""
         return self._of(key)[1].input_views
 
     def post_receive(self, key: TapeKey, ref: Any, *, gradient: bool = False) -> tuple[Tensor, ...]:
-        """The buffers that a message arrives in."""
+        """Return the buffers into which a message is received."""
         slot = self._of(key)[1]
         return slot.output_gradients if gradient else slot.input_views
 
     def finish_receive(self, key: TapeKey, ref: Any, *, gradient: bool = False) -> None:
-        """Nothing to declare."""
+        """Do nothing: the second run declares nothing to the contract."""
 
     def forward(self, key: TapeKey, inputs: Sequence[Tensor] | None = None) -> _Place:
         """F."""
@@ -98,7 +100,7 @@ class _Actions:
         return _Place(slot.index)
 
     def bind(self, key: TapeKey) -> None:
-        """The first run bound the same destinations."""
+        """Do nothing: the first run has bound the same destinations."""
 
     def dgrad(
         self, key: TapeKey, ref: Any, output_gradients: Sequence[Tensor] | None = None
@@ -111,7 +113,7 @@ class _Actions:
         memory.keep(key.microbatch, slot)
 
     def wgrad(self, key: TapeKey, ref: Any, *, group: Sequence[tuple[TapeKey, Any]] = ()) -> None:
-        """dW, which adds in later walks."""
+        """Run dW, which adds to the gradients in later walks (passes over the row)."""
         memory, slot = self._of(key)
         variants = memory.later_variants if self._run.walk else memory.variants
         others = [self._of(other)[1] for other, _ in group]
@@ -120,29 +122,29 @@ class _Actions:
             memory.arena.keep_copies(key.microbatch, slot.wgrads)
 
     def outputs(self, key: TapeKey, ref: Any) -> Sequence[Tensor]:
-        """Outputs of F."""
+        """Return the outputs of F."""
         return self._of(key)[1].outputs
 
     def finish_outputs(self, key: TapeKey, ref: Any) -> None:
-        """Nothing to declare."""
+        """Do nothing: the second run declares nothing to the contract."""
 
     def dgrads(self, key: TapeKey, ref: Any) -> Sequence[Tensor]:
-        """Input gradients of dI."""
+        """Return the input gradients of dI."""
         return self._of(key)[1].dgrads
 
     def finish_dgrads(self, key: TapeKey, ref: Any) -> None:
-        """Nothing to declare."""
+        """Do nothing: the second run declares nothing to the contract."""
 
 
 class SecondRun:
     """
-    The parts of a runtime that a walk (a pass over the rank's row) uses, without the contract.
+    A replacement for the runtime in a walk (a pass over the rank's row), without the contract.
 
     Args:
         runtime: The runtime whose contract has accepted the step's actions.
 
     Attributes:
-        walk: How many walks (passes over the row) this run has completed.
+        walk: Number of walks (passes over the row) that this run has completed.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -154,7 +156,7 @@ class SecondRun:
         self._started: dict[int | str, Reduction | None] = {}
 
     def begin(self) -> None:
-        """Begin the run: drop the sums of the run before."""
+        """Begin the run, and drop the gradient sums of the first run."""
         self.walk = 0
         self._started.clear()
         self.runtime.performer.forget_gradients()
@@ -162,11 +164,11 @@ class SecondRun:
             memory.start_epoch()
 
     def key(self, stage: int, microbatch: int) -> TapeKey:
-        """The key of an execution in the current epoch."""
+        """Return the key of a stage and a microbatch in the current epoch."""
         return self.runtime.key(stage, microbatch)
 
     def next_walk(self) -> None:
-        """Begin the next walk: gradients accumulate."""
+        """Begin the next walk (pass over the row), in which gradients accumulate."""
         self.walk += 1
 
     def finalize_stage(self, stage: int) -> None:

@@ -1,10 +1,10 @@
 """
-Data that are made on a side stream, so that a feed never waits for a message.
+Make a pipeline's data on a side stream, so that the feed never waits for a message.
 
-The stream of a pipeline waits for messages of other ranks. If a host waits for data on that stream,
-behind a message from a rank that is gone, it waits forever and cannot learn the cause. A separate
-stream is not enough if a launch holds all the device's queues, so a feed must not wait for the
-device at all (`feed.to_device`).
+A pipeline's stream waits for messages of other ranks. If a host waits for data on that stream,
+after a message from a rank that is gone, the host waits forever and cannot learn the cause. Even a
+separate stream can be blocked if a launch occupies all the device's queues, so a feed must not wait
+for the device at all (`feed.to_device`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Place = tuple[str, StageBackend, int]
 
 class SideStreamFeed:
     """
-    A feed of a GPU that makes its data on a side stream.
+    A feed for a GPU that makes the data on a side stream.
 
     Args:
-        inner: The feed; it waits for no stream.
+        inner: The feed that makes the data, without waiting for any stream.
         device: Device of the data.
     """
 
@@ -42,17 +42,17 @@ class SideStreamFeed:
         self.copies: CopyStream | None = None  # made once a slot is filled on it
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """The inner feed's inputs, ready for the current stream."""
+        """Return the inner feed's inputs, ready for use on the current stream."""
         return self._given(self.inner.inputs, stage, step, microbatch)
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """The inner feed's output gradients, ready for the current stream."""
+        """Return the inner feed's output gradients, ready for use on the current stream."""
         return self._given(self.inner.output_gradients, stage, step, microbatch)
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Hand the outputs to the inner feed, on their own stream."""
+        """Pass the outputs to the inner feed, on the stream that made them."""
         self.inner.outputs(stage, step, microbatch, outputs)
 
     def _given(self, make: Any, *place: Any) -> Sequence[Tensor]:
@@ -70,7 +70,7 @@ class SideStreamFeed:
         microbatch: int,
     ) -> None:
         """
-        Make the inner feed's inputs, and copy them into a slot on a separate stream for copies.
+        Make the inner feed's inputs, and copy them into a slot on a separate stream.
 
         The data are made on the side stream, so that no copy from the host waits for the slot. The
         caller's stream waits for the data. The copying stream waits for the caller's stream, on
@@ -85,7 +85,7 @@ class SideStreamFeed:
             tensor.record_stream(stream)
 
     def every(self, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
-        """Ask for all pieces as `feed_data` does, but change streams only once."""
+        """Return the same data as `feed_data`, but change streams only once."""
         with self.made_here() as caller:
             given = _asked(self.inner, step, places)
         for tensor in {id(tensor): tensor for own in given for tensor in own}.values():
@@ -94,20 +94,20 @@ class SideStreamFeed:
 
     def made_here(self) -> AbstractContextManager[Any]:
         """
-        A context on the side stream; it yields the caller's stream, which waits for the side stream
-        at the end.
+        A context in which the side stream is current; it yields the caller's stream, which waits
+        for the side stream at the end.
         """
         return self.side.scope()
 
 
 def feed_data(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
     """
-    Ask a feed for several pieces of data of a step, ready for the current stream.
+    Get several tensors of a step's data from a feed, ready for use on the current stream.
 
     Args:
         feed: The feed.
         step: The step.
-        places: `inputs` or `output_gradients`, and the stage and microbatch.
+        places: For each request: `inputs` or `output_gradients`, the stage, and the microbatch.
     """
     if isinstance(feed, SideStreamFeed):
         return feed.every(step, places)
@@ -126,7 +126,7 @@ def feed_into(
 
     Args:
         feed: The feed.
-        put: Copies inputs into the slot, on the current stream.
+        put: Function that copies inputs into the slot, on the current stream.
         stage: The stage.
         step: The step.
         microbatch: The number of the microbatch in the step's data.
@@ -142,5 +142,7 @@ def _asked(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tens
 
 
 def feed_for(feed: Feed, device: torch.device) -> Feed:
-    """Wrap a feed for a pipeline on a device; a CPU has no streams, and takes the feed itself."""
+    """
+    Wrap a feed for a pipeline on a device; on a CPU, which has no streams, return the feed itself.
+    """
     return feed if device.type == "cpu" else SideStreamFeed(feed, device)

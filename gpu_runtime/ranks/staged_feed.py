@@ -1,5 +1,5 @@
 """
-The data of a step at fixed addresses, where the graph of the step reads them.
+Keep the data of a step at fixed addresses, from which the graph of the step reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _form_and_graph = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class StagedFeed:
-    """A feed with fixed buffers, so that a graph can read them."""
+    """A feed with data in fixed buffers, which a graph can read."""
 
     def __init__(self, inner: Feed) -> None:
         self.inner = inner
@@ -37,23 +37,23 @@ class StagedFeed:
         self.rehearsing = False
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """The buffers of a stage's inputs."""
+        """Return the buffers of a stage's inputs."""
         return self._held["inputs", stage.index, microbatch][1]
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """The buffers of the last stage's output gradients."""
+        """Return the buffers of the last stage's output gradients."""
         return self._held["output_gradients", stage.index, microbatch][1]
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Keep the last stage's first output; in a rehearsal there are no outputs."""
+        """Keep the last stage's first output, except in a rehearsal, which has no outputs."""
         if not self.rehearsing:
             held = self.losses.setdefault(microbatch, torch.empty_like(outputs[0]))
             held.copy_(outputs[0])
 
     def prepare(self, passages: Iterable[Passage], step: int) -> None:
-        """Allocate buffers for everything that a step takes, in memory that no graph owns."""
+        """Allocate buffers for all data of a step, in memory that no graph owns."""
         for p in passages:
             if p.stage.index == 0 or len(p.stage.inputs) > 1:
                 self._place("inputs", p, step)
@@ -79,8 +79,8 @@ class StagedFeed:
         Copy a step's data into the buffers on the current stream, one copy per dtype.
 
         Raises:
-            BackendError: Shape, dtype, device or number differs from the captured step's; nothing
-                was copied.
+            BackendError: The data's number, shapes, dtypes or devices differ from those of the
+                captured step; nothing was copied.
         """
         given = feed_data(self.inner, step, self._places)
         values = [*chain.from_iterable(given)]

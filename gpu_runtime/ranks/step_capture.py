@@ -1,8 +1,8 @@
 """
-The capture of a rank's whole step: one graph, or two launches of a step that runs twice.
+Capture a rank's whole step as one graph, and a step that runs twice as two further graphs.
 
-Either all ranks capture at once, or no rank does. A capture is a guarded step: the contract is
-asked action by action while the work is recorded.
+Either all ranks capture at once, or no rank does. A capture is a guarded step: the contract checks
+each action while the device work is recorded.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class CapturedStep:
 
     Args:
         graph: The graph of the step.
-        twice: Both launches of a step that runs twice; empty if no step does.
-        optimizer: The optimizer as the graph holds it.
+        twice: The graphs of both launches of a step that runs twice; empty if no step runs twice.
+        optimizer: The optimizer's addresses and numbers, as captured in the graph.
         seconds: Host time of the capture.
     """
 
@@ -56,8 +56,8 @@ class StepCapture:
 
     Args:
         worker: The rank's worker.
-        feed: The step's data, in the places that the graph reads.
-        gate: The vote on the update.
+        feed: The step's data, at the addresses from which the graph reads.
+        gate: Exchanges the votes on the update.
         waits: Waits for the device.
         epoch: The epoch of the captured step, from which all ranks rebuild; None before the
             capture.
@@ -75,10 +75,10 @@ class StepCapture:
 
     def run(self, release: Callable[[], None]) -> CapturedStep:
         """
-        Capture this step while the contract checks it; the graph is then launched, as in later
+        Capture this step while the contract checks the actions, then launch the graph, as in later
         steps.
 
-        Every rank calls it.
+        Every rank calls this method.
 
         Args:
             release: Called after a stop, before the connections that the graph holds are closed.
@@ -124,7 +124,7 @@ class StepCapture:
         return CapturedStep(graph, twice, optimizer, seconds)
 
     def _whole(self) -> None:
-        """The work of a step, the vote and the update; the contract is asked."""
+        """Run the work of a step, the vote and the update, and ask the contract."""
         runtime = self.worker.runtime
         performer: Any = runtime.performer
         stamped = self.gate.stamps.around(performer.executor)
@@ -138,12 +138,15 @@ class StepCapture:
         self.worker.optimizer.step(gradients, skip=skip, scale=self.gate.scale)
 
     def _first_run(self, double: DoubleRun) -> None:
-        """The first launch of a step that runs twice: its work, without vote and update."""
+        """Run the first launch of a step that runs twice: the work, without vote and update."""
         double.begin()
         double.keep_first(double.again(self.pipeline))
 
     def _second_run(self, double: DoubleRun) -> None:
-        """The second launch: the same work from the same state, the comparison, vote and update."""
+        """
+        Run the second launch: the same work from the same state, the comparison, the vote and the
+        update.
+        """
         double.restore()
         gradients = double.again(self.pipeline)
         double.compare(gradients)
@@ -152,15 +155,19 @@ class StepCapture:
 
 def post_by_graph(pipeline: Pipeline, by_graph: bool) -> None:
     """
-    Set who posts the messages. If `by_graph` is True, the graph posts them, and the rank log has
-    only those of the capture. If it is False, the host posts and logs each message.
+    Set who posts the messages. If `by_graph` is True, the graph posts the messages, and the rank
+    log has only the messages of the capture. If `by_graph` is False, the host posts and logs each
+    message.
     """
     pipeline.launched = by_graph
     pipeline.channels.log = None if by_graph else pipeline.log
 
 
 def _recorded(work: Callable[[], None]) -> Any:
-    """Capture what is queued on the current stream as one graph, in memory of its own."""
+    """
+    Capture the operations that `work` queues on the current stream as one graph, in a separate
+    memory pool.
+    """
     graph = torch.cuda.CUDAGraph()
     with no_collection():
         graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")

@@ -1,10 +1,10 @@
 """
-Tied weights of a pipeline: two copies of one weight, and the sum of their gradients.
+Tied weights of a pipeline: two copies of one weight, which both get the sum of their gradients.
 
 Each copy has its own gradient, summed over the microbatches of its stage, then over the replicas.
-Once a rank has reduced all its other gradients, the two copies' gradients are added in one
-addition, and both copies get the result. One addition commutes, so both ranks of a pair get the
-same bits. AdamW then makes the same update to each copy, and the copies stay equal.
+Once a rank has reduced all its other gradients, the two copies' gradients are added, and both
+copies get the result. A single addition commutes, so both ranks get the same bits. AdamW then makes
+the same update to each copy, and the copies stay equal.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Tie:
 
     Args:
         name: The weight's name in the model and in a checkpoint, and the name of its bucket.
-        copies: Stage, and name in the stage, of each copy. Gradients are added in this order; the
-            norm of all gradients counts the first copy only.
+        copies: The stage, and the name within the stage, of each copy. Gradients are added in this
+            order; the norm of all gradients counts only the first copy.
 
     Raises:
-        BackendError: The number of different copies is not two.
+        BackendError: The tie does not have exactly two different copies.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Tie:
             )
 
     def of(self, stages: Sequence[int]) -> tuple[Place, ...]:
-        """Return the copies in the given stages."""
+        """Return those copies that are in the given stages."""
         return tuple(place for place in self.copies if place[0] in stages)
 
 
@@ -57,12 +57,12 @@ def require_declared(
     said: Sequence[Sequence[Tie]], homes: Mapping[int, int], ranks: Sequence[int]
 ) -> None:
     """
-    Require that every rank of a pipeline declares the same ties, before the first step.
+    Raise an error unless every rank of a pipeline declares the same ties, before the first step.
 
     Args:
-        said: The ties that each rank of the world declares.
-        homes: By stage, the pipeline's rank that holds the stage.
-        ranks: Global rank of each rank of the pipeline.
+        said: By rank, the ties that this rank declares.
+        homes: By stage, the rank within the pipeline that has the stage.
+        ranks: By rank within the pipeline, its global rank.
 
     Raises:
         Refused: ``arena.overlapping-destinations``: a rank has a copy that another rank declares
@@ -93,10 +93,12 @@ def require_declared(
 
 def _described(stage: int, names: set[str], weight: str, own: Sequence[Tie]) -> StageConfig:
     """
-    Return the copies of a stage as a configuration, to compare them between ranks.
+    Return the copies of a stage in the form of a contract's configuration, to compare them between
+    ranks.
 
-    An embedding counts here as a matrix, although its stage's own configuration does not list it,
-    because dI produces its gradient. The embedding's gradient is reduced in the same bucket.
+    In this form an embedding counts as a matrix. The stage's own configuration does not list the
+    embedding as a matrix, because dI computes its gradient. The embedding's gradient is reduced in
+    the same bucket.
     """
     declared = {local for tie in own for at, local in tie.copies if at == stage}
     return StageConfig(
@@ -113,17 +115,18 @@ def _described(stage: int, names: set[str], weight: str, own: Sequence[Tie]) -> 
 
 class Reducers:
     """
-    The reducer of a rank that has a copy: sums over replicas, and over a tied weight's copies.
+    The reducer of a rank that has a copy of a tied weight: sums over replicas, and over the
+    weight's copies.
 
-    The sum over a weight's copies starts after its sum over replicas, and later sums wait for it.
-    If two groups' sums ran side by side, each device would choose their order, and ranks that
-    choose different orders could wait for each other in a circle: a weight's copies and its
-    replicas are on different ranks.
+    The sum over a weight's copies starts after the sum over replicas, and later sums wait for the
+    sum over copies. If sums of two groups ran side by side, each device would choose their order.
+    Ranks with different orders could then wait for each other in a circle, because a weight's
+    copies and its replicas are on different ranks.
 
     Args:
-        replicas: The sum over replicas; None with one replica.
-        pairs: For each tied weight with a copy on this rank, the sum with the other copy's rank;
-            None if this rank has both copies.
+        replicas: Computes the sum over replicas; None with one replica.
+        pairs: For each tied weight with a copy on this rank, computes the sum with the other copy's
+            rank; None if this rank has both copies.
     """
 
     def __init__(self, replicas: Replicas | None, pairs: Mapping[str, Replicas | None]) -> None:
@@ -145,16 +148,19 @@ class Reducers:
         return None
 
     def largest(self, words: Tensor) -> Any:
-        """As `Replicas.largest`; with one replica, the words already are the maximum."""
+        """
+        Begin to replace int32 words by their maximum over all replicas; with one replica, the words
+        already are the maximum.
+        """
         return None if self.replicas is None else self.replicas.largest(words)
 
     def let_go(self) -> None:
-        """As `Replicas.let_go`, for all groups at once."""
+        """Begin to abort all groups at once, without waiting; `close` waits."""
         for held in self._held():
             held.let_go()
 
     def close(self, *, abort: bool = True) -> None:
-        """End the groups, as `Replicas.close`."""
+        """End the groups; ranks that wait on a group wake up."""
         for held in self._held():
             held.close(abort=abort)
 

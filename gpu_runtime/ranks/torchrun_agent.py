@@ -1,8 +1,8 @@
 """
-Whether the process that started this rank still runs.
+Check whether torchrun's agent, which started this rank, still runs.
 
-torchrun's agent starts the ranks of its host. If the agent is killed, nothing ends its ranks: they
-would go on training beside the next run.
+torchrun's agent starts the ranks of its host. If the agent is killed, nothing ends its ranks, and
+without this check they would continue to train beside the next run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["TorchrunAgent", "shared_store_warning"]
 
 class TorchrunAgent:
     """
-    The agent of torchrun that started this process, if there is one.
+    The agent of torchrun that started this process, if torchrun did.
 
     Attributes:
         pid: The agent's process id, read at this process's first import, seconds before the first
             step; None if torchrun did not start this process.
-        orphaned: Whether torchrun started this process, but its parent cannot be torchrun's agent:
-            the agent had ended before the first import.
+        orphaned: Whether torchrun started this process, but its parent process is not torchrun's
+            agent: the agent had ended before the first import.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class TorchrunAgent:
 
     def require(self) -> None:
         """
-        Require that the launcher still runs; costs one system call.
+        Raise an error if the launcher has ended; costs one system call.
 
         Raises:
             TerminatedError: The launcher has ended.
@@ -50,7 +50,7 @@ class TorchrunAgent:
 
 def shared_store_warning() -> str:
     """
-    Return a warning if an agent of torchrun could not join again after a restart; else empty.
+    Return a warning if an agent of torchrun could not join again after a restart; otherwise empty.
 
     Agents of several hosts that restart their ranks share one store over all restarts by default.
     torch 2.13 tells agents the store's address only in the first round.

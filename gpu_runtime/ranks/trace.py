@@ -1,11 +1,11 @@
 """
-A Chrome trace of one step on every rank, followed by the simulation of the same step.
+Write a Chrome trace of one step on every rank, followed by the simulation of the same step.
 
 Times come from the host's clock on a CPU, and from events on the graph stream on a GPU. A message
 has a slice on each of its two ranks: the slice begins when the rank posts the transfer and ends
-when the rank has waited for the transfer. Arrows go from the send to the receive. Time zero of
-every rank is a barrier of all ranks. Ranks of one host share the host's clock. Between hosts, times
-are off by the difference between the ranks' exits from the barrier.
+when the rank has waited for the transfer. Arrows go from the send to the receive. Time zero on
+every rank is its exit from a barrier of all ranks. Ranks of one host share the host's clock.
+Between hosts, times are wrong by the difference between the ranks' exits from the barrier.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ __all__ = ["Span", "Tracer", "chrome_trace"]
 _COMPUTATIONS = {Kind.FORWARD: "F", Kind.DGRAD: "I", Kind.WGRAD: "W"}
 _LANES = ("computation", "sends", "receives", "reductions", "end of the step")
 _APART = 1_000_000
-"""First identifier of the simulated step's arrows."""
+"""Smallest identifier of an arrow in the simulated step."""
 
 
 @attrs.frozen
 class Span:
     """
-    A span of time on a rank, in microseconds from the barrier.
+    A span of time on a rank, in microseconds since the barrier.
 
     Args:
-        lane: One of the rank's lanes.
+        lane: Name of the rank's lane (a row of the trace viewer) that shows the span.
         name: The action in a table's notation.
         start: Begin of the span.
         end: End of the span.
         stage: The stage of a computation, otherwise -1.
         kind: `F`, `I` or `W` for a computation; `refresh` for the cache refresh before a stage's
-            first F; `wait` for a computation's wait for its message; otherwise empty.
-        message: For a send or a receive: source rank, receiving rank, number of the message.
+            first F; `wait` for the wait of a computation for its message; otherwise empty.
+        message: For a send or a receive: the sending rank, the receiving rank, and the number of
+            the message.
     """
 
     lane: str
@@ -69,7 +70,7 @@ class Span:
 
 
 class _Clock:
-    """Marks in time, which are converted to microseconds after the step."""
+    """Takes marks in time, and converts them to microseconds after the step."""
 
     def __init__(self, member: Member, seconds: float) -> None:
         self.cuda = member.device.type == "cuda"
@@ -79,7 +80,10 @@ class _Clock:
         self.origin = self.mark()
 
     def mark(self) -> Any:
-        """Mark the present: the host's time, or on a GPU an event on the current stream."""
+        """
+        Return a mark of the present time: the host's clock, or on a GPU an event on the current
+        stream.
+        """
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -87,7 +91,7 @@ class _Clock:
         return event
 
     def of(self, mark: Any) -> float:
-        """Return microseconds from the origin to a mark that the device has reached."""
+        """Return the microseconds from time zero to a mark that the device has reached."""
         if self.cuda:
             return 1e3 * float(self.origin.elapsed_time(mark))
         return 1e6 * float(mark - self.host)
@@ -181,7 +185,9 @@ class Tracer:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Record one step in this context; every rank enters it, and it begins with a barrier."""
+        """
+        A context that records one step; every rank enters the context, which begins with a barrier.
+        """
         pipeline: Any = self.worker.pipeline
         runtime: Any = self.worker.runtime
         program, channels, reducer = list(pipeline.program), pipeline.channels, runtime.reducer
@@ -241,12 +247,12 @@ class Tracer:
 
 def chrome_trace(member: Member, tracer: Tracer, table: Schedule) -> dict[str, Any]:
     """
-    Return the spans of all ranks in Chrome's trace format; every rank calls it.
+    Return the spans of all ranks in Chrome's trace format; every rank calls this function.
 
     Args:
         member: This process.
-        tracer: Its recorded step.
-        table: The schedule, which is simulated with the measured times.
+        tracer: The step that this process has recorded.
+        table: The schedule, which is also simulated with the measured times.
 
     Raises:
         BackendError: The trace has only the send or only the receive of a message.
@@ -290,9 +296,10 @@ def measured_durations(ranks: Sequence[Sequence[Span]]) -> Durations:
     """
     Return the durations for a simulation of one pipeline's step, in microseconds.
 
-    Each stage's F, I, W and refresh take their median. A message takes the median time from the
-    moment when both ranks have posted it to the end of the receiver's wait. This is an upper bound
-    of its transfer time. Each rank's update has its own duration.
+    The duration of each stage's F, I, W and refresh is the median of the measured times. The
+    duration of a message is the median time from the moment when both ranks have posted it to the
+    end of the receiver's wait; this is an upper bound of the transfer time. Each rank's update has
+    its own duration.
 
     Args:
         ranks: The spans of each rank of the pipeline.
@@ -323,7 +330,7 @@ def _moved(span: Span, by: float) -> Span:
 
 
 def _ends(spans: Sequence[Span]) -> dict[tuple[int, int, int], tuple[Span, Span]]:
-    """The send and the receive of every message."""
+    """Return the spans of the send and the receive of every message."""
     sends = {s.message: s for s in spans if s.message is not None and s.lane == "sends"}
     receives = {s.message: s for s in spans if s.message is not None and s.lane == "receives"}
     if odd := sorted(sends.keys() ^ receives.keys()):
@@ -364,7 +371,9 @@ def _events(ranks: Sequence[Sequence[Span]], table: Schedule) -> Iterator[dict[s
 
 
 def _threads(spans: Sequence[Span]) -> tuple[Mapping[Span, int], list[str]]:
-    """Give each lane a thread, and more threads if its spans overlap."""
+    """
+    Assign a thread of the trace to each lane, and further threads if the lane's spans overlap.
+    """
     names: list[str] = []
     found: dict[Span, int] = {}
     for lane in _LANES:

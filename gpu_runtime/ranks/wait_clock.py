@@ -1,4 +1,4 @@
-"""How long a rank's host has waited for other ranks."""
+"""Measure how long a rank's host has waited for other ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["WaitClock"]
 
 class WaitClock:
     """
-    Adds up the host's waits for other ranks: messages, sums and consent.
+    Adds up the times in which the host waits for other ranks: for messages, reductions and consent.
 
-    On a GPU, streams wait for messages and sums; the host then waits only for consent.
+    On a GPU, streams wait for messages and reductions; the host waits only for consent.
 
     Attributes:
-        seconds: The sum so far.
+        seconds: The sum of all waits so far, in seconds.
         place: While the host waits, the action that waits and the awaited rank (-1 for all ranks);
-            otherwise None. Another thread may read it.
+            otherwise None. Other threads may read this attribute.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class WaitClock:
 
     @contextmanager
     def waiting(self, action: str, peer: int = -1) -> Iterator[None]:
-        """A context in which the host waits; a wait that ends in an error counts too."""
+        """A context in which the host waits; a wait that ends in an error also counts."""
         began, self.place = time.perf_counter(), (action, peer)
         try:
             yield

@@ -72,45 +72,49 @@ class Worker:
     Args:
         member: This process.
         schedule: The table with messages; every rank checks it, with the same result.
-        pp: Ranks of one pipeline; the number of all ranks must be a multiple of it.
-        build: Builds the stages of this rank from their indices.
-        feed: Builds the data of a replica from its index.
-        config: How the runtime runs.
+        pp: Number of ranks of one pipeline; the number of all ranks must be a multiple of `pp`.
+        build: Function that builds the stages of this rank from their indices.
+        feed: Function that builds a replica's data source from the replica's index.
+        config: The configuration of the runtime.
         limits: Timeouts in seconds.
-        optimizer: Builds the optimizer over the stages.
-        event_log: Where this rank's event log goes, as for `Runtime`.
-        rank_log: Where this rank's rank log goes (`qeffect.log.rank_log`): a path, True for
-            memory, False for nowhere. By default, if the event log has a path, the rank log is
-            beside it: the suffix is the first letters of the attempt's name and ``ranks.jsonl``. If
-            the event log is split into several files, so is the rank log.
-        tagged: Whether messages carry tags, on a transport that has tags.
+        optimizer: Function that builds the optimizer over the stages.
+        event_log: Where to write this rank's event log: a path, a binary file, or True for memory;
+            None writes no log.
+        rank_log: Where to write this rank's rank log (`qeffect.log.rank_log`): a path, True for
+            memory, False for no log. By default, if the event log has a path, the rank log is in
+            the same folder; its suffix is the first letters of the attempt's name and
+            ``ranks.jsonl``. If the event log is split into several files, so is the rank log.
+        tagged: Whether messages carry tags, if the transport has tags.
         pipeline: The pipeline's class; a subclass may record what it runs.
-        clip_norm: Upper limit of one norm over the gradients of all ranks. Beyond it every rank
-            multiplies its gradients by the same factor. None leaves gradients as they are.
-        skip_nonfinite: Skip the update on every rank if that norm is not finite. The epoch then
-            commits, but weights and optimizer stay unchanged (`qeffect.gpu_runtime.step.clipping`).
-        mean: Divide the summed gradients by the number of replicas. Otherwise the sum is used,
-            which is right if each loss is a share of the whole.
-        together: Whether one call reduces all gradients of a bucket; None does so if no bit
-            changes (`qeffect.gpu_runtime.ranks.replicas`).
+        clip_norm: Upper limit of the norm over the gradients of all ranks. If the norm is larger,
+            every rank multiplies its gradients by the same factor. None leaves gradients unchanged.
+        skip_nonfinite: Whether every rank skips the update if that norm is not finite. The epoch
+            then commits, but weights and optimizer stay unchanged
+            (`qeffect.gpu_runtime.step.clipping`).
+        mean: Whether to divide the summed gradients by the number of replicas. If False, the sum is
+            used, which is right if each loss is already a share of the mean.
+        together: Whether one call reduces all gradients of a bucket; None does so only if no bits
+            change (`qeffect.gpu_runtime.ranks.replicas`).
         ties: Tied weights; the gradients of their copies are added before the update
             (`qeffect.gpu_runtime.ranks.ties`).
-        registry: Gradient destinations of the process's other runtimes, as for `Runtime`.
-        gradient_digests: Take the digest of each gradient in every step, before the update
-            (`Worker.gradient_digests.values`).
-        zero_stages: Record in every step which stages have only zero gradients
+        registry: Records the gradient destinations of all runtimes in this process, which must not
+            overlap.
+        gradient_digests: Whether to take the digest of each gradient in every step, before the
+            update (`Worker.gradient_digests.values`).
+        zero_stages: Whether to record in every step which stages have only zero gradients
             (`Worker.zero_stages.values`). Ignored if steps have a norm, which also shows zero
             stages.
-        replay_every: Run every N-th step twice before its update, and stop all ranks if its
-            gradients differ (`double_run`); 0 never does. All ranks must give the same number.
+        replay_every: N, to run every N-th step twice before its update and stop all ranks if the
+            gradients differ (`double_run`); 0 runs no step twice. All ranks must give the same
+            number.
 
     Attributes:
-        new: Whether the first step calibrates scales that move once an epoch; a loaded checkpoint
-            brings its own scales.
+        new: Whether the first step calibrates scales that move once an epoch; after the load of a
+            checkpoint, which contains scales, this is False.
         calibration: The result of the calibration; None without a calibration.
 
     Raises:
-        ScheduleError: The table is refused, before any rank begins.
+        ScheduleError: `qeffect check` refuses the table; no rank has begun.
         Refused: One rank declares a weight as tied, another rank holds a copy and does not declare
             the tie; every rank raises this error.
         BackendError: The number of ranks does not fit the table, a rank cannot build a stage, two
@@ -178,7 +182,7 @@ class Worker:
 
     def _take_place(self, schedule: Schedule, config: RuntimeConfig) -> None:
         """
-        Take this rank's row of the table.
+        Select this rank's row of the table.
 
         Raises:
             ScheduleError: The table is refused.
@@ -207,8 +211,8 @@ class Worker:
 
     def _completed(self, config: RuntimeConfig) -> RuntimeConfig:
         """
-        The configuration, with the fields filled in that follow from this rank's row, replicas and
-        ties.
+        Return the configuration with those fields filled in that follow from this rank's row,
+        replicas and ties.
         """
         copies = {tie.name: own for tie in self.ties if (own := tie.of(self.row.stages))}
         weights = config.weights_sum or (1, 1 if self.mean else self._replicas)
@@ -223,7 +227,10 @@ class Worker:
         return config
 
     def _watch_gradients(self, digests: bool, zero_stages: bool, replay_every: int) -> None:
-        """Make what reads the gradients before an update; every rank calls it."""
+        """
+        Make the objects that read gradients before an update (digests, zero stages, second runs);
+        every rank calls this method.
+        """
         member = self.member
         self.gradient_digests = (
             GradientDigests(self.optimizer.places, member.device) if digests else None
@@ -240,7 +247,7 @@ class Worker:
             )
 
     def _rank_log(self, event_log: Any, rank_log: Any) -> RankLog | None:
-        """Begin the rank log, with how the ranks met."""
+        """Begin the rank log; its first events say how the ranks connected."""
         member = self.member
         attempt = next((name for event, name in member.met if event == "connect"), None)
         if rank_log is None and isinstance(event_log, str | os.PathLike):
@@ -268,7 +275,7 @@ class Worker:
         return log
 
     def _require_one_end(self, amax: str, replay_every: int) -> None:
-        """Require that all ranks have the same options for the end of a step."""
+        """Raise an error unless all ranks have the same options for the end of a step."""
         names = "clip_norm", "skip_nonfinite", "mean", "together", "amax", "replay_every"
         clipping = self.clipping.max_norm, self.clipping.skip_nonfinite
         own = (*clipping, self.mean, self.together, amax, replay_every)
@@ -285,7 +292,7 @@ class Worker:
         return self.member.world // self.pp
 
     def _parts(self) -> tuple[Part, ...]:
-        """Every part of the model, in its order: the parts of all ranks of this replica."""
+        """Return every part of the model, in the model's order, from all ranks of this replica."""
         named = {index: parameters(stage) for index, stage in self.runtime.stages.items()}
         own = list(parts_of(named, self.clipping.elsewhere))
         said = all_gather(self.member, own)
@@ -346,9 +353,11 @@ class Worker:
 
     def _require_alike(self, stages: Sequence[StageBackend], dtype: torch.dtype) -> None:
         """
-        Refuse copies of a tied weight that differ at the start, or whose gradients differ in dtype.
+        Raise an error if copies of a tied weight differ at the start, or their gradients differ in
+        dtype.
 
-        The gradient of a matrix has the destinations' dtype, that of another parameter its own.
+        The gradient of a matrix has the dtype of the destinations; the gradient of any other
+        parameter has the parameter's dtype.
         """
         held = {stage.index: parameters(stage) for stage in stages}
         units = {stage.index: {m.name for m in matrices(stage)} for stage in stages}
@@ -380,7 +389,9 @@ class Worker:
                     )
 
     def _reducer(self) -> Reducers | Replicas | None:
-        """Make the reducer over replicas and copies; every rank makes every group."""
+        """
+        Make the reducer over replicas and copies; every rank must take part in making every group.
+        """
         member, pp = self.member, self.pp
         replicas = None
         if member.world > pp:
@@ -398,7 +409,7 @@ class Worker:
         return Reducers(replicas, pairs) if pairs else replicas
 
     def _group_of(self, every: Iterable[Iterable[int]]) -> Any:
-        """Make these groups on every rank; return the group that this rank is in, or None."""
+        """Make the groups, on every rank; return the group that contains this rank, or None."""
         member, own = self.member, None
         for ranks in map(list, every):
             group = device_group(ranks, member.device, self.limits.message)
@@ -457,11 +468,11 @@ class Worker:
         Run one optimizer step. The first step of a new run calibrates epoch scales first.
 
         Returns:
-            The gradients that the optimizer was given, valid until the next dW.
+            The gradients that were passed to the optimizer; valid until the next dW.
 
         Raises:
-            StoppedError: All ranks stopped, for one cause. This rank's weights have not changed;
-                after a recoverable cause no rank's weights have changed.
+            StoppedError: All ranks stopped, with the same cause. This rank's weights have not
+                changed; after a recoverable cause no rank's weights have changed.
         """
         self.calibrate()
         with self.stepping():
@@ -472,7 +483,7 @@ class Worker:
         Calibrate epoch scales, before the first step of a new run; otherwise do nothing.
 
         Raises:
-            StoppedError: All ranks stopped, for one cause.
+            StoppedError: All ranks stopped, with the same cause.
         """
         if self.new and not self.runtime.epoch and moves_once(self.runtime.domain):
             with self.stepping():
@@ -482,7 +493,8 @@ class Worker:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """
-        A context of a running step: SIGTERM ends it with a cause, if `heed_termination` was called.
+        A context around a step; SIGTERM ends the step with a cause, if `heed_termination` was
+        called.
         """
         self._stepping = True
         try:
@@ -492,7 +504,8 @@ class Worker:
 
     def heed_termination(self) -> None:
         """
-        Let SIGTERM end a step with a cause; call it in the main thread.
+        Install a handler so that SIGTERM ends a step with a cause; must be called in the main
+        thread.
 
         When a rank dies, torchrun sends SIGTERM to the other ranks, and kills them half a minute
         later. Without this handler a rank ends at once and publishes no cause.
@@ -506,15 +519,15 @@ class Worker:
 
     def stop_until(self, moment: float) -> None:
         """
-        Set the time at which a stop of this rank has to be over, even if its limits allow more.
+        Set the time at which a stop of this rank must have ended, even if its timeouts are longer.
 
         Args:
-            moment: In seconds of `time.monotonic`.
+            moment: The time, in seconds of `time.monotonic`.
         """
         self._until = self.consent.until = moment
 
     def terminate(self, *_: object) -> None:
-        """End the step with a cause, or the process if no step runs; SIGTERM's handler."""
+        """Handle SIGTERM: end the step with a cause, or end the process if no step runs."""
         if self.consent.ending:
             return  # this rank is publishing its cause
         if self._stepping:
@@ -530,20 +543,20 @@ class Worker:
         restore: Callable[[], None] | None = None,
     ) -> None:
         """
-        Restart the epoch after a stop that all ranks survived; every rank calls it.
+        Restart the epoch after a stop that all ranks survived; every rank calls this method.
 
-        All messages of the stopped step are dropped. The numerical state is that of the last
-        commit.
+        All messages of the stopped step are dropped. The numerical state is restored to that of the
+        last commit.
 
         Args:
-            stopped: The stop.
-            epoch: The epoch to restart, by the device's count of updates; all ranks have to give
-                the same epoch. None takes the contract's epoch.
-            restore: Restarts the epoch in the runtime; `Runtime.rebuild` by default.
+            stopped: The error of the stop.
+            epoch: The epoch to restart, from the device's count of updates; all ranks must give the
+                same epoch. None takes the contract's epoch.
+            restore: Function that restarts the epoch in the runtime; `Runtime.rebuild` by default.
 
         Raises:
             StoppedError: The cause is not recoverable: relaunch, and resume from a checkpoint.
-            BackendError: A rank did not come back, or device work did not finish before the
+            BackendError: A rank did not take part in time, or device work did not finish before the
                 deadline.
         """
         if not stopped.cause.recoverable:
@@ -565,8 +578,8 @@ class Worker:
             said = bounded(said_by_all, self.limits.start + _MARGIN_S)
         except (RuntimeError, TimeoutError) as error:
             raise BackendError(
-                f"not every rank came back within {self.limits.start:g} s of the stop; relaunch, "
-                "and resume from a checkpoint"
+                f"not every rank was ready to rebuild within {self.limits.start:g} s of the stop; "
+                "relaunch, and resume from a checkpoint"
             ) from error
         if odd := [rank for rank, word in enumerate(said) if word != said[0]]:
             raise StoppedError(
@@ -585,10 +598,10 @@ class Worker:
 
     def settle(self) -> None:
         """
-        Wait for the device after a stop, at most as long as the other ranks wait for this one.
+        Wait for the device after a stop, at most as long as the other ranks wait for this rank.
 
-        Device work that uses a connection finishes once the connection is released, which the stop
-        has done. A communicator that cannot be released holds the device for ever.
+        The stop has released the connections, so device work that uses a connection can finish. A
+        communicator that cannot be released blocks the device forever.
 
         Raises:
             BackendError: Device work did not finish before the deadline.
@@ -606,7 +619,7 @@ class Worker:
 
     def _await_device(self, wait: Callable[[], None]) -> None:
         """
-        Run a wait for the device between two steps, for at most `limits.commit` seconds.
+        Run a wait for the device between two steps, with a timeout of `limits.commit` seconds.
 
         Raises:
             UnansweredError: The device did not finish in time.
@@ -635,7 +648,7 @@ class Worker:
 
 
 def _worded(error: Exception) -> str:
-    """An error in one line, with its class unless its message is made for people."""
+    """Return an error as one line; the class is named unless the message is written for users."""
     text = " ".join(str(error).split())
     named = isinstance(error, (BackendError, ValueError, RuntimeError, OSError))
     return text if named and text else f"{type(error).__name__}: {text}"

@@ -1,5 +1,5 @@
 """
-A job's pipeline on one rank, from the job's description.
+Build one rank's pipeline from the description of a job.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def build_worker(
     replay_every: int = 0,
 ) -> Worker:
     """
-    Build this rank's guarded pipeline of a job, ready for its first step; every rank calls it.
+    Build this rank's guarded pipeline of a job, ready for its first step; every rank calls this
+    function.
 
     Args:
         member: This process.
@@ -46,21 +47,27 @@ def build_worker(
         backend: ``reference`` or ``transformer-engine``.
         mode: How a step runs.
         limits: Timeouts in seconds.
-        event_log: Where this rank's event log goes, as for `Runtime`.
-        tagged: Whether messages are tagged where the transport knows tags.
+        event_log: Where to write this rank's event log: a path, a binary file, or True for memory;
+            None writes no log.
+        tagged: Whether messages carry tags, if the transport has tags.
         pipeline: The pipeline's class; a subclass may record what it runs.
-        repeat: Give every step the data of the first.
-        clip_norm: As for `Worker`; None takes the job's.
-        skip_nonfinite: As for `Worker`; it is also on if the job sets it.
-        registry: Gradient destinations of the process's other runtimes, as for `Runtime`.
-        gradient_digests: As for `Worker`.
-        zero_stages: As for `Worker`.
-        replay_every: As for `Worker`.
+        repeat: Whether every step gets the data of the first step.
+        clip_norm: Upper limit of the norm over the gradients of all ranks; None takes the job's
+            limit.
+        skip_nonfinite: Whether every rank skips an update whose norm is not finite; also true if
+            the job says so.
+        registry: Records the gradient destinations of all runtimes in this process, which must not
+            overlap.
+        gradient_digests: Whether to take the digest of each gradient in every step.
+        zero_stages: Whether to record in every step which stages have only zero gradients.
+        replay_every: N, to run every N-th step twice and compare the gradients; 0 runs no step
+            twice.
 
     Raises:
         ScheduleError: The table is refused.
-        BackendError: As for `Worker`.
-        Refused: As for `Worker`.
+        BackendError: The ranks, stages or options do not fit each other (the errors of `Worker`).
+        Refused: One rank declares a weight as tied, and another rank holds a copy without declaring
+            the tie.
     """
     optimizer = partial(job.optimizer, capturable=True) if mode == "one launch" else job.optimizer
     config = RuntimeConfig(

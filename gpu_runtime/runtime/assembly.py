@@ -40,12 +40,12 @@ __all__ = ["Assembly"]
 
 class Assembly:
     """
-    The parts of a runtime, each made once, in the order of the methods.
+    Builds the parts of a runtime; each method makes one part, and the methods run in this order.
 
     Args:
         stages: Every stage of the state domain.
         order: The rank's row of the schedule.
-        config: How the process runs.
+        config: The process's configuration.
         reducer: Reduces gradients over replicas; None if nothing is reduced.
         row: The row with its messages, for a process of a pipeline.
 
@@ -133,7 +133,7 @@ class Assembly:
         self, memories: Mapping[int, StageMemory], registry: DestinationRegistry | None = None
     ) -> Contract:
         """
-        Make the contract. The stages' memory then uses the contract's tuples of matrix names.
+        Make the contract, and let the stages' memory use the contract's own tuples of matrix names.
 
         Raises:
             Refused: The destinations overlap those of another contract of the registry.
@@ -153,7 +153,7 @@ class Assembly:
         return made
 
     def counters(self, memories: Mapping[int, StageMemory]) -> DeviceCounters | None:
-        """Make the device's counters; None if nothing is counted."""
+        """Make the device's counters of actions; None if the configuration counts nothing."""
         if self.config.counts is None:
             return None
         places = [(i, slot.index) for i, m in memories.items() for slot in m.table]
@@ -183,7 +183,10 @@ class Assembly:
         )
 
     def _shared_scaling(self) -> SharedScaling:
-        """The scaling state; the position of random numbers is each replica's own."""
+        """
+        Return the scaling state that replicas share; each replica has its own position of random
+        numbers.
+        """
         live = live_state(self.domain)
         return SharedScaling({n: held for n, held in live.items() if not n.endswith(POSITION)})
 
@@ -250,7 +253,9 @@ class Assembly:
         )
 
     def _scales(self) -> Scales:
-        """When the domain's scales move; ``action`` if the contract does not check their order."""
+        """
+        Return when the domain's scales move; ``action`` if the contract does not check their order.
+        """
         return "epoch" if moves_once(self.domain) and "order" in self.relations else "action"
 
     def _takes_data(self, index: int) -> bool:
@@ -260,7 +265,8 @@ class Assembly:
 
     def _buckets(self, memory: StageMemory) -> tuple[Bucket, ...]:
         """
-        A stage's buckets for the contract; empty if one bucket holds all its gradients.
+        Return a stage's buckets for the contract; empty if one bucket holds all gradients of the
+        stage.
 
         The bucket of the scaling state belongs to the last stage. In a declared order, this bucket
         starts after the buckets of all gradients, and therefore after the last F and dI of all
@@ -282,7 +288,7 @@ class Assembly:
 
     @property
     def _shares_amax(self) -> bool:
-        """Whether there are replicas, and they share their scaling state."""
+        """Whether the process has replicas that share their scaling state."""
         return self.config.amax == "replicas" and self.reducer is not None
 
     def _require_amax(self) -> None:
@@ -313,7 +319,10 @@ class Assembly:
             )
 
     def _require_groups(self) -> None:
-        """Refuse grouped dW if a stage has no such product, or the order does not group its dW."""
+        """
+        Refuse grouped dW if a stage cannot compute it as one product, or the order does not group
+        the dW.
+        """
         if self.config.group == 1:
             return
         for index, stage in self.stages.items():
@@ -333,13 +342,13 @@ class Assembly:
         self.order.require_groups(self.config.group)
 
     def _out_of_order(self, stage: int, kind: Kind) -> str:
-        """A stage's microbatches in the order of an action; empty if that order is ascending."""
+        """Return a stage's microbatches in the order of one kind of action; empty if ascending."""
         found = self.order.microbatches(stage, kind)
         return "" if list(found) == sorted(found) else ", ".join(map(str, found))
 
     def _require_sums(self) -> None:
         """
-        Refuse sums of gradients that do not follow the order of microbatches, under epoch scales.
+        With epoch scales, refuse sums of gradients that do not follow the order of microbatches.
 
         Raises:
             BackendError: The message names the table and the stage, and says what to change.

@@ -25,7 +25,7 @@ __all__ = ["EpochRuntime"]
 
 
 class EpochRuntime(RuntimeParts):
-    """A runtime that can end an epoch."""
+    """The methods of a runtime that end an epoch: finalize, reduce and update."""
 
     def finish(self, optimizer: Optimizer, *, caller: Hashable = "main") -> Gradients:
         """
@@ -36,11 +36,11 @@ class EpochRuntime(RuntimeParts):
             caller: Name of the calling stream.
 
         Returns:
-            The gradients that the optimizer was given, valid until the next dW.
+            The gradients that were passed to the optimizer; valid until the next dW.
 
         Raises:
-            Refused: An F, dI or dW is missing, work is live, or the epoch was spoiled; nothing was
-                updated.
+            Refused: An F, dI or dW is missing or unfinished, or an action of the epoch has failed;
+                nothing was updated.
         """
         gradients = self.finalize(caller=caller)
         self.update(optimizer, gradients, caller=caller)
@@ -58,8 +58,8 @@ class EpochRuntime(RuntimeParts):
             caller: Name of the calling stream.
 
         Raises:
-            Refused: A dW of the stage is missing, the bucket is not the next of the declared
-                order, or its reduction has begun.
+            Refused: A dW of the stage is missing, the bucket is not the next in the declared order,
+                or its reduction has already begun.
             BackendError: The runtime has no reducer, or no bucket with that name.
         """
         reducer = self._guarded_reducer
@@ -69,7 +69,7 @@ class EpochRuntime(RuntimeParts):
             )
         if bucket not in self._reductions.buckets:
             raise BackendError(
-                f"no bucket {bucket!r} is reduced; expected one of {[*self._reductions.buckets]}"
+                f"no bucket {bucket!r} exists; expected one of {[*self._reductions.buckets]}"
             )
         link = self.actions._enter(caller)
         with self.handoff.scope():
@@ -79,14 +79,15 @@ class EpochRuntime(RuntimeParts):
 
     def finalize_stage(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Declare one stage's gradients complete, while other stages run, and start its reductions.
+        Declare one stage's gradients complete, while other stages still run, and start the stage's
+        reductions.
 
         Args:
             stage: The stage; its last dW must have run.
             caller: Name of the calling stream, the same for every stage.
 
         Raises:
-            Refused: An action of the stage is missing, or the epoch is spoiled.
+            Refused: An action of the stage is missing, or an action of the epoch has failed.
         """
         link = self.actions._enter(caller)
         self.contract.finalize(stage, link)
@@ -110,12 +111,12 @@ class EpochRuntime(RuntimeParts):
             caller: Name of the calling stream, the same for every walk and for `finalize`.
 
         Returns:
-            How many walks of the epoch are over: 1 after the first.
+            Number of finished walks of the epoch: 1 after the first.
 
         Raises:
             BackendError: The configuration allows no further walk.
-            Refused: An action is missing, work is live, the epoch is spoiled, or a reduction has
-                started.
+            Refused: An action is missing or unfinished, an action of the epoch has failed, or a
+                reduction has started.
         """
         walk = self.contract.memory.walk[0]
         if walk + 1 >= self.config.walks:
@@ -136,11 +137,12 @@ class EpochRuntime(RuntimeParts):
 
     def shorten_walk(self, microbatches: int) -> None:
         """
-        Let the next walk (pass over the order) take only its first microbatches, as for a short
-        last batch.
+        Let the next walk (pass over the order) run only its first microbatches, for example for a
+        short last batch.
 
-        Call it before the walk's first F, then run the order without the actions of the other
-        microbatches. The walk after that takes all microbatches again, and so does a rebuilt epoch.
+        Call this method before the walk's first F, then run the order without the actions of the
+        other microbatches. The following walk takes all microbatches again, and so does an epoch
+        that `rebuild` restarts.
 
         Args:
             microbatches: How many microbatches the walk takes, at least 1.
@@ -150,7 +152,7 @@ class EpochRuntime(RuntimeParts):
                 ``accumulate``, ties weights of two stages, or runs a step as one launch; or the
                 walk would leave out the microbatch of the order's first dW.
             Refused: The walk has begun, or was shortened already.
-            TypeError, ValueError: The number is not an ``int``, or out of range.
+            TypeError, ValueError: `microbatches` is not an ``int``, or is out of range.
         """
         obstacle = self._short_walk_obstacle()
         if obstacle:
@@ -160,21 +162,21 @@ class EpochRuntime(RuntimeParts):
                 first = self.order.microbatches(index, Kind.WGRAD)[0]
                 if first >= microbatches:
                     raise BackendError(
-                        f"shorten_walk: the first dW of stage {index}, which overwrites the "
-                        f"gradients, is of microbatch {first}, and a walk of {microbatches} "
-                        "microbatches leaves this dW out; "
-                        "take an order whose first dW is of microbatch 0"
+                        f"shorten_walk: the first dW of stage {index} overwrites the gradients. It "
+                        f"belongs to microbatch {first}, which a walk of {microbatches} "
+                        "microbatches leaves out; take an order whose first dW belongs to "
+                        "microbatch 0"
                     )
         self.contract.shorten_walk(microbatches)
 
     def _short_walk_obstacle(self) -> str:
-        """Why no walk of this runtime can be shortened; empty if walks can be."""
+        """Return why walks (passes over the order) cannot be shortened; empty if they can."""
         if self.config.group > 1:
             return f"group is {self.config.group}; set group=1"
         if self.config.rule != "accumulate":
             return f"rule is {self.config.rule!r}; set rule='accumulate'"
         if self.config.declared and "order" in self.relations:
-            return "the order of all microbatches is declared; set declared=False"
+            return "declared is True, so every walk must run the whole order; set declared=False"
         if self.config.mode == "one launch":
             return "a step as one launch always runs all microbatches; set mode='replays'"
         if self.tied.sharers:
@@ -185,11 +187,11 @@ class EpochRuntime(RuntimeParts):
         """
         Declare every stage's gradients complete, sum them, and reduce the remaining buckets.
 
-        Stages that were passed to `finalize_stage` are complete already.
+        Stages that were passed to `finalize_stage` are already complete.
 
         Raises:
-            Refused: An action is missing, or the epoch is spoiled; or, with ``counts='next step'``,
-                the device skipped the last update: `rebuild` restarts that epoch.
+            Refused: An action is missing or has failed. Or, with ``counts='next step'``, the device
+                skipped the last update; `rebuild` then restarts the epoch of that update.
         """
         self.confirm()
         return self.declare_final(caller=caller)
@@ -199,7 +201,7 @@ class EpochRuntime(RuntimeParts):
         Do what `finalize` does, without first checking the device's counts of the previous step.
 
         Raises:
-            Refused: An action is missing, or the epoch is spoiled.
+            Refused: An action is missing, or an action of the epoch has failed.
         """
         link = self.actions._enter(caller)
         for index in self.memories:
@@ -230,23 +232,24 @@ class EpochRuntime(RuntimeParts):
 
         The contract is asked before the update, so a refusal leaves the weights unchanged. If the
         optimizer raises, the weights are half updated, and no action or checkpoint is accepted
-        before a `restore`. The update runs on the graph stream, behind the caller's work and before
-        the next replay. Scales that move once an epoch move here, even if the norm skips the
-        update.
+        before a `restore`. The update runs on the graph stream, after the caller's work and before
+        the next replay. FP8 scales that move once an epoch move in this call, even if the norm
+        skips the update.
 
         Args:
             optimizer: The optimizer over the same stages.
-            gradients: What `finalize` returned.
+            gradients: The gradients that `finalize` returned.
             caller: Name of the calling stream, the same as for `finalize`.
-            norm: The gradients' norm, the factor that multiplied them, and whether the update is
-                skipped; the same on every rank. The epoch commits even if the update is skipped.
+            norm: The gradients' norm, the factor that the gradients were multiplied by, and whether
+                to skip the update; the same on every rank. The epoch commits even if the update is
+                skipped.
 
         Returns:
             The new epoch.
 
         Raises:
-            Refused: Work is live, a stage is not final, another caller finalized, or the device did
-                not run the committed actions; nothing was updated.
+            Refused: An action is unfinished, a stage is not final, another caller finalized, or the
+                device did not run the committed actions; nothing was updated.
         """
         link = self.actions._enter(caller)
         late = self.config.counts_late
@@ -276,7 +279,7 @@ class EpochRuntime(RuntimeParts):
         return self.contract.epoch
 
     def _move_scales(self, update: Update) -> None:
-        """Move the scales of an epoch, and tell the contract."""
+        """Move the FP8 scales that move once an epoch, and report the movement to the contract."""
         if not moves_once(self.domain):
             return
         reports = next(iter(self.memories.values())).reports
@@ -286,7 +289,7 @@ class EpochRuntime(RuntimeParts):
 
     def tell_moved(self, update: Update, moved: int | None) -> None:
         """
-        Tell the contract that the domain's scales moved, if they move once an epoch.
+        Report to the contract that the domain's scales moved, if they move once an epoch.
 
         Args:
             update: The update in flight.
@@ -303,13 +306,13 @@ class EpochRuntime(RuntimeParts):
             memory.reports.moved(self.contract.token(own.stage))
 
     def _abort_update(self) -> None:
-        """Abort an update whose check succeeded, but whose observer raised."""
+        """Abort an update that passed its check, but whose observer raised an error."""
         for ticket in self.contract.outstanding():
             if ticket.action == "update":
                 self.contract.abort(ticket)
 
     def _gate(self) -> torch.Tensor | None:
-        """Let the device compare the actions that it ran with the committed ones."""
+        """Let the device compare the actions that it ran with the committed actions."""
         if self.counters is None:
             return None
         return self.counters.gate(self.contract.committed_counts()[self.domain_name])
@@ -321,14 +324,15 @@ class EpochRuntime(RuntimeParts):
 
     def confirm(self) -> None:
         """
-        With ``counts='next step'``, check the device's counts at the last commit.
+        With ``counts='next step'``, check the counts of actions that the device had at the last
+        commit.
 
         `finalize` and `checkpoint` call this method; with other counts the method does nothing. The
         call waits for the last update, which normally has long ended.
 
         Raises:
-            Refused: The device skipped that update, because it had not run the committed actions;
-                `rebuild` restarts the epoch.
+            Refused: The device skipped the last update, because it had not run exactly the
+                committed actions; `rebuild` restarts the epoch.
         """
         if self.contract.counts_awaited:
             counted = self.device_counts()
@@ -337,7 +341,8 @@ class EpochRuntime(RuntimeParts):
 
     def fail(self, stage: int, epoch: int | None = None) -> None:
         """
-        Record a fault that was seen late, such as an asynchronous error of the device.
+        Record a fault that was noticed after its action, such as an asynchronous error of the
+        device.
 
         A fault of the current epoch spoils it: `rebuild` restarts that epoch. After a fault of an
         epoch that was committed, no action or checkpoint is accepted before a `restore`.
@@ -347,14 +352,14 @@ class EpochRuntime(RuntimeParts):
             epoch: The epoch of that action; by default the current one.
 
         Raises:
-            Refused: ``epoch.not-begun``: the epoch is still to come.
-            TypeError, ValueError: No stage has that number, or the epoch is not a natural number.
+            Refused: ``epoch.not-begun``: the given epoch has not begun.
+            TypeError, ValueError: The stage does not exist, or the epoch is not a natural number.
         """
         self.contract.fail(stage, epoch)
 
     def device_failed(self) -> None:
         """
-        Record that the device failed, at an unknown action.
+        Record that the device failed, at an action that is not known.
 
         The host does not wait for the device, so the last update may have failed: the last
         committed epoch counts as failed, or epoch 0 if none was committed.
@@ -364,27 +369,28 @@ class EpochRuntime(RuntimeParts):
 
     def start_weights_read(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Record that a separate stream begins to read a stage's weights, as a broadcast does.
+        Record that a separate stream begins to read a stage's weights, for example to broadcast
+        them.
 
-        The read must come after the caller's work so far. No update begins before
-        `finish_weights_read`.
+        The read must come after the work that the caller has submitted so far. The contract accepts
+        no update before `finish_weights_read`.
 
         Args:
             stage: The stage whose weights are read.
             caller: Name of the calling stream.
 
         Raises:
-            Refused: The weights have a reader already, the caller has not waited for the latest
-                update, or the weights are half updated.
+            Refused: Another read of these weights is unfinished, the caller has not waited for the
+                latest update, or the weights are half updated.
         """
         self.contract.start_weights_read(stage, self.actions.links[caller])
 
     def finish_weights_read(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Record that the calling stream waits for the read of a stage's weights.
+        Record that the calling stream waits until the read of a stage's weights ends.
 
         Args:
-            stage: The stage.
+            stage: The stage whose weights are read.
             caller: Name of the calling stream, the same as for `finalize` and `update`.
 
         Raises:
@@ -395,24 +401,24 @@ class EpochRuntime(RuntimeParts):
 
     def start_gradients_read(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Record that a separate stream begins to read a stage's gradients, as a norm does.
+        Record that a separate stream begins to read a stage's gradients, for example for a norm.
 
-        The read must come after the caller's work so far. No update and no further walk begins
-        before `finish_gradients_read`.
+        The read must come after the work that the caller has submitted so far. The contract accepts
+        no update and no further walk before `finish_gradients_read`.
 
         Args:
             stage: The stage, which is final and reduced.
             caller: Name of the calling stream, the same as for `finalize`.
 
         Raises:
-            Refused: The stage is not final, a bucket is not reduced, the gradients have a reader
-                already, or another stream waited for the gradients.
+            Refused: The stage is not final, a bucket is not reduced, another read of these
+                gradients is unfinished, or another stream waited for the gradients.
         """
         self.contract.start_gradients_read(stage, self.actions.links[caller])
 
     def finish_gradients_read(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Record that the calling stream and the graph stream wait for the read of gradients.
+        Record that the calling stream and the graph stream wait until a read of gradients ends.
 
         Args:
             stage: The stage.
@@ -425,7 +431,8 @@ class EpochRuntime(RuntimeParts):
 
     def counts_now(self) -> dict[Hashable, DeviceCounts] | None:
         """
-        The counts of the device so far, by state domain; None if the device does not count.
+        The device's counts of its actions so far, by state domain; None if the device does not
+        count.
 
         Waits for the device.
         """
@@ -436,12 +443,12 @@ class EpochRuntime(RuntimeParts):
 
     def device_counts(self) -> dict[Hashable, DeviceCounts] | None:
         """
-        The counts of the device at the last `finalize`, by state domain.
+        The device's counts of its actions at the last `finalize`, by state domain.
 
         With ``counts='next step'``: the counts at the last `update`. A loop that commits without
         `update` passes these counts to the contract as `counted`.
 
-        None if `RuntimeConfig.counts` is None. Waits for the device.
+        The result is None if `RuntimeConfig.counts` is None. The call waits for the device.
         """
         if self.counters is None:
             return None

@@ -1,5 +1,5 @@
 """
-The parts of a runtime, held together: memory, contract, performer, actions and snapshots.
+One object that holds the parts of a runtime: memory, contract, performer, actions and snapshots.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["RuntimeParts"]
 
 
 class RuntimeParts:
-    """The parts of a runtime; `Runtime` documents the arguments."""
+    """The parts of a runtime; the docstring of `Runtime` describes the arguments."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class RuntimeParts:
 
     @property
     def handoff(self) -> Handoff:
-        """The graph stream."""
+        """The graph stream, with the waits between it and the callers' streams."""
         return self.performer.handoff
 
     @property
@@ -99,7 +99,10 @@ class RuntimeParts:
 
     @contextmanager
     def performed_by(self, performer: Performer) -> Iterator[None]:
-        """A context in which another performer does all work on memory, streams and other ranks."""
+        """
+        A context in which another performer replaces the runtime's own: it acts on memory, streams
+        and other ranks.
+        """
         before = self.performer
         self._perform_with(performer)
         try:
@@ -112,15 +115,15 @@ class RuntimeParts:
 
     @property
     def _guarded_reducer(self) -> Reducer | None:
-        """The reducer, unless the backend leaves out the relation of reductions."""
+        """The reducer; None if the backend excludes reductions from the contract's checks."""
         return self.reducer if "reduction" in self.relations else None
 
     def on_trust(self) -> dict[int, tuple[str, ...]]:
         """
-        List the effects that each stage's backend does not report: they are taken on trust.
+        List, by stage, the effects that the backend does not report and nobody therefore checks.
 
-        Unless `RuntimeConfig.counts` is set, the list also says that each replayed graph ran once,
-        as captured.
+        Unless `RuntimeConfig.counts` is set, the list also contains the assumption that each
+        replayed graph ran once, as captured.
         """
         return {
             own.stage: (*own.on_trust(), *self.memories[own.stage].reports.source.on_trust())
@@ -151,14 +154,14 @@ class RuntimeParts:
 
     @property
     def epoch(self) -> int:
-        """The weight epoch."""
+        """Number of the current epoch; each weight update begins the next one."""
         return self.contract.epoch
 
     def _gradients(self, index: int) -> Mapping[str, torch.Tensor]:
         return self.performer.gradients(self.memories[index])
 
     def forget_gradients(self) -> None:
-        """Drop summed and reduced gradients: their epoch is over, or restarts."""
+        """Drop summed and reduced gradients, because their epoch is over or restarts."""
         self.performer.forget_gradients()
         self._reductions.forget()
         self._final.clear()
@@ -166,7 +169,7 @@ class RuntimeParts:
             memory.start_epoch()
 
     def take_snapshot(self) -> None:
-        """Keep the current numerical state as the last commit's, for `rebuild`."""
+        """Copy the current numerical state; `rebuild` restores this copy after a failure."""
         self._committed.take()
 
     def _restart_reports(self) -> None:

@@ -25,25 +25,25 @@ __all__ = ["Runtime"]
 
 class Runtime(EpochRuntime):
     """
-    Guarded F, dI, dW over the stages of one state domain.
+    Guarded F, dI and dW over the stages of one state domain, which share FP8 scaling state.
 
     Args:
         stages: Every stage of the state domain, which is every stage of the process.
-        order: The rank's row of the schedule, which determines the slots.
-        config: How to run.
+        order: The rank's row of the schedule; it determines how many slots (memory of a microbatch
+            in progress) each stage gets.
+        config: How the steps run, and how memory is laid out.
         event_log: Where to write every accepted transition: a path, a binary file, or True for
             memory (`recorder.lines`). None writes no log and costs nothing. `close` ends the log.
         reducer: Reduces a bucket's gradients in place over data-parallel ranks. The reducer takes
             the bucket's name and the gradients by name, and may return an object whose `wait` ends
             the reduction.
-        row: The row with its messages, for a process of a pipeline. The row determines the slots (a
-            slot's lifetime includes its messages), and which stages receive and send. With a row,
-            `provisioning`, `feeds` and `readers` of `RuntimeConfig` are ignored.
+        row: The rank's row with its messages, for a process of a pipeline. The row determines the
+            slots (a slot is in use until its messages are done), and which stages receive and send.
+            With a row, `provisioning`, `feeds` and `readers` of `RuntimeConfig` are ignored.
         rank: Rank of the process, for the event log.
-        registry: Gradient destinations of the other runtimes of one training process. This
-            runtime's destinations must not overlap those destinations; `close` releases this
-            runtime's destinations. Without a registry, destinations of two runtimes are not
-            compared.
+        registry: Records the gradient destinations of all runtimes in one training process. This
+            runtime's destinations must not overlap those of another runtime; `close` releases them.
+            Without a registry, destinations of two runtimes are not compared.
 
     Raises:
         BackendError: The order names other stages or is incomplete, the backend cannot be captured,
@@ -52,18 +52,19 @@ class Runtime(EpochRuntime):
             the destinations.
 
     Attributes:
-        bound: Runs each wait for the device. By default a wait has no time limit; a `Worker` sets a
-            limit, since the device may wait for another rank.
+        bound: Function that runs each wait for the device. By default a wait has no time limit; a
+            `Worker` sets a limit, since the device may wait for another rank.
     """
 
     bound: Callable[[Callable[[], None]], None] = staticmethod(lambda wait: wait())
 
     def abort(self) -> int:
         """
-        Abort every outstanding tape after a failure outside of the actions.
+        Abort every tape (a microbatch's data between F and dW) after a failure outside of the
+        actions.
 
         A failed action calls this method itself. Your loop calls it if a transfer or another rank
-        fails. If a stage had a tape, its epoch can no longer commit; `rebuild` restarts the epoch.
+        fails. If a stage had a tape, the epoch can no longer commit; `rebuild` restarts the epoch.
 
         Returns:
             Number of tapes aborted.
@@ -72,7 +73,7 @@ class Runtime(EpochRuntime):
 
     def require_whole_update(self) -> None:
         """
-        Require that no optimizer update failed half way since the last `restore`.
+        Raise an error if an optimizer update failed half way since the last `restore`.
 
         Raises:
             BackendError: An update failed half way; weights may be half updated.
@@ -82,12 +83,14 @@ class Runtime(EpochRuntime):
 
     def rebuild(self) -> None:
         """
-        Restart the epoch after a failure, with the last commit's numerical state and no live tape.
+        Restart the epoch after a failure, with the numerical state of the last commit and without
+        tapes.
 
-        Drops every remaining tape, waits for the device, restores the numerical state from the last
-        commit's snapshot and begins a new incarnation, in which every older reference is refused
-        and every weight cache is stale. Captured graphs stay: they hold addresses, not contents. If
-        late counts show that the device skipped the last update, that update's epoch is restarted.
+        The call drops every remaining tape, waits for the device, and restores the numerical state
+        from the snapshot of the last commit. Afterwards the contract refuses every older reference,
+        and every weight cache is stale. Captured graphs stay valid: they hold addresses, not
+        contents. If the device's counts show that it skipped the last update, the epoch of that
+        update is restarted.
 
         Raises:
             BackendError: An optimizer update failed halfway; snapshots do not hold weights.
@@ -108,14 +111,15 @@ class Runtime(EpochRuntime):
 
     def rebuild_from(self, epoch: int, kept: GatedSnapshot) -> None:
         """
-        Rebuild with an epoch and a numerical state that the device has kept.
+        Restart after a failure, as `rebuild` does, from an epoch and a numerical state that the
+        device has kept.
 
         Args:
             epoch: The epoch to begin: the number of updates that the device has run.
             kept: The numerical state after the last update that the device has run.
 
         Raises:
-            BackendError: As `rebuild`.
+            BackendError: An optimizer update failed halfway; the kept state does not hold weights.
         """
         self.require_whole_update()
         self._reductions.fail()
@@ -135,7 +139,10 @@ class Runtime(EpochRuntime):
         self.restart_counts()
 
     def restart_counts(self) -> None:
-        """Count scaling updates and the device's actions from here, as a new epoch 0 does."""
+        """
+        Restart the counts of scaling updates and of the device's actions at zero, as for a new
+        epoch 0.
+        """
         self._restart_reports()
         if self.counters is not None:
             with self.handoff.scope():
@@ -148,7 +155,7 @@ class Runtime(EpochRuntime):
         Raises:
             AcceleratorError: The device failed (torch's error). The contract then refuses actions
                 and checkpoints until a `restore`, as after `device_failed`.
-            Exception: What `bound` raises if it stops waiting.
+            Exception: Any error that `bound` raises, for example when its time limit is over.
         """
         try:
             self.bound(self._empty_device)
@@ -164,12 +171,13 @@ class Runtime(EpochRuntime):
 
     def checkpoint(self) -> tuple[Checkpoint, NumericalState]:
         """
-        The persistent state of the runtime: the contract's part and the numerical state.
+        Return the persistent state of the runtime: the contract's checkpoint and the numerical
+        state.
 
-        The caller must save parameters and the optimizer's state beside it.
+        The caller must also save the parameters and the optimizer's state.
 
         Raises:
-            Refused: Something is live, in flight or unfinished.
+            Refused: An action, a message or the epoch itself is unfinished.
             BackendError: An optimizer update failed half way; the weights are not worth saving.
         """
         self.require_whole_update()
@@ -180,16 +188,16 @@ class Runtime(EpochRuntime):
 
     def restore(self, checkpoint: Checkpoint, state: NumericalState) -> None:
         """
-        Continue from a checkpoint, in a fresh runtime or this one; load the parameters first.
+        Continue from a checkpoint, in this runtime or in a new one; load the parameters first.
 
         Raises:
             Refused: The checkpoint belongs to another configuration.
             BackendError: The numerical state belongs to another recipe or to other stages.
-            TypeError: An argument has another type; nothing has changed.
+            TypeError: An argument has a wrong type; nothing has changed.
         """
         for what, given, wanted in (
             ("a Checkpoint", checkpoint, Checkpoint),
-            ("the NumericalState beside it", state, NumericalState),
+            ("a NumericalState as the second argument", state, NumericalState),
         ):
             if not isinstance(given, wanted):
                 raise TypeError(
@@ -214,7 +222,7 @@ class Runtime(EpochRuntime):
         self._committed.take()
 
     def apart(self) -> AbstractContextManager[None]:
-        """Old name of `evaluation_scope`; the next release removes it."""
+        """Old name of `evaluation_scope`; the next release removes this name."""
         warnings.warn(
             "Runtime.apart is now Runtime.evaluation_scope; the next release removes the old name",
             DeprecationWarning,
@@ -227,13 +235,14 @@ class Runtime(EpochRuntime):
         """
         A context between two epochs in which the backend's stages may be called directly.
 
-        For evaluation. At the end, the numerical state that F moves is restored. Scaling updates
-        that the backend counts inside the context are not attributed to an action. The context runs
-        on the graph stream. The caller refreshes weight caches; in any case, the next epoch
-        refreshes them before its first F.
+        The context is meant for evaluation, and runs on the graph stream. At its end, the numerical
+        state that F changes is restored. Scaling updates that the backend counts inside the context
+        are not attributed to an action. The caller refreshes weight caches if the evaluation needs
+        them; the next epoch refreshes them anyway before its first F.
 
         Raises:
-            Refused: Something is live, in flight or unfinished; a clause of persistence.
+            Refused: An action, a message or the epoch itself is unfinished (a clause of
+                persistence).
         """
         self.confirm()
         self.drain()

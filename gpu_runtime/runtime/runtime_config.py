@@ -1,5 +1,5 @@
 """
-How a process runs its steps: the mode, the counts, and the memory of the process.
+`RuntimeConfig`: how a process runs its steps, what its device counts, and how its memory is used.
 
 The flags that `mode` and `counts` replace (`captured`, `nested`, `device_counts`, `late_counts`)
 are still accepted, with a DeprecationWarning.
@@ -38,7 +38,7 @@ _OLD = ("captured", "device_counts", "late_counts", "nested")
 
 def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Replace old flags among the arguments of a `RuntimeConfig` by `mode` and `counts`.
+    Replace old flags among the arguments of a `RuntimeConfig` with `mode` and `counts`.
 
     An old flag overrides the given mode and counts.
 
@@ -104,7 +104,7 @@ def _accepting_old_flags(cls: type[_T]) -> type[_T]:
 @attrs.frozen(kw_only=True)
 class RuntimeConfig:
     """
-    How a process runs.
+    How a process runs its steps.
 
     Args:
         mode: How a step runs. ``eager`` calls the backend. ``replays`` captures one CUDA graph per
@@ -121,19 +121,20 @@ class RuntimeConfig:
         walks: Largest number of walks (passes over the order) in an epoch, at least 1.
             `Runtime.next_walk` begins the next walk, and gradients accumulate over the walks. More
             than 1 needs the rule ``accumulate``, and a mode other than ``one launch``.
-        group: Number of consecutive microbatches whose weight gradients one product computes; must
-            divide the microbatches of a walk. 1 computes each microbatch by itself. More than 1
-            needs scales that move once an epoch (one product has one set of scales), the rule
-            ``accumulate``, and an order in which the dW of a group follow one another
-            (`qeffect.schedule.grouping`). In bf16 the number changes the bits: one rounding
-            replaces several.
-        dtype: Type of the destinations; needs master weights if the parameters have another type.
-        provisioning: `live`: as many slots per stage as tapes are live at once; `static`: one slot
-            per microbatch.
+        group: Number of consecutive microbatches whose weight gradients one matrix product
+            computes; must divide the number of microbatches of a walk. 1 computes a product per
+            microbatch. More than 1 needs scales that move once an epoch (one product has one set of
+            scales), the rule ``accumulate``, and an order in which the dW of a group follow one
+            another (`qeffect.schedule.grouping`). In bf16 the number changes the bits, because one
+            rounding replaces several.
+        dtype: Type of the gradient destinations; another type than the parameters' needs master
+            weights.
+        provisioning: `live`: each stage has as many slots as microbatches are in progress at once;
+            `static`: one slot per microbatch.
         readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
             recorder). A slot is free only after its readers have finished.
-        feeds: For each local stage whose output another local stage reads: that other stage. The
-            slot is kept for this reader.
+        feeds: By local stage, the local stage that reads its output, if there is one. The slot of
+            the output is kept until this reader has finished.
         declared: Whether to refuse every order of F and dI other than the plan's. If False, the
             order is not compared with the plan.
         callers: Names of the calling streams.
@@ -141,17 +142,17 @@ class RuntimeConfig:
             one of `callers`; F then waits for that stream. The default, None, copies on the graph
             stream. `Pipeline` uses a feeder, but not in mode ``one launch``, whose graph copies the
             data.
-        pool: Capture-memory pool that all slots share. Only the test that shows why sharing is
-            wrong sets it; None gives every slot its own pool.
+        pool: A CUDA graph memory pool that all slots share. Only the test that shows why sharing is
+            wrong sets a pool; None gives every slot its own pool.
         buckets: By stage, the gradients that are reduced together: each matrix belongs to exactly
             one bucket, and one bucket without matrices holds the parameters that are not matrices.
             A stage that is not named has one bucket of all its gradients; the bucket's name is the
             stage's index.
-        reductions: The order of all buckets in which every replica starts their reductions; empty
-            if the order of the calls is not checked.
+        reductions: All buckets, in the order in which every replica must start their reductions;
+            empty if this order is not checked.
         tied: Groups of matrices, each by stage and name, that are one parameter. The matrices of a
-            group share one destination, and the first matrix has the gradient. A parameter that two
-            matrices share must be declared here; otherwise it is refused.
+            group share one gradient destination, and the gradient is listed under the first matrix.
+            A parameter that two matrices share must be declared here; otherwise it is refused.
         copies: By weight name, the copies of each weight that exists several times. Copies are
             separate parameters with separate gradients. The reducer gets the gradients of all
             copies of this process under the weight's name, after all other gradients. The reducer
@@ -165,7 +166,7 @@ class RuntimeConfig:
         weights_sum: Expected sum of the factors that weight the gradients of an epoch's
             microbatches, as (numerator, denominator), for stages whose backend reports these
             factors: (1, R) if the gradients of R replicas are summed, (1, 1) otherwise. None checks
-            nothing. A `Worker` sets this sum.
+            no sum. A `Worker` sets this sum.
 
     Raises:
         BackendError: `mode`, `counts` or `walks` has an unknown value, or these values do not fit

@@ -1,10 +1,10 @@
 """
-How a step runs (`Mode`), and the only list of what prevents the mode ``one launch``, in which a
-whole step is one CUDA graph.
+How a step runs (`Mode`), and all reasons that prevent the mode ``one launch``, in which a whole
+step is one CUDA graph.
 
-`mode_on` says what a device can run. `one_launch_obstacles` lists every obstacle that follows from
-a configuration, each with the remedy. `ranks/obstacles.py` reads this configuration from a worker.
-If the capture itself fails, the step stops and reports the failure (`ranks/fallback.py`).
+`mode_on` returns the mode that a device can run. `one_launch_obstacles` lists every obstacle in a
+configuration, each with its remedy. `ranks/obstacles.py` calls it with a worker's configuration. If
+the capture itself fails, the step stops and reports the failure (`ranks/fallback.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 def mode_on(device: torch.device | str, mode: Mode = "replays") -> Mode:
     """
-    The mode that a device can run: ``eager`` on a CPU, which has no graphs.
+    Return the mode that a device can run: ``eager`` on a CPU, which has no CUDA graphs.
 
     >>> mode_on("cpu", "one launch"), mode_on("cuda:0")
     ('eager', 'replays')
@@ -34,7 +34,7 @@ def mode_on(device: torch.device | str, mode: Mode = "replays") -> Mode:
 
 def without_launches(mode: Mode) -> Mode:
     """
-    The mode of a step that cannot be one launch: ``replays`` instead of ``one launch``.
+    Return the mode for a step that cannot be one launch: ``replays`` replaces ``one launch``.
 
     >>> without_launches("one launch"), without_launches("eager")
     ('replays', 'eager')
@@ -43,12 +43,15 @@ def without_launches(mode: Mode) -> Mode:
 
 
 def walks_obstacle(walks: int) -> str | None:
-    """Why a step of several walks cannot be one launch; None for one walk."""
+    """
+    Return why a step of several walks (passes over the table) cannot be one launch; None for one
+    walk.
+    """
     if walks == 1:
         return None
     return (
-        f"a step has {walks} walks, each with graphs of its own: take one walk over a table of "
-        "all microbatches"
+        f"a step has {walks} walks (passes over the table), each with its own graphs: take one "
+        "walk over a table of all microbatches"
     )
 
 
@@ -63,11 +66,11 @@ def one_launch_obstacles(
     draws: bool = False,
 ) -> list[str]:
     """
-    Why no step of a configuration can be one launch.
+    Return why no step of a configuration can be one launch.
 
     Args:
         device: Where the step runs.
-        rule: Where dW writes.
+        rule: The destination rule, which says where dW writes.
         walks: Number of walks (passes) over the table in a step.
         mode: The mode of the runtime; leave it out if there is no runtime yet.
         capturable: Whether the optimizer's update can be captured; leave it out if there is no
@@ -77,7 +80,7 @@ def one_launch_obstacles(
         draws: Whether F draws random numbers, as dropout does.
 
     Returns:
-        One sentence per obstacle, which says what to change; empty without obstacles.
+        One sentence per obstacle, which also says what to change; empty if there is no obstacle.
     """
     found = []
     if mode != "one launch":

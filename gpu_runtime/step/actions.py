@@ -1,15 +1,16 @@
 """
 F, dI, dW and the cache refresh as guarded actions: check, act, commit.
 
-Every action crosses to the graph stream and back. An action asks the contract before it touches
-memory, and reports to the contract afterwards. A refusal changes nothing. An exception while
-acting, or incomplete evidence, fails the step: the action's tape and every other outstanding tape
-of the state domain are aborted at once (paper, IV-E), and the epoch is spoiled. A failed F, dI or
-refresh also poisons the state domain, because the library rolls its scales even when F raises. The
-same code runs eager and captured: only the executor differs.
+Every action runs on the graph stream, which first waits for the caller's stream; afterwards the
+caller's stream waits for the action. An action asks the contract before it touches memory, and
+reports to the contract afterwards. A refusal before the action changes nothing. An exception during
+the action, or incomplete evidence, fails the step: all tapes of the state domain are aborted at
+once (paper, IV-E), and the epoch can no longer commit. A failed F, dI or refresh also poisons the
+state domain, because the library rolls its scales even when F raises. The same code runs for eager
+and captured actions; only the executor differs.
 
-The constructor looks up once what the actions of each configured key need (`_Place`): a graph
-launch takes two microseconds, so a lookup per action would be noticeable.
+The constructor prepares once, for each configured stage and microbatch, what its actions need
+(`_Place`): a graph launch takes two microseconds, so a lookup in every action would be noticeable.
 """
 
 from __future__ import annotations
@@ -40,18 +41,19 @@ from .plan.slots import WgradVariant
 @attrs.frozen(eq=False)
 class _Place:
     """
-    What an action on one microbatch of one stage touches.
+    The memory and the dW variants that the actions on one microbatch of one stage use.
 
     Args:
         memory: The stage's memory.
         index: The slot that the plan gives the microbatch, in the process's pool; None for a
             microbatch without a slot, which the kernel refuses.
-        variant: What the microbatch's dW does.
-        opens: Whether its dW overwrites the destinations that its stage shares with another
-            stage; None if the stage shares none.
-        later: What its dW does in later walks of an epoch; None if an epoch has one walk.
-        group: The microbatches whose dW runs as one product with this microbatch's dW, itself
-            included; empty if another microbatch's dW includes it.
+        variant: Where and how the microbatch's dW writes.
+        opens: Whether the microbatch's dW overwrites the destinations that its stage shares with
+            another stage; None if the stage shares no destination.
+        later: Where and how the microbatch's dW writes in later walks (passes over the order) of an
+            epoch; None if an epoch has one walk.
+        group: The microbatches, this one included, whose dW runs as one product; empty if the dW of
+            another microbatch includes this microbatch.
     """
 
     memory: StageMemory
@@ -64,14 +66,15 @@ class _Place:
 
 #: Why no action may run after an update that failed half way.
 HALF_UPDATED: Final = (
-    "an update of the weights failed half way, or used the gradients of a fault that was found "
-    "only later: some weights may be wrong; load a checkpoint into a fresh runtime"
+    "an update of the weights failed half way, or used gradients in which a fault was found only "
+    "later: some weights may be wrong; load a checkpoint into a new runtime"
 )
 
 
 def _pairs(group: Any) -> tuple[tuple[TapeKey, TapeRef], ...]:
     """
-    Read the members of a group once, since they may come from a generator.
+    Turn a group into a tuple of its pairs; the group may be a generator, which can be read only
+    once.
 
     Raises:
         TypeError: The group is not a collection of pairs of key and reference.
@@ -88,7 +91,7 @@ def _pairs(group: Any) -> tuple[tuple[TapeKey, TapeRef], ...]:
 
 
 def _microbatches(key: TapeKey, group: Sequence[tuple[TapeKey, TapeRef]]) -> Iterator[int]:
-    """The microbatches of a group; -1 for a tape of another stage or block."""
+    """Return the microbatches of a group of tapes; -1 for another stage, block or invocation."""
     for other, _ in group:
         same = (other.stage, other.block, other.invocation) == (
             key.stage,
@@ -101,7 +104,7 @@ def _microbatches(key: TapeKey, group: Sequence[tuple[TapeKey, TapeRef]]) -> Ite
 def _not_grouped(
     key: TapeKey, group: Sequence[tuple[TapeKey, TapeRef]], expected: tuple[int, ...]
 ) -> str:
-    """The message of a dW whose tapes are not a group of the configuration."""
+    """Return the error message for a dW whose tapes are not a group of the configuration."""
     where = f"dW of stage {key.stage}"
     if not expected:
         return (
@@ -120,7 +123,7 @@ def _not_grouped(
 @attrs.define(eq=False)
 class GuardedActions:
     """
-    The actions of one process.
+    The guarded actions of one process.
 
     Args:
         contract: The contract of the process.
@@ -160,12 +163,12 @@ class GuardedActions:
         """
         Refresh a stage's weight cache: once per epoch, directly before the stage's first F.
 
-        A backend without a cache leaves out the version relation. A refresh then only opens the
-        stage's epoch and does not ask the contract.
+        A backend without a cache leaves out the version relation. A refresh then only begins the
+        stage's epoch, without asking the contract.
 
         Raises:
-            Refused: A clause of version, order or completion; `version.fill-missing` if the
-                backend reports that a cache was not filled.
+            Refused: A clause of version, order or completion is violated; `version.fill-missing` if
+                the backend reports that a cache was not filled.
         """
         memory = self._memory(stage)
         contract, performer = self.contract, self.performer
@@ -191,7 +194,8 @@ class GuardedActions:
 
     def reserve(self, key: TapeKey, *, caller: Hashable = "main") -> TapeRef:
         """
-        Claim a key's slot before its F, so that `caller` can fill `input_buffers`.
+        Claim a key's slot (memory of a microbatch) before its F, so that `caller` can fill
+        `input_buffers`.
 
         Raises:
             Refused: A clause of ownership, version or completion is violated.
@@ -211,15 +215,15 @@ class GuardedActions:
         Copy the inputs of a reserved key into its slot, on the current stream.
 
         Raises:
-            BackendError: The inputs do not match what the stage takes, or the key has not reserved
-                a slot.
+            BackendError: The inputs differ from the stage's specifications, or the key has not
+                reserved a slot.
         """
         self._memory(key.stage).table.inputs.check(inputs)
         self.performer.fill(self.input_buffers(key), inputs)
 
     def input_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
         """
-        The buffers that F of a reserved key reads, to be filled in place.
+        Return the buffers that F of a reserved key reads, to be filled in place.
 
         Raises:
             BackendError: The key has not reserved a slot, or its F has already run.
@@ -228,7 +232,7 @@ class GuardedActions:
 
     def gradient_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
         """
-        The buffers that dI of a forwarded key reads, to be filled in place.
+        Return the buffers that dI of a key reads after its F, to be filled in place.
 
         Raises:
             BackendError: The key has no tape, or its F has not run yet.
@@ -244,7 +248,7 @@ class GuardedActions:
         Args:
             key: Names the epoch, stage and microbatch. To receive an input, reserve the key's slot
                 first.
-            ref: What `reserve` or `forward` returned.
+            ref: The reference that `reserve` or `forward` returned.
             gradient: Receive the output gradient instead of the input.
             caller: Name of the calling stream.
 
@@ -290,9 +294,10 @@ class GuardedActions:
             The reference that dI, dW and readers must present with the key.
 
         Raises:
-            Refused: A clause of ownership, version, order, capture or completion; after F has
-                run, `order.scaling-updates` if the backend reports that F did not update the
-                scales exactly once, `version.fill-unasked` if it reports that F filled caches.
+            Refused: A clause of ownership, version, order, capture or completion is violated. After
+                F has run: `order.scaling-updates` if the backend reports that F did not update the
+                scales exactly once, `version.fill-unasked` if the backend reports that F filled
+                caches.
             BackendError: The inputs do not match what the stage takes; nothing was changed.
         """
         place = self._places.get(key.cell)
@@ -338,12 +343,14 @@ class GuardedActions:
         caller: Hashable = "main",
     ) -> None:
         """
-        dI: input and non-matrix gradients; the matrix work stays on the tape.
+        dI: compute the input gradients and the non-matrix gradients; the work for dW stays on the
+        tape.
 
         Args:
             key: Names the epoch, stage and microbatch.
             ref: The reference that the key's F returned.
-            output_gradients: Gradients of its outputs; None if `gradient_buffers` were filled.
+            output_gradients: Gradients of the stage's outputs; None if `gradient_buffers` were
+                filled in place.
             token: The effect token that the caller passes along; None takes the domain's own.
             caller: Name of the calling stream.
 
@@ -390,9 +397,9 @@ class GuardedActions:
         self, stage: int, inputs: Sequence[Tensor], *, caller: Hashable = "main"
     ) -> tuple[Tensor, ...]:
         """
-        Run a stage's forward without training on it, between any two actions of the step.
+        Run a stage's forward for evaluation, between any two actions of the step.
 
-        The backend runs eagerly in memory of its own, in mode ``replays`` too. Afterwards the
+        The backend runs eagerly and in separate memory, also in mode ``replays``. Afterwards the
         scaling state and the weight cache are as they were before.
 
         Args:
@@ -431,7 +438,7 @@ class GuardedActions:
 
     def bind(self, key: TapeKey) -> None:
         """
-        Bind a key's gradient destinations; must precede its dI.
+        Set the destinations of a key's weight gradients; must come before the key's dI.
 
         Raises:
             Refused: `arena.mismatch` if a destination is no longer the configured memory,
@@ -451,19 +458,20 @@ class GuardedActions:
         caller: Hashable = "main",
     ) -> None:
         """
-        dW: run the tape's deferred work into the key's destination, and release the tape.
+        dW: compute the tape's weight gradients into the key's destinations, and release the tape.
 
         Args:
             key: Names the epoch, stage and microbatch.
             ref: The reference that the key's F returned.
             group: With `RuntimeConfig.group` above 1, the other tapes of the microbatch's group, in
-                ascending order: one product over all of them replaces the dW of each.
+                ascending order; one product over all tapes replaces the dW of each tape.
             caller: Name of the calling stream.
 
         Raises:
             TypeError: The group is not a collection of pairs of key and reference.
-            Refused: A clause of ownership, version, order, arena, capture or completion, or
-                `ownership.matrix-coverage` if any matrix was not covered exactly once.
+            Refused: A clause of ownership, version, order, arena, capture or completion is
+                violated; `ownership.matrix-coverage` if dW did not compute each matrix's gradient
+                exactly once.
             BackendError: The tapes are not a group of the configuration; nothing was changed.
         """
         place = self._places.get(key.cell)
@@ -514,7 +522,8 @@ class GuardedActions:
 
     def outputs(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
         """
-        Outputs of F, for a stage configured with an output reader; call `finish_outputs` after.
+        Return the outputs of F, for a stage configured with an output reader; call `finish_outputs`
+        after the read.
 
         Raises:
             Refused: A clause of ownership, or `completion.graph-to-caller`.
@@ -524,7 +533,7 @@ class GuardedActions:
 
     def finish_outputs(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
         """
-        Declare that the reader of the outputs is done.
+        Declare that the reader of F's outputs has finished.
 
         The reader's work has been submitted to the caller's stream, or that stream waits for it.
 
@@ -534,12 +543,18 @@ class GuardedActions:
         self.contract.finish_read(key, ref, link=self.links[caller])
 
     def dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
-        """Input gradients of dI, for a stage with a gradient reader; call `finish_dgrads` after."""
+        """
+        Return the input gradients of dI, for a stage with a gradient reader; call `finish_dgrads`
+        after the read.
+        """
         self.contract.read(key, ref, gradient=True, link=self.links[caller])
         return self._slot_of(ref).dgrads
 
     def finish_dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
-        """Declare that the reader of the input gradients is done, like `finish_outputs`."""
+        """
+        Declare that the reader of the input gradients has finished, as `finish_outputs` does for
+        outputs.
+        """
         self.contract.finish_read(key, ref, gradient=True, link=self.links[caller])
 
     @property
@@ -560,7 +575,10 @@ class GuardedActions:
             ) from None
 
     def _place(self, key: TapeKey) -> _Place:
-        """What a key's actions touch; the kernel refuses a microbatch without a slot."""
+        """
+        Return the memory that a key's actions use; the contract refuses a microbatch without a
+        slot.
+        """
         memory = self._memory(key.stage)
         return self._places.get(key.cell) or _Place(memory, None, None)
 
@@ -578,13 +596,15 @@ class GuardedActions:
         )
 
     def _slot_of(self, ref: TapeRef) -> Slot:
-        """The slot of a reference that the kernel has just accepted."""
+        """Return the slot of a reference that the contract has just accepted."""
         if self._half_updated[0]:
             raise BackendError(HALF_UPDATED)
         return self._slots[ref.slot]
 
     def _owned(self, key: TapeKey, *, reserved: bool) -> Slot:
-        """The slot that a key owns, before or after its F."""
+        """
+        Return the slot that a key owns; `reserved` selects the state before F instead of after F.
+        """
         self._known(key)
         ref = self.contract.reference(key)
         if ref is None:
@@ -615,7 +635,7 @@ class GuardedActions:
         effects: Effects = UNREPORTED,
         others: Sequence[tuple[TapeKey, Slot]] = (),
     ) -> TapeRef | None:
-        """Tell the kernel what an action did; incomplete evidence fails the step."""
+        """Report to the contract what an action did; incomplete evidence fails the step."""
         names, updates, scales, draws, weight = effects
         filled = None
         if names:  # a cast reads the weights immediately: those of the current epoch
@@ -638,7 +658,7 @@ class GuardedActions:
 
     def abort_outstanding(self) -> int:
         """
-        Abort every outstanding tape of the process: the step has failed (paper, III-A and IV-E).
+        Abort every unfinished tape of the process after a failed step (paper, III-A and IV-E).
 
         A failed action calls this method itself. Your loop calls it if another part of the step
         fails, for example a transfer. The epoch can then no longer commit; `Runtime.rebuild`
@@ -668,7 +688,7 @@ class GuardedActions:
     def _discard_all(
         self, ticket: Ticket, slot: Slot | None, others: Sequence[tuple[TapeKey, Slot]]
     ) -> None:
-        """Drop the work of a failed action's tape, and of the other tapes of its group."""
+        """Drop the work of a failed action's tape, and of the other tapes in the same group."""
         if slot is not None:
             self._discard(ticket.key, slot)
         for key, other in others:

@@ -1,17 +1,17 @@
 """
-Calibration of scales that move once an epoch, before the first step of a run.
+Calibration, before the first step of a run, of FP8 scales that move once an epoch.
 
 A new run has scales of 1, at which gradients underflow in E5M2. Scales that move at every F and dI
 recover within a step. Scales that move once an epoch recover only after a step, so the whole step
-would be spoiled. A gradient that has become zero also hides the gradients behind it, so several
-steps may be spoiled. Therefore a run begins with walks (passes) over the microbatches of its first
-step. The gradients and losses of these walks are dropped, and no weight is updated:
+would be spoiled. A gradient that has become zero also hides the gradients of earlier layers, so
+several steps may be spoiled. Therefore a run begins with walks (passes) over the microbatches of
+its first step. The gradients and losses of these walks are dropped, and no weight is updated:
 
 1. Empty every history.
 2. Run F, dI and dW of every microbatch of the first step, on every replica.
-3. Move the scales once, as after a step.
+3. Move (update) the scales once, as after a step.
 4. Stop if, in all processes, no tensor's amax was zero and no scale moved by more than a factor of
-   2; otherwise begin again, up to `MOST_WALKS` times.
+   2; otherwise repeat from item 2, up to `MOST_WALKS` times in all.
 
 The histories then hold one entry, from the last walk. The result depends only on the model, the
 data and the number of replicas, so every mapping of stages to ranks gives the same scales. A run
@@ -63,10 +63,10 @@ def calibrate(
     Move the scales of a new run until they fit the first step.
 
     Args:
-        domain: A domain of epoch scales.
+        domain: A state domain whose scales move once an epoch.
         walk: Runs F, dI and dW of every microbatch of the first step, and drops the gradients.
-        agree: Takes whether this process's scales have converged; returns whether the scales of all
-            processes have converged.
+        agree: Function from "this process's scales have converged" to "the scales of all processes
+            have converged".
     """
     live = live_state(domain)
     histories = [tensor for name, tensor in live.items() if name.endswith("amax_history")]

@@ -1,6 +1,6 @@
 """
-The norm of an epoch's gradients and its effect on the update, with the same bits on every rank,
-whichever rank holds which stage.
+The norm of an epoch's gradients, for clipping and skipping. The norm has the same bits on every
+rank, for every mapping of stages to ranks.
 
 A part of a model is its embedding, one of its layers, or the rest of a stage, which is the head.
 A part's sum of squares is taken over its finalized and reduced gradients, in float64: each
@@ -9,8 +9,8 @@ sums of all parts are added in the order of the model. The bits of the norm ther
 on where the model is cut into stages, which rank holds which stage, the schedule, or the number of
 replicas. (On a CPU the norm of one large tensor depends on torch's number of threads.)
 
-A tied weight has one gradient and counts once. All replicas hold the same gradients, so together
-they count once.
+A tied weight has one gradient, which counts once. All replicas hold the same reduced gradients, so
+the norm counts them only once.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Clipping:
             still commits: its data are consumed and the scaling state has moved, so the caches
             are stale; weights, moments and step counts stay unchanged. If False, a norm that is
             not finite spoils every weight, as in torch.
-        elsewhere: Gradients, by stage and name, that do not count here, because another copy of
-            the same weight counts.
-        parts: Every part of the model, in its order.
+        elsewhere: Gradients, by stage and name, that this norm leaves out, because it counts
+            another copy of the same weight.
+        parts: Every part (embedding, layer, rest of a stage) of the model, in the model's order.
 
     Raises:
         BackendError: The limit is not a positive finite number.
@@ -73,7 +73,7 @@ class Clipping:
             )
 
     def __bool__(self) -> bool:
-        """Whether a norm is needed at all."""
+        """Whether the update needs the norm at all."""
         return self.max_norm is not None or self.skip_nonfinite
 
     @property
@@ -85,13 +85,13 @@ class Clipping:
 @attrs.frozen
 class Norm:
     """
-    The norm of an epoch's gradients, and its effect.
+    The norm of an epoch's gradients, and its effect on the update.
 
     Args:
         total: The norm of all stages' gradients, before clipping.
-        factor: What every gradient was multiplied by, a float32 value; 1 if unchanged.
+        factor: The float32 factor that every gradient was multiplied by; 1 if unchanged.
         skipped: Whether the update was skipped.
-        parts: The sum of squares of each part of the model, in its order.
+        parts: The sum of squares of each part of the model, in the model's order.
         stages: The stage of each part; by default each part is a stage.
     """
 
@@ -119,7 +119,7 @@ class Norm:
     @classmethod
     def of(cls, parts: Sequence[float], clipping: Clipping) -> Norm:
         """
-        The norm from the sums of squares of a model's parts, in the model's order.
+        Compute the norm from the sums of squares of a model's parts, in the model's order.
 
         >>> Norm.of([9.0, 16.0], Clipping(max_norm=10.0))
         Norm(total=5.0, factor=1.0, skipped=False)
@@ -146,7 +146,8 @@ def parts_of(
     named: Mapping[int, Iterable[str]], elsewhere: Collection[tuple[int, str]] = ()
 ) -> dict[Part, list[str]]:
     """
-    The parts of a model, in its order, each with the names of its parameters that count.
+    Return the parts of a model, in the model's order, each with the parameter names that the norm
+    counts.
 
     >>> parts_of({0: ["layers.0.w", "layers.1.w", "embedding.w"], 1: ["layers.0.w", "head.w"]})
     {(0, -1): ['embedding.w'], (0, 0): ['layers.0.w'], (0, 1): ['layers.1.w'], \
@@ -172,7 +173,7 @@ def square_sums(
     elsewhere: Collection[tuple[int, str]] = (),
 ) -> dict[Part, Tensor]:
     """
-    Each part's sum of squares, as float64 scalars on the gradients' device; no host waits.
+    Compute each part's sum of squares as a float64 scalar on the gradients' device; no host waits.
 
     Args:
         gradients: Finalized and reduced gradients, by stage and name, one per parameter.
@@ -209,14 +210,17 @@ class DeviceNorm:
 
     @classmethod
     def on(cls, device: torch.device, clipping: Clipping, count: int | None = None) -> DeviceNorm:
-        """Allocate the four tensors, for the parts of the model; their addresses stay the same."""
+        """Allocate the four tensors for a model with `count` parts; the addresses stay the same."""
         size = len(clipping.parts) if count is None else count
         parts = torch.zeros(size, dtype=torch.float64, device=device)
         total, skip = parts.new_zeros(()), torch.zeros((), device=device)
         return cls(clipping, total, torch.ones((), device=device), skip, parts)
 
     def take(self, parts: Tensor) -> None:
-        """Compute all four from the parts' sums, float64 in the model's order; no host waits."""
+        """
+        Compute the four tensors from the parts' sums of squares (float64, model order); no host
+        waits.
+        """
         self.parts.copy_(parts)
         squares = parts.new_zeros(())
         for part in parts.unbind():  # one by one: a single sum call chooses its own order
@@ -231,12 +235,12 @@ class DeviceNorm:
             self.factor.copy_(wanted.clamp(max=1.0))
 
     def read(self) -> Norm:
-        """Return all four as numbers; waits for the device."""
+        """Return the four tensors' values as numbers; waits for the device."""
         skipped = bool(self.skip)
         factor = 1.0 if skipped else float(self.factor)
         return self.norm_of(float(self.total), factor, skipped, self.parts.tolist())
 
     def norm_of(self, total: float, factor: float, skipped: bool, parts: Sequence[float]) -> Norm:
-        """Return a norm of numbers that the host has read already."""
+        """Make a `Norm` from numbers that the host has already read."""
         stages = [self.clipping.stages] * bool(self.clipping.parts)
         return Norm(total, factor, skipped, tuple(parts), *stages)

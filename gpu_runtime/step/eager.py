@@ -1,10 +1,10 @@
 """
-The memory work of F, dI, dW and a cache refresh, once the contract has accepted them.
+The executors: they run F, dI, dW and a cache refresh, once the contract has accepted the action.
 
-An executor only performs: it does not ask the contract, and it does not know epochs or keys.
+An executor only performs actions: it does not ask the contract, and does not know epochs or keys.
 `EagerExecutor` calls the backend. `GraphExecutor` (`step/graphs.py`) replays CUDA graphs of the
-same calls. `GuardedActions` (`step/actions.py`) asks the contract before either, so both run under
-the same guards.
+same calls. `GuardedActions` (`step/actions.py`) asks the contract before it calls an executor, so
+both executors run under the same guards.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ class StageMemory:
 
     Args:
         stage: The backend's stage.
-        table: Its slots.
-        arena: Its matrix-gradient destinations.
-        slot_of: Index in the process's pool of the slot that each microbatch uses.
-        variants: What the dW of each microbatch does.
-        later_variants: What the dW of each microbatch does in later walks (passes over the order)
-            of an epoch; empty if an epoch has one walk.
-        places: Where each set of destinations lies, as the contract numbers places
-            (`qeffect.counts.located`); empty if all sets count as one place.
-        reports: What its backend reports about its actions.
-        sums: Sums of its non-matrix gradients over the microbatches, in dI order.
+        table: The stage's slots.
+        arena: The stage's destinations of matrix gradients.
+        slot_of: By microbatch, the slot that it uses, as an index in the process's pool of slots.
+        variants: By microbatch, where and how its dW writes.
+        later_variants: By microbatch, where and how its dW writes in later walks (passes over the
+            order) of an epoch; empty if an epoch has one walk.
+        places: For each set of destinations, the number of its place in memory, as
+            `qeffect.counts.located` numbers places; empty if all sets count as one place.
+        reports: The reports of the stage's backend about its actions.
+        sums: Sums of the stage's non-matrix gradients over the microbatches, added in the order of
+            dI.
         all_units: Names of the stage's units, in the order in which dI queues them.
-        all_matrices: Names of its matrices, sorted. Once the contract exists, this is the
-            contract's own tuple.
+        all_matrices: Names of the stage's matrices, sorted; once the contract exists, the
+            contract's own tuple object.
         shared: Units whose destination another stage also writes.
-        groups: For each microbatch, the microbatches whose dW run together with its dW, itself
-            included; empty if an earlier microbatch's dW includes it.
+        groups: For each microbatch, the microbatches, this one included, whose dW run as one
+            product; empty if the dW of an earlier microbatch includes this microbatch.
         kept: Each microbatch's non-matrix gradients, which are summed in the order of microbatches
             at the end of the step. None if dI adds these gradients to `sums` at once, because dI
             runs in the order of microbatches or the order does not matter.
@@ -78,7 +79,10 @@ class StageMemory:
         self.all_matrices = tuple(sorted(m.name for m in matrices(self.stage)))
 
     def addresses(self) -> dict[str, int]:
-        """Addresses that graphs contain and that `bind` does not compare: state, buffers, sums."""
+        """
+        The addresses that captured graphs contain and that `bind` does not compare: state, buffers,
+        sums.
+        """
         found = dict(self.stage.addresses())
         for slot in self.table:
             for kind, held in (("input", slot.inputs), ("gradient", slot.output_gradients)):
@@ -89,11 +93,16 @@ class StageMemory:
         return found
 
     def located(self, destination: int) -> int:
-        """Where a set of destinations lies; 0 for the library's own memory."""
+        """
+        Return the number of a set of destinations' place in memory; 0 for the library's own memory.
+        """
         return self.places[destination] if 0 <= destination < len(self.places) else 0
 
     def address_probe(self) -> Callable[[], list[int]]:
-        """A cheap check of `addresses`, as `StageBackend.address_probe` is for the stage's own."""
+        """
+        Prepare a cheap check of `addresses`, as `StageBackend.address_probe` does for the stage's
+        own addresses.
+        """
         stage = self.stage.address_probe()
 
         def look() -> list[int]:
@@ -107,17 +116,22 @@ class StageMemory:
         return look
 
     def open_epoch(self) -> None:
-        """Empty the sums; part of the refresh, the stage's first action in an epoch."""
+        """Empty the sums; this is part of the refresh, the stage's first action in an epoch."""
         for total in self.sums:
             total.fill_(-0.0)
 
     def keep(self, microbatch: int, slot: Slot) -> None:
-        """Keep a microbatch's non-matrix gradients after its dI, if they are summed at the end."""
+        """
+        Keep a microbatch's non-matrix gradients after its dI, if they are summed at the end of the
+        step.
+        """
         if self.kept is not None:
             self.kept[microbatch] = tuple(gradient.clone() for gradient in slot.non_matrix)
 
     def summed(self) -> list[Tensor]:
-        """The sums of the epoch's non-matrix gradients, added in order if they were kept."""
+        """
+        Return the sums of the epoch's non-matrix gradients; kept gradients are added now, in order.
+        """
         if self.kept is not None:
             self.open_epoch()
             for microbatch in sorted(self.kept):
@@ -148,7 +162,7 @@ class StageMemory:
             plan: The slot plan.
             arena: The stage's destinations.
             first: Index of its first slot in the process's pool.
-            reports: What its backend reports; None if it reports nothing.
+            reports: The reports of the stage's backend; None if it reports nothing.
             shared: Units whose destination another stage also writes.
         """
         microbatches = range(plan.order.num_microbatches)
@@ -167,14 +181,14 @@ class StageMemory:
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
         """
-        Matrix names for the contract to compare: the contract's own tuple if each matrix occurs
-        once.
+        Return matrix names as evidence for the contract: the contract's own tuple if each matrix
+        occurs once.
         """
         found = tuple(sorted(names))
         return self.all_matrices if found == self.all_matrices else found
 
     def evidence_of(self, units: Sequence[str]) -> tuple[str, ...]:
-        """Names of the units' matrices, for the contract to compare."""
+        """Return the names of the units' matrices, as evidence for the contract."""
         if tuple(units) == self.all_units:
             return self.all_matrices
         by_name: dict[str, WgradUnit] = {unit.name: unit for unit in self.stage.units}
@@ -182,7 +196,7 @@ class StageMemory:
 
 
 class Executor(Protocol):
-    """Physical actions on slots."""
+    """Runs actions on the memory of slots."""
 
     marks_tail: bool
     """
@@ -191,7 +205,7 @@ class Executor(Protocol):
     """
 
     def refresh(self, memory: StageMemory) -> Effects:
-        """Quantize the stage's weights into their caches and open its epoch."""
+        """Quantize the stage's weights into their caches, and begin the stage's epoch."""
 
     def forward(self, memory: StageMemory, slot: Slot) -> Effects:
         """Run F on the slot's input buffers, and leave the outputs in the slot."""
@@ -199,7 +213,7 @@ class Executor(Protocol):
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        """Run dI on the slot's gradient buffers; also return the matrices whose work it queued."""
+        """Run dI on the slot's gradient buffers; also return the matrices whose dW was queued."""
 
     def wgrad(
         self,
@@ -209,7 +223,7 @@ class Executor(Protocol):
         others: Sequence[Slot] = (),
     ) -> tuple[str, ...]:
         """
-        Run dW of one slot, or of several as one product, into the variant's destination.
+        Run dW of one slot, or of several slots as one product, into the variant's destination.
 
         Returns the matrices that the dW covered.
         """
@@ -217,7 +231,7 @@ class Executor(Protocol):
 
 class EagerExecutor:
     """
-    Calls the backend.
+    An executor that calls the backend.
 
     Args:
         counters: Counters that the device increments with every action; None counts nothing.
@@ -304,7 +318,7 @@ class EagerExecutor:
         *,
         keep: bool,
     ) -> Wgrads:
-        """Run the tapes' deferred work for one variant; `keep` leaves that work in place."""
+        """Run the tapes' deferred dW work for one variant; `keep` leaves the work on the tapes."""
         slot.tape.bound = memory.arena.buffers(variant.destination)
         given: dict[str, Any] = {"joining": memory.shared} if variant.joins else {}
         if others:  # a backend without grouped dW lacks this argument

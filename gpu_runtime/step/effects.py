@@ -1,9 +1,9 @@
 """
-What a stage's backend reports about its actions, in the terms of the contract's commit.
+Translate a backend's reports about its actions into the arguments of the contract's commit.
 
-The backend counts scaling updates for its whole life. The contract's effect token starts at zero in
-every incarnation (after each rebuild or restore). `StageReports` translates: it remembers the
-backend's count at the start of an incarnation.
+The backend counts scaling updates for its whole life. The contract's effect token, a count of F and
+dI, starts at zero after each rebuild or restore. So `StageReports` remembers the backend's count at
+that start.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ..backends.protocol import Reports, StageBackend
 
 class Effects(NamedTuple):
     """
-    Effects of an action besides its gradients; an effect that the backend does not report is None.
+    Effects of an action besides its gradients; None stands for an effect that the backend does not
+    report.
 
     Args:
         filled: Matrices whose cache was filled, one entry per fill.
         updates: How often the domain's scaling state was updated.
         scales: For dI: the contract's token at the F whose scales dI used. If scales move once an
-            epoch: the token at which the used scales had moved.
+            epoch: the token at the movement that made the used scales.
         draws: Where F, or its recomputation in dI, began to draw random numbers.
         weight: For dI: the factor by which the microbatch's gradient is weighted, as (numerator,
             denominator).
@@ -45,14 +46,14 @@ UNREPORTED = Effects()
 @attrs.define(eq=False)
 class StageReports:
     """
-    Translates the reports of one stage's backend.
+    Translates the reports of one stage's backend for the contract.
 
     Every F and dI of the domain must go through the contract, so that both counts agree. An F or dI
     that bypasses the contract moves the backend's count but not the token; the contract then
     refuses the next dI that reports its scales.
 
-    With scales that move once an epoch, the backend counts movements. The contract names scales by
-    the token at which they moved, and `moved` records that token.
+    With scales that move once an epoch, the backend counts movements. The contract identifies
+    scales by its token at their movement, and `moved` records that token.
 
     Args:
         source: The backend's reports.
@@ -68,7 +69,7 @@ class StageReports:
     @classmethod
     def of(cls, stage: StageBackend, relations: Collection[str], *, captured: bool) -> StageReports:
         """
-        The stage's reports that a relation in force uses.
+        Make the translation of those reports that a relation in force uses.
 
         Args:
             stage: The stage.
@@ -83,7 +84,9 @@ class StageReports:
         return cls(told, moves_once(stage.domain))
 
     def restart(self) -> None:
-        """Count from here, as the contract does after a restore, and forget earlier fills."""
+        """
+        Restart the count at zero, as the contract does after a restore, and forget earlier fills.
+        """
         self.take_filled()
         self._start = self.updates()
         self._tokens = {self._start: 0}
@@ -95,8 +98,8 @@ class StageReports:
 
     def pass_over(self, before: int) -> None:
         """
-        Ignore fills and scaling updates since the count was `before`: they came from work outside
-        the contract's actions.
+        Ignore all fills and scaling updates since the count was `before`, because they did not come
+        from the contract's actions.
         """
         self.take_filled()
         self._start += self.updates() - before
@@ -109,7 +112,7 @@ class StageReports:
             self._skipped.append((before, ran))
 
     def take_filled(self) -> tuple[str, ...] | None:
-        """The matrices whose cache was filled since the last call; None if not reported."""
+        """Return the matrices whose cache was filled since the last call; None if not reported."""
         return None if self.source.filled is None else tuple(self.source.filled())
 
     def updates(self) -> int:
@@ -117,13 +120,13 @@ class StageReports:
         return 0 if self.source.updates is None else self.source.updates()
 
     def since(self, before: int) -> int | None:
-        """Scaling updates since the count was `before`; None if not reported."""
+        """Return how many scaling updates followed the count `before`; None if not reported."""
         return None if self.source.updates is None else self.source.updates() - before
 
     def token(self, scales: int | None) -> int | None:
         """
-        The contract's token for the backend's count `scales` of the used scales; None if not
-        reported.
+        Convert the backend's count `scales`, which identifies the used scales, to the contract's
+        token; None if not reported.
         """
         if self.source.tape_scales != "carried" or scales is None:
             return None

@@ -1,8 +1,9 @@
 """
-Evaluations: forwards of the backend that leave training as it was.
+Evaluations: forwards of the backend that do not change the training state.
 
 An eager evaluation moves scaling state, as every F does. So `evaluated` restores the state
-afterwards and compares the restored state with the state before. The contract gets the result.
+afterwards, and compares the restored state with the state before the forward. The contract gets the
+result of this comparison.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def evaluated(
     cached: bool,
 ) -> tuple[tuple[Tensor, ...], Effects]:
     """
-    Run a stage's forward in memory of its own, and restore the state that it moved.
+    Run a stage's forward in separate memory, and restore the state that the forward changed.
 
     Args:
         memory: The stage's memory.
@@ -37,9 +38,9 @@ def evaluated(
             forward, and the cache gets its former content back.
 
     Returns:
-        The outputs, detached, and the effects that remain after the restore. These effects name no
-        filled cache. They count scaling updates only if the restored state differs from the state
-        before.
+        The outputs, detached, and the effects that remain after the restore. These effects contain
+        no cache fill, and contain scaling updates only if the restored state differs from the state
+        before the forward.
     """
     stage = memory.stage
     reports = [(other.reports, other.reports.updates()) for other in others]
@@ -67,7 +68,7 @@ def evaluated(
 
 
 def _taken(memory: StageMemory, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inputs without the caller's autograd graph; a library may look for a gradient."""
+    """Detach the inputs from the caller's autograd graph: a library may look for a gradient."""
     specs = memory.stage.inputs
     apart = [given.detach() for given in inputs]
     return [

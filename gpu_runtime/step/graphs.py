@@ -1,10 +1,10 @@
 """
 CUDA graphs of every slot's F, dI and dW, and of every stage's cache refresh.
 
-Graphs that share a memory pool are right only when replayed in the order of their capture: memory
-that an earlier graph frees during its capture becomes scratch memory of a later graph, and the
-library's backward frees the memory that it saved. So each slot has a private pool. Within a slot,
-F, dI, dW is the only order, and ownership enforces it.
+Graphs that share a memory pool are correct only if they are replayed in the order of their capture:
+memory that one graph frees during its capture becomes scratch memory of the next graph. The
+library's backward frees memory that its forward saved. So each slot has a private pool. Within a
+slot the order is always F, dI, dW; the contract's ownership clauses enforce this order.
 
 Warmup runs before capture on the same stream, because libraries allocate and choose kernels on
 first use. Warmup moves numerical state and writes destinations; both are restored afterwards.
@@ -46,7 +46,7 @@ class SlotGraphs:
 
 class Product(NamedTuple):
     """
-    Name of one captured dW.
+    Identifies one captured dW.
 
     Args:
         slots: The slots that the dW reads, as the contract counts them.
@@ -64,7 +64,7 @@ class WgradGraph:
 
     Args:
         graph: The graph.
-        covered: The matrices whose gradient it computes.
+        covered: The matrices whose gradient the graph computes.
         wgrads: Gradients in the library's memory, under `copied`.
     """
 
@@ -82,8 +82,8 @@ class CaptureReport:
         warmup_seconds: Host time of the warmup, until the device is idle.
         capture_seconds: Host time of the captures.
         num_graphs: Number of graphs held.
-        phases: Host seconds of each part, by name; the host does not wait for the device between
-            parts.
+        phases: Host seconds of each phase, by name; the host does not wait for the device between
+            phases.
     """
 
     warmup_seconds: float = 0.0
@@ -104,7 +104,7 @@ class CaptureReport:
 
 class BakedAddresses:
     """
-    The addresses that a stage's graphs bake in, and a cheap check that they are unchanged.
+    The memory addresses that a stage's graphs contain, and a cheap check that they are unchanged.
 
     A probe takes microseconds. Names are compared only if the probe sees a difference.
 
@@ -143,10 +143,11 @@ class BakedAddresses:
 
 class GraphExecutor:
     """
-    Replays the captured graphs, and returns the evidence that each capture recorded.
+    An executor that replays captured graphs, and returns the evidence that each capture recorded.
 
-    The evidence is an action's effects, and the matrices that it queued or covered. The evidence
-    does not show how often a graph was replayed, if at all: the device counters do.
+    The evidence consists of an action's effects, and of the matrices whose dW it queued or
+    computed. The evidence does not show how often a graph was replayed, or whether it was; the
+    device counters do.
     """
 
     marks_tail = True
@@ -177,7 +178,10 @@ class GraphExecutor:
         return self.refreshed[memory.stage.index]
 
     def forward(self, memory: StageMemory, slot: Slot) -> Effects:
-        """Replay F; it draws random numbers at the domain's position, not at the capture's."""
+        """
+        Replay F; random numbers are drawn at the domain's current position, not at the position of
+        the capture.
+        """
         graphs = self.slots[slot.index]
         self.num_replays += 1
         with self._drawing() as begun:
@@ -190,7 +194,7 @@ class GraphExecutor:
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        """Replay dI; it queues the same matrices each time, as recorded at capture."""
+        """Replay dI; each replay queues the work of the same matrices, as recorded at capture."""
         graphs = self.slots[slot.index]
         self.num_replays += 1
         graphs.dgrad.replay()
@@ -205,7 +209,7 @@ class GraphExecutor:
         variant: WgradVariant,
         others: Sequence[Slot] = (),
     ) -> tuple[str, ...]:
-        """Replay one variant of the dW of one slot, or of several."""
+        """Replay one variant of a dW of one slot or of several slots."""
         captured = self.wgrads[product_of(slot, variant, others)]
         self.num_replays += 1
         captured.graph.replay()
@@ -224,12 +228,15 @@ class GraphExecutor:
 
 
 def product_of(slot: Slot, variant: WgradVariant, others: Sequence[Slot]) -> Product:
-    """Name a dW of one slot, or of several as one product."""
+    """Identify a dW of one slot, or of several slots as one product."""
     return Product((slot.index, *(other.index for other in others)), variant)
 
 
 def product_at(memory: StageMemory, microbatch: int) -> Product | None:
-    """Name a microbatch's dW in an epoch's first walk; None if another dW includes it."""
+    """
+    Identify a microbatch's dW in an epoch's first walk (pass over the order); None if another
+    microbatch's dW includes it.
+    """
     if not (group := memory.groups[microbatch]):
         return None
     return Product(tuple(memory.slot_of[m] for m in group), memory.variants[microbatch])
@@ -249,13 +256,14 @@ def capture(
     Warm up, then capture every graph that the plan needs.
 
     Args:
-        domain: The state domain; it is frozen here.
+        domain: The state domain; the capture closes its set of modules.
         memories: Physical memory by stage.
         plan: The slot plan.
         handoff: The graph stream.
         shared_pool: If not None, all slots share one memory pool, and all F are captured first,
             then all dI, then all dW. Only the test that shows the corruption uses it.
-        counters: Counters that every graph increments with its action; zero afterwards.
+        counters: Counters that every graph increments when its action runs; the capture leaves them
+            at zero.
         nested: Make graphs that can become nodes of another graph (`nested_graphs`).
 
     Raises:
@@ -344,7 +352,7 @@ def warm_up(memory: StageMemory, report: CaptureReport) -> None:
 
 
 class _Recorder:
-    """Captures graphs one after another on the graph stream."""
+    """Captures graphs on the graph stream, one after another."""
 
     def __init__(self, handoff: GraphStream, report: CaptureReport, *, kept: bool) -> None:
         self.handoff = handoff
@@ -352,7 +360,7 @@ class _Recorder:
         self.kept = kept
 
     def record(self, name: str, pool: Any, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture one action, with the external event at its tail."""
+        """Capture one action, and record the external event at the end of its graph."""
         graph = torch.cuda.CUDAGraph() if not self.kept else nestable_graph()
         # Not torch.cuda.graph(): that collects garbage and empties the cache at every entry.
         with self.report.phase("capture begin"):
@@ -369,7 +377,7 @@ class _Recorder:
 
 
 class _SlotCapture:
-    """The steps of capturing one slot, in the given memory pools."""
+    """Captures F, dI and dW of one slot, in the given memory pools."""
 
     def __init__(
         self,
@@ -435,7 +443,7 @@ class _WgradCapture:
         ]
 
     def of(self, slots: tuple[int, ...]) -> list[Product]:
-        """Every dW of these slots, as one product."""
+        """Capture every dW of these slots, as one product."""
         return [product for product in self.products if product.slots == slots]
 
     def capture(self, product: Product, pool: Any, *, keep: bool) -> WgradGraph:
@@ -471,9 +479,10 @@ def _per_stage(
     """
     Capture each slot in a pool of its own, and the dW of several slots in one further pool.
 
-    A dW of several slots reads what their dI retained, so it is captured when all of them are; the
-    pools of the slots then have no further capture that could take that memory. The graphs in the
-    further pool use it for intermediate results only, and one stream replays them.
+    A dW of several slots reads data that their dI retained. It is therefore captured after all
+    graphs of these slots, so that no later capture in a slot's pool can take that memory. The
+    graphs in the further pool use this pool only for intermediate results, and one stream replays
+    them.
     """
     finished: dict[int, SlotGraphs] = {}
     wgrads: dict[Product, WgradGraph] = {}

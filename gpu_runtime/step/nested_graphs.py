@@ -1,8 +1,8 @@
 """
 Graphs that can be replayed while another graph is captured.
 
-Such a graph becomes a child node of the other graph, after the stream's earlier work. A plain graph
-of torch cannot become such a node: launching it during a capture is an error.
+Such a graph becomes a child node of the graph under capture, after the stream's earlier work. A
+plain graph of torch cannot become a child node: launching it during a capture is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["nestable_graph", "nesting_obstacle"]
 
 
 def nesting_obstacle(device: torch.device) -> str | None:
-    """Why no graph on a device can become a node of another graph; None if graphs there can."""
+    """Return why no graph on a device can become a node of another graph; None if graphs can."""
     if device.type == "cpu":
         return "a CPU has no CUDA graphs: run on cuda"
     try:

@@ -1,5 +1,5 @@
 """
-AdamW over the stages of one process, with master weights where destinations are not bf16.
+AdamW over the stages of one process, with master weights if gradient destinations are not bf16.
 
 Torch's AdamW refuses parameters and gradients of different types, so fp32 destinations need fp32
 master weights: the optimizer updates the masters and writes them back, rounded. Every parameter
@@ -32,11 +32,11 @@ class Optimizer:
     Args:
         stages: The stages whose parameters the optimizer owns; a parameter of several stages
             belongs to the stage with the lowest index.
-        lr: Learning rate; a scalar tensor on the parameters' device if a graph holds the update
-            and the rate must be changeable (`set_rate`).
+        lr: Learning rate. If a graph holds the update and the rate must be changeable (`set_rate`),
+            a scalar tensor on the parameters' device.
         weight_decay: AdamW's decoupled decay.
-        decays: Whether a parameter decays, given its name within the stage and the parameter;
-            None if all decay.
+        decays: Function that says whether a parameter gets weight decay, from its name within the
+            stage and the parameter; None if all parameters do.
         master_dtype: Type of the master weights; None updates the parameters themselves.
         capturable: Keep the step count on the device, so that a graph can hold the update; see
             `make_capturable`.
@@ -95,14 +95,17 @@ class Optimizer:
         return [(index, name) for index, own in self._targets.items() for name, _ in own]
 
     def make_capturable(self) -> None:
-        """Let a graph hold the update; a worker in mode ``one launch`` calls it."""
+        """
+        Prepare the update for capture in a graph; a worker in mode ``one launch`` calls this
+        method.
+        """
         self.capturable = True
         for group in self.adamw.param_groups:
             group["capturable"] = True
 
     @property
     def rate(self) -> float:
-        """The learning rate; waits for the device if the rate is a tensor there."""
+        """The learning rate; waits for the device if the rate is a tensor on the device."""
         return float(self.adamw.param_groups[0]["lr"])
 
     def set_rate(self, rate: float) -> None:
@@ -122,11 +125,11 @@ class Optimizer:
         Update every parameter from the gradients of one epoch.
 
         Args:
-            gradients: By stage and parameter name; every parameter needs one.
+            gradients: The gradients by stage and parameter name; every parameter needs a gradient.
             skip: Float32 scalar on the parameters' device. If this scalar is 1, the device leaves
                 parameters, moments and step counts unchanged; no host reads it.
-            scale: Float32 scalar on the parameters' device; the gradients are multiplied by it,
-                in place if they have the type of their target.
+            scale: Float32 scalar on the parameters' device. The gradients are multiplied by this
+                scalar, in place if they have the type of the weights that they update.
 
         Raises:
             BackendError: A parameter has no gradient; nothing was updated.
@@ -174,7 +177,7 @@ class Optimizer:
                 master.copy_(parameter)
 
     def state_tensors(self) -> Mapping[str, Tensor]:
-        """AdamW's state and the masters, by parameter and kind."""
+        """Return AdamW's state and the master weights, by parameter and kind."""
         state = {
             f"{name}.{key}": value
             for name, target in self.named.items()
@@ -186,7 +189,7 @@ class Optimizer:
         return state
 
     def addresses(self) -> list[int]:
-        """Addresses of all `state_tensors`: a graph that holds the update reads them."""
+        """Return the addresses of all `state_tensors`, which a captured update contains."""
         # In AdamW's order of creation: a lookup by parameter took as long as a step.
         held = [*chain.from_iterable(map(dict.values, self.adamw.state.values()))]
         try:
@@ -232,7 +235,10 @@ class Optimizer:
 
 
 def _require_like(name: str, value: Any, target: Tensor, key: str) -> None:
-    """Require a tensor as AdamW holds it: a step count, or the parameter's shape and type."""
+    """
+    Raise an error unless the value is a tensor as AdamW holds it: a step count, or a tensor with
+    the target's shape and type.
+    """
     shape, dtype = ((), torch.float32) if key == "step" else (tuple(target.shape), target.dtype)
     if not isinstance(value, Tensor):
         raise BackendError(f"optimizer state {name}: expected a tensor, found {shown(value)}")

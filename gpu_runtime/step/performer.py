@@ -1,8 +1,10 @@
 """
-Who performs the physical part of a step: the device, or a rehearsal that moves nothing.
+Performers act on memory, streams and other ranks. `DevicePerformer` does the real work; a rehearsal
+uses a performer that does nothing.
 
-The guarded actions and the boundaries of an epoch ask the contract. Their performer does everything
-that touches memory, streams or other ranks. `ranks/rehearsal.py` has the rehearsal's performer.
+The guarded actions and the boundaries of an epoch ask the contract. They leave everything that
+touches memory, streams or other ranks to a performer. `ranks/rehearsal.py` has the rehearsal's
+performer.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ __all__ = ["DevicePerformer", "Performer"]
 
 
 class Performer(Protocol):
-    """Performs the physical part of a step, once the contract has allowed that part."""
+    """Acts on memory, streams and other ranks, once the contract has allowed the action."""
 
     executor: Executor
     """Performs F, dI and dW on a slot, and refreshes a stage's weight caches."""
@@ -38,7 +40,7 @@ class Performer(Protocol):
         """Sum a stage's gradients over the microbatches, by parameter name; once per epoch."""
 
     def forget_gradients(self) -> None:
-        """Drop the sums: their epoch is over, or restarts."""
+        """Drop the gradient sums, because their epoch is over or restarts."""
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
         """
@@ -54,11 +56,11 @@ class Performer(Protocol):
 @attrs.define(eq=False)
 class DevicePerformer:
     """
-    Performs a step's work in the memory of a process.
+    Runs a step in the memory and on the device of a process.
 
     Args:
-        executor: Performs actions, eager or by graphs.
-        handoff: The graph stream.
+        executor: Runs the actions, through the backend or by replays of graphs.
+        handoff: The graph stream, with the waits between it and the callers' streams.
         order: The order of the step; gradients are summed in the order of its dI.
         by_microbatch: Sum gradients in the order of microbatches; if False, in the order of dI.
     """
@@ -86,7 +88,7 @@ class DevicePerformer:
         return found
 
     def forget_gradients(self) -> None:
-        """Drop the sums; the next epoch sums again."""
+        """Drop the gradient sums; the next epoch computes new sums."""
         self._sums.clear()
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:

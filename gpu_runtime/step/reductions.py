@@ -25,18 +25,19 @@ from .memory.weight_copies import Copies, names_of
 __all__ = ["SCALING", "Reducer", "Reduction", "Reductions", "require_buckets"]
 
 SCALING = "amax"
-"""The bucket of the scaling state, which replicas may share; it holds no gradient."""
+"""Name of the bucket of the scaling state, which replicas may share; the bucket holds no gradient.
+"""
 
 
 class Reduction(Protocol):
-    """A started reduction, such as torch's asynchronous collectives return."""
+    """A started reduction, such as the work object of torch's asynchronous collectives."""
 
     def wait(self) -> object:
         """Make the current stream, or the host, wait until the reduction is done."""
 
 
 class Sender(Protocol):
-    """The part of a performer that sends reductions (`performer.py`)."""
+    """The interface of a performer that sends reductions (`performer.py`)."""
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
         """Start a reduction, as `Performer.reduce` does."""
@@ -59,7 +60,8 @@ def require_buckets(
     reduces: bool,
 ) -> dict[int | str, Held]:
     """
-    Return each bucket's stage and gradients, in the order of their start at the end of an epoch.
+    Return each bucket's stage and gradients, in the order in which reductions start at the end of
+    an epoch.
 
     Args:
         stages: The process's stages.
@@ -116,11 +118,11 @@ class Reductions:
 
     Args:
         contract: The process's contract.
-        buckets: What `require_buckets` returned.
+        buckets: The stage and the gradients of each bucket, from `require_buckets`.
         gradients: Returns the summed gradients of a stage, by name.
         performer: Sends the reductions.
-        told: Whether reductions are reported to the contract. False if the backend leaves out the
-            relation of reductions.
+        told: Whether reductions are reported to the contract. False if the backend excludes
+            reductions from the contract's checks.
         copies: Copies of weights. After all other gradients, the reducer gets this process's copies
             of each weight under the weight's name, and leaves the same sum in each copy.
         scaling: The scaling state, if the replicas share it; reduced after all gradients.
@@ -149,7 +151,7 @@ class Reductions:
         self._ended: set[int | str] = set()
 
     def start(self, reducer: Reducer, bucket: int | str, link: int) -> None:
-        """Start a bucket's reduction; an exception of the reducer fails the reduction."""
+        """Start a bucket's reduction; if the reducer raises, the reduction counts as failed."""
         self.contract.start_reduction(bucket, link)
         try:
             self._running[bucket] = self.send(reducer, bucket)
@@ -158,7 +160,7 @@ class Reductions:
             raise
 
     def start_of(self, reducer: Reducer, stage: int, link: int) -> None:
-        """Start a stage's reductions that have not been started."""
+        """Start those reductions of a stage that have not been started."""
         for bucket, (owner, _) in self.buckets.items():
             if owner == stage and bucket not in self._running:
                 self.start(reducer, bucket, link)
@@ -191,7 +193,7 @@ class Reductions:
         self._ended.add(bucket)
 
     def fail(self) -> None:
-        """End the reductions in flight; their results are no longer used."""
+        """End the reductions in flight after a failure; their results are not used."""
         while self._running:
             bucket, work = self._running.popitem()
             if work is not None:
@@ -200,7 +202,7 @@ class Reductions:
             self.contract.fail_reduction(bucket)
 
     def forget(self) -> None:
-        """Forget all reductions: their epoch is over, or restarts."""
+        """Forget all reductions, because their epoch is over or restarts."""
         self._ended.clear()
 
     @property
@@ -209,7 +211,9 @@ class Reductions:
         return (*self.buckets, *self.copies, *(() if self.scaling is None else (SCALING,)))
 
     def send(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
-        """Send a bucket's reduction, without the contract; None if it has already ended."""
+        """
+        Send a bucket's reduction without asking the contract; return None if it has already ended.
+        """
         waited = self._waits.get(bucket, True)
         return self.performer.reduce(lambda: self._sent(reducer, bucket), waited=waited)
 

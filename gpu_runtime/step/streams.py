@@ -3,7 +3,7 @@ The graph stream, and the waits in both directions between it and the streams th
 
 Warmup, copies, capture and replay all run on one stream that the runtime owns. A replay must see
 the caller's work (the graph stream waits for the caller), and the caller must see a replay's
-results (the caller waits for an event at the graph's tail). With the first wait only, a consumer
+results (the caller waits for an event at the graph's tail). Without the second wait, a consumer
 silently reads half-updated state.
 
 A CPU has no streams: both waits are only counted, so that the completion guards run unchanged. A
@@ -23,7 +23,7 @@ import torch
 _UNCHANGED = nullcontext()
 """A scope that changes nothing; it has no state, so all callers share it."""
 _MOST_CALLERS = 64
-"""How many streams a handoff remembers; torch's own pools have 32 per priority."""
+"""Largest number of streams that a handoff remembers; torch's own pools have 32 per priority."""
 
 
 def _no_handle(device_index: int) -> int:
@@ -35,7 +35,10 @@ _current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 
 
 class Handoff(Protocol):
-    """The waits in both directions, and the scope in which the graph stream is current."""
+    """
+    The waits between the graph stream and callers' streams, and the scope in which the graph stream
+    is current.
+    """
 
     handoffs: int
 
@@ -49,15 +52,14 @@ class Handoff(Protocol):
         """Record a caller's event after the graph stream's work so far."""
 
     def caller_waits(self) -> None:
-        """Make the current stream wait for the latest tail."""
+        """Make the current stream wait for the latest mark of `record_tail`."""
 
     def scope(self) -> Any:
         """A context in which the graph stream is the current one."""
 
     def cross(self) -> Any:
         """
-        Do what `wait_for_caller` does, then make the graph stream current. Pass the result to
-        `cross_back`.
+        Call `wait_for_caller`, then make the graph stream current. Pass the result to `cross_back`.
         """
 
     def cross_back(self, caller: Any) -> None:
@@ -69,7 +71,7 @@ class Handoff(Protocol):
 
 @attrs.define
 class HostHandoff:
-    """The handoff of a CPU, where program order is the only order."""
+    """The handoff on a CPU, where work runs in program order."""
 
     handoffs: int = 0
 
@@ -105,14 +107,16 @@ class HostHandoff:
 
 
 class _Callers:
-    """Current streams as objects, each made once: making one costs more than an event."""
+    """
+    Caches the objects of current streams, because making a stream object costs more than an event.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[int, Any] = {}
 
     def of(self, handle: int) -> Any:
-        """The current stream, found by its driver's handle."""
+        """Return the current stream's object, from the driver's handle of the stream."""
         found = self._known.get(handle)
         if found is None:
             if len(self._known) >= _MOST_CALLERS:
@@ -123,7 +127,7 @@ class _Callers:
 
 class SideStream:
     """
-    A stream that waits for no other stream; the caller's stream waits for its work.
+    A stream that waits for no other stream; the caller's stream waits for this stream's work.
 
     Args:
         device: Its device.
@@ -137,7 +141,10 @@ class SideStream:
 
     @contextmanager
     def scope(self) -> Iterator[Any]:
-        """Make the stream current; yield the caller's stream, which waits for it at the end."""
+        """
+        Make this stream current, and yield the caller's stream, which waits for this stream at the
+        end.
+        """
         caller = self._callers.of(_current_handle(self._index))
         with _current(self.stream, caller):
             yield caller
@@ -147,7 +154,7 @@ class SideStream:
 
 class CopyStream:
     """
-    A stream that waits for the caller's stream, and that the caller's stream waits for.
+    A stream that waits for the caller's stream, and for which the caller's stream waits afterwards.
 
     Args:
         device: Its device.
@@ -231,7 +238,7 @@ class GraphStream:
         event.record(self.stream)
 
     def caller_waits(self) -> None:
-        """Let the caller wait for the latest tail."""
+        """Let the caller's stream wait for the latest mark of `record_tail`."""
         handle = _current_handle(self._index)
         if self.two_way and handle != self._handle:
             self._callers.of(handle).wait_event(self.tail)
@@ -246,8 +253,8 @@ class GraphStream:
         Let the graph stream wait for the caller, and make the graph stream current.
 
         Returns:
-            None if the graph stream was already current; else the caller's stream, and the
-            context that was entered if another device was current.
+            None if the graph stream was already current; otherwise the caller's stream, and the
+            device context that was entered if another device was current.
         """
         self.handoffs += 1
         handle = _current_handle(self._index)
@@ -265,7 +272,10 @@ class GraphStream:
         return caller, other
 
     def cross_back(self, caller: Any) -> None:
-        """Make the caller's stream current again and let it wait for the latest tail."""
+        """
+        Make the caller's stream current again, and let it wait for the latest mark of
+        `record_tail`.
+        """
         self.handoffs += 1
         if caller is None:
             return
@@ -283,5 +293,5 @@ class GraphStream:
 
 
 def handoff_for(device: torch.device) -> Handoff:
-    """The handoff of a device."""
+    """Return the handoff for a device."""
     return GraphStream(device) if device.type == "cuda" else HostHandoff()

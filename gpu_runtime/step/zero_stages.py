@@ -22,7 +22,7 @@ class ZeroStages:
         stages: The rank's stages.
         device: Where the gradients are.
         elsewhere: Gradients to leave out, by stage and name, because another copy of the same
-            weight counts.
+            weight is counted.
 
     Attributes:
         stages: The stages, in order.

@@ -1,1 +1,4 @@
-"""Training of a decoder language model with the guarded pipeline: model, data, loop, command."""
+"""
+Train a decoder language model with the guarded pipeline: the model, the data, the training loop and
+the commands.
+"""

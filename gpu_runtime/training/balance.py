@@ -2,11 +2,11 @@
 Measure a model's parts on a device, so that it can be cut into stages of equal time, and so that a
 group of microbatches for one weight-gradient product can be chosen.
 
-Three stages of one layer each are built and timed: the first with the embedding, the second with
-the layer alone, the third with norm, head and loss. The embedding's time is the first stage's time
+Three stages of one layer each are built and timed: the first also has the embedding, the second
+only the layer, the third also norm, head and loss. The embedding's time is the first stage's time
 minus the second stage's; the time of norm, head and loss is the third stage's minus the second's.
-All layers of a model have one shape, so one layer stands for all. Each action runs alone, through
-the run's own kind of executor: eager or graphs. The first dW of a step only writes its destination
+All layers of a model have the same shape, so a single layer is measured. Each action runs alone,
+eagerly or as a replay of a graph, as in the run. The first dW of a step overwrites its destination
 and later dW add to it, so the time of dW is the mean over a step.
 """
 
@@ -44,7 +44,7 @@ _FINE = 6
 @attrs.frozen
 class Times:
     """
-    Times in milliseconds of each part's F, dI and dW, in this order.
+    The times of F, dI and dW (in this order) of each part of a model, in milliseconds.
 
     Args:
         embedding: Times of the embedding.
@@ -61,10 +61,10 @@ class Times:
 
     def fields(self, layers: int) -> dict[str, object]:
         """
-        Return the fields of a configuration that hold these times: sums over F, dI and dW.
+        Return the configuration fields with these times; each field is the sum over F, dI and dW.
 
         Args:
-            layers: Layers of the model.
+            layers: Number of layers of the model.
 
         >>> Times((0.0, 0.25, 0.0), (1.0, 1.0, 0.5), (1.0, 0.5, 0.5)).fields(2)
         {'embedding_time': 0.25, 'layer_times': [2.5, 2.5], 'head_time': 2.0}
@@ -77,7 +77,10 @@ class Times:
 
     @property
     def parts(self) -> dict[str, tuple[float, ...]]:
-        """For each part, the times of F, dI and dW, then the time of each grouped dW product."""
+        """
+        Return, for each part, the times of F, dI and dW, then the time of each dW product over
+        several microbatches.
+        """
         owns = {"embedding": self.embedding, "layer": self.layer, "head": self.head}
         return {
             name: (*own, *(took[n] for took in self.products.values()))
@@ -89,7 +92,7 @@ class Times:
         Return the times of every stage in the format of `qeffect plan --durations`.
 
         Args:
-            cut: Layers of each stage.
+            cut: Number of layers of each stage.
 
         >>> times = Times((0, 0.5, 0), (1, 1, 0.5), (1, 1, 0.5), {2: (0, 0.75, 0.75)})
         >>> times.durations((2, 1))["stages"]["1"]
@@ -133,17 +136,17 @@ def measure_times(
     groups: Sequence[int] = (),
 ) -> Times:
     """
-    Return median times of a layer, the embedding and the head on a device, after a warm-up.
+    Measure the median times of a layer, the embedding and the head on a device, after a warm-up.
 
-    The measured stages are dropped afterwards. Transformer Engine's FP8 state of the process is
-    reset, so build the run's own stages afterwards.
+    The measured stages are dropped afterwards. The FP8 state that Transformer Engine keeps in this
+    process is reset, so build the run's own stages afterwards.
 
     Args:
         job: The model.
         device: The device to measure on.
         backend: `reference` or `transformer-engine`.
         mode: How the actions run: `eager` or `replays`.
-        repeats: Timed repeats of each action.
+        repeats: Number of timed runs of each action.
         groups: Numbers of microbatches whose dW is timed as one product, each above 1 and a divisor
             of the microbatches per walk (pass over the schedule); the job then needs
             ``scales="epoch"``.
@@ -164,7 +167,10 @@ def measure_times(
 def _measured(
     stages: Sequence[StageBackend], job: LanguageJob, group: int, mode: Mode, repeats: int
 ) -> list[tuple[float, ...]]:
-    """Times of F, of dI and of one product of `group` microbatches: embedding, layer and head."""
+    """
+    Return the times of F, dI and one dW product over `group` microbatches, for embedding, layer and
+    head.
+    """
     products = job.microbatches // group
     microbatches = range(group * min(2, products))
     row = " ".join(f"{action}{m}" for m in microbatches for action in _ACTIONS_OF_ONE)
@@ -189,20 +195,20 @@ def agreed_times(
     member: Member, job: LanguageJob, backend: str, *, mode: Mode, place: str
 ) -> Times:
     """
-    Time a model's parts on the device of every rank; for each action, the slowest rank's time
-    counts.
+    Time a model's parts on the device of every rank, and take the slowest rank's time for each
+    action.
 
-    Every rank calls it. The measured stages are freed before any rank continues.
+    Every rank calls this function. The measured stages are freed before any rank continues.
 
     Args:
         member: This rank.
         job: The model.
         backend: `reference` or `transformer-engine`.
         mode: How the actions run: `eager` or `replays`.
-        place: A file and a field, with which the message of an error begins.
+        place: The file and the field with which an error message begins.
 
     Raises:
-        BackendError: A rank cannot build or capture a stage; every rank raises it.
+        BackendError: A rank cannot build or capture a stage; every rank raises this error.
     """
     own, problem = None, ""
     try:
@@ -219,7 +225,8 @@ def agreed_times(
 
 def _fill(memory: StageMemory, vocabulary: int) -> None:
     """
-    Fill the buffers with varied values; gradients of one repeated token would be added in turn.
+    Fill the buffers with varied values, because gradients of a single repeated token would be added
+    one after another.
     """
     generator = torch.Generator().manual_seed(0)
     for slot in memory.table:
@@ -234,7 +241,7 @@ def _fill(memory: StageMemory, vocabulary: int) -> None:
 def _medians(
     runtime: Runtime, memory: StageMemory, products: int, repeats: int
 ) -> tuple[float, ...]:
-    """Medians of F and dI, and the mean of a step's `products` products."""
+    """Return the medians of F and dI, and the mean over the `products` dW products of a step."""
     executor, device = runtime.executor, runtime.domain.device
     at = {slot.index: slot for slot in memory.table}
     blocks = [members for members in memory.groups if members]

@@ -1,4 +1,7 @@
-"""``qeffect runtime bisect``: the step and the gradients in which two runs first differ."""
+"""
+``qeffect runtime bisect``: find the first step in which two runs differ, and the gradients that
+differ.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """
 ``qeffect runtime train CONFIG.toml``: train a language model with the guarded pipeline.
 
-torchrun starts as many processes as the file needs; a run of one process needs no torchrun.
+Start as many processes with torchrun as the file needs; a run of one process does not need
+torchrun.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="TOML file of the run; every field has a default")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: the file's)")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="optimizer steps (default: the file's)"
+        "--steps", type=int, metavar="N", help="number of optimizer steps (default: the file's)"
     )
     parser.add_argument(
         "--resume",
@@ -99,16 +100,15 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train; the outcome is `refused` if the contract was broken, ranks disagree, two runs of a step
-    differ, or the run diverged.
+    Train a model; the outcome is `refused` if the contract was violated, ranks disagree, two runs
+    of a step differ, or the run diverged.
 
-    Rank 0 prints. All ranks end with the same exit code: 1 for a violation or if the run
-    diverged (`divergence`), 2 if the run could not be made or was ended from outside
-    (`stopped_outcome`), otherwise 0. The exit code is also 0 if the checkpoint leaves no step to
-    train.
+    Rank 0 prints. All ranks end with the same exit code: 1 for a violation or if the run diverged
+    (`divergence`), 2 if the run could not start or was ended from outside (`stopped_outcome`),
+    otherwise 0. The exit code is also 0 if the checkpoint already has all steps.
 
     Raises:
-        UnusableError: These processes cannot make the run; every rank raises it.
+        UnusableError: These processes cannot make the run; every rank raises this error.
     """
     return report_once(lambda: _run(args, progress))
 
@@ -128,14 +128,15 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 @attrs.frozen
 class JoinedRun:
     """
-    A training run before its first step; every rank has joined it.
+    A training run before its first step, once all ranks are connected.
 
     Args:
-        config: The run. If the file asks for a measured cut, the cut is already measured.
+        config: The configuration of the run; a cut that must be measured is already measured.
         data: The model and its data.
         member: This process.
-        what: The run in one line.
-        lock: The lock of the folder of checkpoints, on rank 0, if there is a folder.
+        what: Description of the run in one line.
+        lock: The lock of the folder of checkpoints, on rank 0; None without a folder or on other
+            ranks.
     """
 
     config: Config
@@ -158,15 +159,16 @@ def carry_out(
     Connect to the other ranks, train, and write the report.
 
     Args:
-        args: The options of the command: its file, `--out` and `--commit`.
+        args: The command's arguments: the training file, `--out` and `--commit`.
         config: The run.
-        train: Called to train, once all ranks are connected.
-        how: The kind of run that the report names: `train`, or `all` or `ends` for a comparison.
-        deterministic: Ask the libraries for deterministic kernels, also if the file does not.
+        train: Function that trains; called once all ranks are connected.
+        how: The kind of run, for the report: `train`, or `all` or `ends` for a comparison.
+        deterministic: Whether to ask the libraries for deterministic kernels even if the file does
+            not.
         resume: Whether the run continues from a checkpoint.
 
     Raises:
-        UnusableError: These processes cannot make the run; every rank raises it.
+        UnusableError: These processes cannot make the run; every rank raises this error.
     """
     data = open_job(config)  # before any rank waits for another
     if args.out is not None:
@@ -196,7 +198,7 @@ def carry_out(
 
 
 def _gone() -> Cause | None:
-    """Why a connection broke before the first step, if a rank of this host has ended."""
+    """Return why a connection broke before the first step, if a rank on this host has ended."""
     found = START.gone()
     return None if found is None else Cause("gone", found[0], None, "start", None, found[1], False)
 
@@ -207,7 +209,7 @@ def _folder(config: Config) -> Path | None:
 
 
 def _stands(config: Config, text: str, kind: str, *, resume: bool = True) -> dict[str, Any]:
-    """The status of a run that ended before its first step, as the status file has it."""
+    """Return the status, for the status file, of a run that ended before its first step."""
     run, steps = config.checkpoint.run or None, config.run.steps
     return facts_of_run(
         _folder(config), "ended", run=run, steps=steps, by=kind, cause=text, resume=resume
@@ -218,13 +220,13 @@ def _tell_start(
     config: Config, lock: FolderLock | None, text: str, kind: str, *, resume: bool = True
 ) -> str:
     """
-    Write into the status file that the run ended before its first step; only the lock's owner
-    writes.
+    Write into the status file that the run ended before its first step; only the process with the
+    lock writes.
 
-    Once the training has begun, the trainer writes how it ends.
+    Once the training has begun, the trainer writes the status instead.
 
     Returns:
-        Whether the run may be resumed, in one line.
+        One line that says whether the run may be resumed.
     """
     facts, folder = _stands(config, text, kind, resume=resume), _folder(config)
     if lock is not None and folder is not None and not lock.began and not lock.lost():
@@ -233,12 +235,18 @@ def _tell_start(
 
 
 def _lost(config: Config, lock: FolderLock | None, error: Exception) -> UnreachableError:
-    """The error of a connection lost before the first step, with whether the run may be resumed."""
+    """
+    Return the error for a connection that was lost before the first step; the text says whether the
+    run may be resumed.
+    """
     return UnreachableError(f"{error}. {_tell_start(config, lock, str(error), 'lost')}")
 
 
 def _stopped(config: Config, lock: FolderLock | None, cause: Cause, what: str) -> Outcome:
-    """The outcome of a run that every rank stopped; the last line says whether to resume it."""
+    """
+    Return the outcome of a run that every rank stopped; the last line says whether to resume the
+    run.
+    """
     resume = cause.kind in RESUMABLE
     line = _tell_start(config, lock, cause.text, cause.kind, resume=resume)
     return _with_next_start(stopped_outcome(cause, what), line, resume=resume)
@@ -251,7 +259,7 @@ def _with_next_start(outcome: Outcome, line: str, *, resume: bool) -> Outcome:
 
 
 def _interrupted(config: Config) -> str:
-    """Whether a run that Ctrl-C ends may be resumed, in one line."""
+    """Say in one line whether a run that was ended by Ctrl-C may be resumed."""
     return next_start(_stands(config, "interrupted", "SIGINT"), _folder(config))
 
 
@@ -274,7 +282,7 @@ def _say_aside(config: Config, what: str, cause: Cause, stands: Mapping[str, Any
 
 
 def _lock(config: Config) -> FolderLock | None:
-    """Lock the folder of checkpoints, before this process waits for another process."""
+    """Lock the folder of checkpoints, before this process waits for any other process."""
     folder = config.checkpoint.folder
     if not folder or launcher_ranks()[0] != 0:
         return None
@@ -320,15 +328,16 @@ def _carry_out(
 
 def require_processes(config: Config, job: LanguageJob, how: str) -> None:
     """
-    Require as many processes as a job takes; a job of one process needs no torchrun.
+    Raise an error unless as many processes were started as the job needs; a job of one process does
+    not need torchrun.
 
     Args:
         config: The run.
         job: The run's model and its mapping onto ranks.
-        how: The command and its file, as a user types them.
+        how: The command and its file, as a user types them, for the error message.
 
     Raises:
-        UnusableError: Another number of processes was started.
+        UnusableError: Another number of processes was started than the job needs.
     """
     started, source = process_count(), config.source
     if started is None and job.world > 1:
@@ -380,7 +389,7 @@ def _trained(
         lines += nonfinite_lines(trainer.began, losses)
     elif end is None:
         lines.append(
-            f"  no step to train: the checkpoint already has {counted(trainer.began, 'step')}, "
+            f"  nothing to train: the checkpoint already has {counted(trainer.began, 'step')}, "
             f"[run] steps is {config.run.steps}"
         )
     lines += [
@@ -407,7 +416,7 @@ def _trained(
 
 def _ended_early(trainer: Trainer) -> list[str]:
     """
-    A line, if a request ended the run before its last step: which request, and how to continue.
+    Return a line if a request ended the run before its last step: the request, and how to continue.
     """
     if trainer.ended_by in ("", "steps"):
         return []
@@ -429,7 +438,7 @@ def skip_lines(watch: UpdateWatch) -> list[str]:
 
 
 def _way_on(checkpoints: Checkpoints | None, cause: Cause) -> str:
-    """How a run that diverged can be continued."""
+    """Say how a run that diverged can be continued."""
     try:
         path = None if checkpoints is None else checkpoints.latest()
     except BackendError as error:
@@ -446,8 +455,8 @@ def _way_on(checkpoints: Checkpoints | None, cause: Cause) -> str:
 
 def launch_lines(record: Mapping[str, Any]) -> list[str]:
     """
-    Return a line with the number of launched steps, or why none was launched; empty if launches
-    were not asked for.
+    Return a line with the number of launched steps, or the reason why no step was launched; empty
+    if the configuration does not ask for launches.
     """
     if record["guarded_replays"]:
         return [f"  guarded replays, not one launch per step: {record['guarded_replays']}"]
@@ -459,7 +468,10 @@ def loss_line(losses: Sequence[float]) -> str:
 
 
 def nonfinite_lines(began: int, losses: Sequence[float]) -> list[str]:
-    """Return a line that counts non-finite losses, if there are any; a report has null for them."""
+    """
+    Return a line with the number of non-finite losses, if there are any; a report contains null for
+    such losses.
+    """
     odd = [began + n for n, loss in enumerate(losses) if not math.isfinite(loss)]
     return (
         [f"  NOT FINITE: the loss of {counted(len(odd), 'step')}; first in step {odd[0]}"]
@@ -469,14 +481,14 @@ def nonfinite_lines(began: int, losses: Sequence[float]) -> list[str]:
 
 
 def release_memory(member: Member) -> None:
-    """Free the memory that the previous run of a comparison held."""
+    """Free the memory of the previous run of a comparison."""
     gc.collect()
     if member.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _count(config: Config) -> int:
-    """Parameters of the model, norms and biases included."""
+    """Return the number of parameters of the model, with norms and biases."""
     m, layer = config.model, config.layer()
     rows = (2 - m.tied) * m.vocabulary + layer.norm_vectors
     if m.positions == "learned":
@@ -485,7 +497,7 @@ def _count(config: Config) -> int:
 
 
 def _alone() -> None:
-    """The environment of a job of one process that was started without torchrun."""
+    """Set the environment variables for a job of one process that was started without torchrun."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -501,7 +513,7 @@ def _alone() -> None:
 def _write(
     path: Path, commit: str | None, how: str, config: Config, job: LanguageJob, outcome: Outcome
 ) -> None:
-    """The report of a run that reached its end, with or without violations."""
+    """Write the report of a run that reached its end, with or without violations."""
     data = outcome.data
     run = {
         "how": how,

@@ -55,7 +55,7 @@ __all__ = [
 _PART_SEED = 2**47 - 1
 """Largest seed from which the seeds of a model's parts are derived (`ends.drawn`)."""
 _DEFAULT = Limits()
-_TIMES = "may change; if left out, the times of the checkpoint are used"
+_TIMES = "may change; if left out, the times in the checkpoint are used"
 _WEIGHTS = "may change; weights come from the checkpoint"
 _SEED = "may change; weights come from the checkpoint, and dropout draws other numbers"
 _DECAY = "may change; 0 keeps the number of the first start"
@@ -72,23 +72,23 @@ class Model:
 
     Args:
         vocabulary: Size of the vocabulary; a multiple of 16.
-        layers: Transformer layers of the whole model.
+        layers: Number of transformer layers of the whole model.
         hidden: Width of the model; a multiple of 16 and of `heads`.
         ffn: Width of the MLPs; a multiple of 16.
-        heads: Attention heads per layer.
-        kv_heads: Key and value heads per layer; must divide `heads`. If the number is below
-            `heads`, several query heads share one key and value head (grouped-query attention). 0
-            means as many as `heads`.
+        heads: Number of attention heads per layer.
+        kv_heads: Number of key and value heads per layer; must divide `heads`. If the number is
+            below `heads`, several query heads share one key and value head (grouped-query
+            attention). 0 means as many as `heads`.
         norm: The norm before attention, MLP and head: `layernorm`, or `rmsnorm`, which has no bias.
         activation: Function between the two matrix products of an MLP. With `swiglu` the first
-            product has twice `ffn` rows: the gates, and the values that they multiply.
-        positions: How tokens get positions: `learned` adds a table to the embedding; `rotary`
-            rotates queries and keys in every layer.
+            product has twice `ffn` rows: the gates, and the values that the gates multiply.
+        positions: How the model encodes the positions of tokens: `learned` adds a table to the
+            embedding; `rotary` rotates queries and keys in every layer.
         bias: Whether the matrix products of layers have a bias.
-        sequence: Tokens per window (training sequence).
+        sequence: Number of tokens per window (training sequence).
         seed: Seed of the initial parameters, and of dropout.
-        start: File with the initial weights, as `qeffect runtime export` writes it; if empty, they
-            are drawn from the seed. Names, shapes and types must equal those of the model.
+        start: File with the initial weights, as `qeffect runtime export` writes it; if empty, the
+            weights are drawn from the seed. Names, shapes and types must equal those of the model.
         start_names: Names of the weights in the file of `start`: empty for the model's own names,
             `gpt2` for the names of transformers' GPT2LMHeadModel, or the path of a file with lines
             `OURS = THEIRS`, as for `qeffect runtime export --names`.
@@ -99,24 +99,23 @@ class Model:
             training only. On a GPU dropout needs `mode = "eager"`, or `mode = "replays"` with
             Transformer Engine and `scales = "action"`. The dropped elements depend on `seed`, the
             replica and the rank's first stage, so a run with dropout must resume with the same
-            `pp`. With `scales = "epoch"` they depend on `seed`, replica, layer, microbatch and
-            step, and `pp` may change.
+            `pp`. With `scales = "epoch"` the dropped elements depend on `seed`, replica, layer,
+            microbatch and step, and `pp` may change.
         head: How the head (the output layer) is computed: `te`, an FP8 product with delayed
-            scaling, as in the layers of either backend; `torchao`, TorchAO's `Float8Linear`, with
-            dynamic scaling; `bf16`, a product in bf16, without FP8.
+            scaling, as in the layers; `torchao`, TorchAO's `Float8Linear`, with dynamic scaling;
+            `bf16`, a product in bf16, without FP8.
         scales: When FP8 scales are updated: `action`, at the end of every F and dI, as Transformer
             Engine does; `epoch`, once per step. With `epoch` the bits of training depend neither on
-            the schedule nor on the mapping onto ranks. A new run first calibrates the scales:
-            before its first step it runs that step's microbatches, up to 16 times, without an
-            update of weights. `epoch` needs `deterministic` of `[run]`. With
-            `rule = "accumulate"` it also needs a schedule whose dI and dW run in the order of
-            microbatches.
+            the schedule nor on the mapping onto ranks. A new run first calibrates the scales: it
+            runs the first step's microbatches up to 16 times, without an update of weights. `epoch`
+            needs `deterministic` of `[run]`. With `rule = "accumulate"` it also needs a schedule
+            whose dI and dW run in the order of microbatches.
         wgrad_group: Number of consecutive microbatches whose weight gradients are computed as one
             product per matrix; must divide the microbatches of a walk (pass over the schedule).
-            With a larger number, gradients are read and written less often, but more tapes stay
-            live. `qeffect plan TABLE --wgrad-group 2` prints the number of live tapes. More than 1
-            needs delayed scaling, `scales = "epoch"`, and `rule = "accumulate"` of `[parallel]`.
-            With bf16 gradients the number changes their bits.
+            With a larger number, gradients are read and written less often, but more tapes are in
+            memory at once. `qeffect plan TABLE --wgrad-group 2` prints how many tapes are in memory
+            at once. More than 1 needs delayed scaling, `scales = "epoch"`, and `rule =
+            "accumulate"` of `[parallel]`. With bf16 gradients the number changes their bits.
     """
 
     vocabulary: int = whole(32768, 16, 2**31, unit="tokens", resume=SAME)
@@ -171,17 +170,18 @@ class Parallel:
 
     Args:
         schedule: The pipeline schedule: a short name, or a schedule class of torch.
-        pp: Ranks of the pipeline.
-        vpp: Stages per rank; 0 means 1 for 1F1B and GPipe, and 2 for other schedules.
-        dp: Replicas of the pipeline (data parallelism).
-        microbatches: Microbatches per step and replica, over all walks.
-        walks: Walks (passes over the schedule) per step. With 2, each walk takes half of the
-            microbatches, and gradients accumulate over both walks before the update. More than one
-            walk needs `rule = "accumulate"`, and a step then cannot run as one launch.
-        batch: Windows per microbatch.
-        cut: How layers are divided into stages. `even` gives every stage the same number of layers,
-            or one more; `balanced` uses `embedding_cost` and `head_cost`; `measured` uses measured
-            times; a list gives the number of layers of each stage.
+        pp: Number of ranks of the pipeline.
+        vpp: Number of stages per rank; 0 means 1 for 1F1B and GPipe, and 2 for other schedules.
+        dp: Number of replicas of the pipeline (data parallelism).
+        microbatches: Number of microbatches per step and replica, over all walks (passes over the
+            schedule).
+        walks: Number of walks (passes over the schedule) per step. With 2, each walk takes half of
+            the microbatches, and gradients accumulate over both walks before the update. More than
+            one walk needs `rule = "accumulate"`, and a step then cannot run as one launch.
+        batch: Number of windows per microbatch.
+        cut: How layers are divided into stages. `even` gives all stages the same number of layers,
+            or some stages one layer more; `balanced` uses `embedding_cost` and `head_cost`;
+            `measured` uses measured times; a list gives the number of layers of each stage.
         embedding_cost: Cost of the embedding relative to a layer, for `cut = "balanced"`; refused
             with another cut.
         head_cost: Cost of the head relative to a layer, for `cut = "balanced"`; refused with
@@ -193,19 +193,19 @@ class Parallel:
             and written to the log and the report under these names.
         head_time: Time of F, dI and dW together of the final norm, the head and the loss, for
             `cut = "measured"`; given only together with `layer_times`.
-        rule: Where dW writes: `accumulate` adds all microbatches in one buffer per matrix;
-            `per_microbatch` keeps one buffer per matrix and microbatch; `copied` copies each
-            microbatch's gradient out of the library's own memory. With `per_microbatch` and
+        rule: Where dW writes: `accumulate` adds the gradients of all microbatches in one buffer per
+            matrix; `per_microbatch` keeps one buffer per matrix and microbatch; `copied` copies
+            each microbatch's gradient out of the library's own memory. With `per_microbatch` and
             `copied` the gradients are summed at the end of the step.
-        provisioning: Number of slots per stage: `live`, the largest number of tapes that are live
-            at once; `static`, one slot per microbatch.
+        provisioning: Number of slots per stage: `live`, the largest number of tapes that exist at
+            once; `static`, one slot per microbatch.
         mode: How a step runs. `replays` replays one CUDA graph per action; `one launch` runs a
             whole step as one graph, in which the devices decide whether to update; `eager` uses no
             graphs. A CPU always runs eager. If steps cannot run as one launch, they run as replays,
-            and the log says why. The older flags `captured` and `one_launch` are still accepted in
-            place of `mode`.
-        amax: Whose amaxes set the scales: `replica`, each replica's own; `replicas`, the largest
-            over all replicas, which then share their scaling state.
+            and the log gives the reason. The older flags `captured` and `one_launch` are still
+            accepted in place of `mode`.
+        amax: The amaxes from which scales are computed: `replica`, those of each replica;
+            `replicas`, the largest over all replicas, which then share their scaling state.
     """
 
     schedule: str = schedule("zbv")
@@ -253,16 +253,16 @@ class Optimizing:
 
     Args:
         rate: Learning rate at the end of the warm-up.
-        warmup: Steps of the linear warm-up.
-        decay_steps: Steps until the learning rate is at its minimum, warm-up included. 0 means
-            `steps` of `[run]` at the first start; a resume with more steps keeps this number, so
-            the learning-rate curve stays the same.
+        warmup: Number of steps of the linear warm-up.
+        decay_steps: Number of steps, including the warm-up, until the learning rate reaches its
+            minimum. 0 means `steps` of `[run]` at the first start; a resume with more steps keeps
+            this number, so the learning-rate curve stays the same.
         least_rate: Learning rate at the end of the cosine decay; at most `rate`.
         weight_decay: Weight decay of matrices; norms, biases and embeddings have none.
         master: Whether the optimizer keeps fp32 copies of the parameters.
         clip_norm: Limit of the gradient norm over all ranks; 0 for no limit.
-        skip_nonfinite: Whether every rank skips an update whose gradient norm is not finite. If
-            false, such an update runs.
+        skip_nonfinite: Whether every rank skips an update if the gradient norm is not finite. If
+            false, such an update is made.
         stop_after_skips: Number of skipped updates in a row after which the run ends as diverged,
             with exit code 1; 0 for no limit.
     """
@@ -284,34 +284,36 @@ class Run:
     Table `[run]`: length, device, log and evaluation.
 
     Args:
-        steps: Optimizer steps of the whole run, those before a resume included.
+        steps: Number of optimizer steps of the whole run, including those before a resume.
         device: Device of every rank.
         backend: Implementation of the layers; on a CPU `auto` takes `reference`, on a GPU
             `transformer-engine`.
-        log: File for the log, in JSON lines; must be new, or written by an earlier run. Steps are
-            counted from 0. Empty for no log.
-        log_every: Steps after which the losses of all ranks are collected and logged; each step
-            still has its own line in the log.
-        evaluate_every: Steps between two evaluations; 0 evaluates only after the last step.
-        evaluate_windows: Held-out windows per evaluation.
-        look_every: Steps between two checks that all weights, optimizer moments and scales are
-            finite; the last check is after the last step. A value that is not finite ends the run
-            as diverged, with exit code 1. 0 checks only before a checkpoint and after a resume.
+        log: File for the log, in JSON lines; must be a new file, or the log of an earlier run.
+            Steps are counted from 0. Empty for no log.
+        log_every: Number of steps after which the losses of all ranks are collected and logged;
+            each step still has its own line in the log.
+        evaluate_every: Number of steps between two evaluations; 0 evaluates only after the last
+            step.
+        evaluate_windows: Number of held-out windows per evaluation.
+        look_every: Number of steps between two checks that all weights, optimizer moments and
+            scales are finite; the last check is after the last step. A value that is not finite
+            ends the run as diverged, with exit code 1. 0 checks only before a checkpoint and after
+            a resume.
         tensorboard: Folder for TensorBoard; empty for none.
         event_logs: Folder for the event log and the rank log of each rank; empty for none.
             Existing logs are moved to its subfolders `before-0001` and so on.
-        event_log_steps: Steps per file of an event log and of a rank log; a new file then continues
-            the log. 0 writes one file.
-        event_log_keep: Number of event log files to keep per rank, the current file included; the
+        event_log_steps: Number of steps per file of an event log and of a rank log; after these
+            steps a new file continues the log. 0 writes a single file.
+        event_log_keep: Number of event log files to keep per rank, including the current file; the
             oldest file is removed when a new file begins. The oldest file of a rank log is removed
             two steps later, when every rank has a new file. If the number is above 0, only the
             newest of the folders `before-0001` and so on is kept. 0 keeps all files and folders.
         deterministic: Whether libraries may use only CUDA kernels that give the same bits each
-            time. If false, a run that resumes may end with other bits than a run that never
-            stopped. `--compare` always asks for deterministic kernels.
-        retries: How often in a row a stopped step is repeated, if all ranks survived the stop.
-        max_seconds: Time limit of the run, counted from when all ranks have met; the run then
-            finishes its step, saves and ends. 0 for no limit.
+            time. If false, a resumed run may end with other bits than a run that never stopped.
+            `--compare` always asks for deterministic kernels.
+        retries: How many times in a row a stopped step is repeated, if all ranks survived the stop.
+        max_seconds: Time limit of the run, counted from the moment when all ranks are connected; at
+            the limit the run finishes its step, saves and ends. 0 for no limit.
     """
 
     steps: int = whole(20, 1, COUNT, unit="steps")
@@ -334,15 +336,15 @@ class Run:
 @attrs.frozen(kw_only=True)
 class Checkpointing:
     """
-    Table `[checkpoint]`: saves.
+    Table `[checkpoint]`: when and where checkpoints are saved.
 
     Args:
         folder: Folder of the checkpoints; empty for none.
-        every: Steps between two checkpoints; 0 saves only after the last step.
+        every: Number of steps between two checkpoints; 0 saves only after the last step.
         keep: Number of newest checkpoints to keep; the oldest is removed once a new checkpoint is
             complete.
-        keep_every: Checkpoints after a multiple of this number of steps are kept for ever, in
-            addition to `keep`. 0 keeps no checkpoint for ever.
+        keep_every: Checkpoints after a multiple of this number of steps are never removed, in
+            addition to `keep`. 0 protects no checkpoint.
         asynchronous: Whether the files of a checkpoint are written during the next steps. If
             false, the next step begins once the files are written.
         replicas: What happens if N replicas saved the checkpoint, each with its own scaling state,
@@ -365,17 +367,17 @@ class Checkpointing:
 @attrs.frozen(kw_only=True)
 class Waiting:
     """
-    Table `[limits]`: how long ranks wait for one another.
+    Table `[limits]`: how long ranks wait for each other.
 
     Every wait has one of these limits. A rank that waits longer stops the step and reports why.
 
     Args:
-        start_s: Time for all ranks to meet, and to meet again after a stop.
+        start_s: Time for all ranks to connect, and to connect again after a stop.
         message_s: Time for one message between pipeline ranks or between replicas, if the host
             waits for the message.
         commit_s: Time for all ranks to reach a commit, and for a rank's device to finish the work
             that the commit reads.
-        grace_s: Time for all ranks to say why they stopped.
+        grace_s: Time for all ranks to publish why they stopped.
         save_s: Time for all ranks to write or read their files of a checkpoint.
     """
 
@@ -394,12 +396,14 @@ class Guarding:
     Args:
         digests: Whether the log has a digest (hash) of each gradient of every step, taken before
             the update. `qeffect runtime bisect` compares the digests of two logs.
-        replay_every: Steps between two steps that run twice. Both runs begin with the same weights,
-            scales and random numbers. The device compares digests of all gradients; if they differ,
-            no rank updates. An error in both runs is not seen, such as a bit of a weight that
-            flipped before the first run. 0 runs no step twice.
-        on_mismatch: What happens if the two runs differ: `stop` ends the run with exit code 1;
-            `again` restarts the step, and ends the run after three mismatches in a row.
+        replay_every: Every N-th step runs twice, where N is this number. Both runs begin with the
+            same weights, scales and random numbers. The device compares digests of all gradients;
+            if they differ, no rank updates. The comparison does not find an error that is the same
+            in both runs, such as a bit of a weight that flipped before the first run. 0 runs no
+            step twice.
+        on_mismatch: What happens if the two runs of a step differ: `stop` ends the training with
+            exit code 1; `again` restarts the step, and ends the training after three mismatches in
+            a row.
     """
 
     digests: bool = flag(False)
@@ -410,17 +414,17 @@ class Guarding:
 @attrs.frozen(kw_only=True)
 class Config:
     """
-    A training run.
+    The configuration of a training run, from a training file.
 
     Args:
-        source: The file.
+        source: The path of the training file.
         model: Dimensions of the model.
         parallel: Schedule and mapping onto ranks.
         data: Token files.
         optimizer: Learning rate and update.
         run: Length, device, log and evaluation.
-        checkpoint: Saves.
-        limits: How long ranks wait for one another.
+        checkpoint: When and where checkpoints are saved.
+        limits: How long ranks wait for each other.
         guard: Checks that find silent corruption.
     """
 
@@ -453,7 +457,7 @@ class Config:
             raise UnusableError(f"{self.source}: {where} {error}") from None
 
     def waits(self) -> Limits:
-        """Return the time limits of `[limits]`."""
+        """Return the table `[limits]` as timeouts for the ranks."""
         given = self.limits
         return Limits(
             start=given.start_s,
@@ -465,10 +469,11 @@ class Config:
 
     def require_drawn(self, what: str) -> None:
         """
-        Require weights drawn from the seed, because all runs of a comparison use such weights.
+        Raise an error if the weights come from a file, because all runs of a comparison draw their
+        weights from the seed.
 
         Args:
-            what: The option or command that compares.
+            what: Name of the option or command that compares, for the error message.
 
         Raises:
             UnusableError: The weights come from a file.

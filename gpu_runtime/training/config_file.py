@@ -1,6 +1,6 @@
 """
-Read and check a training file: an error is one line that names the field, what was expected and
-what was found. Paths are relative to the file's own folder.
+Read and check a training file. An error is one line with the field, the expected value and the
+found value. Paths are relative to the file's own folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 _FLAGS = ("captured", "one_launch")
 """Fields of `[parallel]` that `mode` replaces."""
 _MOVED = ("start_s", "commit_s")
-"""Fields of `[limits]` that stood in `[run]`."""
+"""Fields of `[limits]` that earlier releases had in `[run]`."""
 
 
 def read(path: Path, **changes: Mapping[str, Any]) -> Config:
@@ -38,7 +38,7 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
 
     Raises:
         UnusableError: The file is missing or not TOML, a table or field is unknown, a value is not
-            allowed, or a given field would have no effect, because of the other fields.
+            allowed, or a given field would have no effect because of other fields.
     """
     try:
         # Some editors begin a file with a byte order mark.
@@ -147,7 +147,7 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
 
 def _default(table: str, name: str) -> Any:
-    """The default of a field that an earlier release did not write."""
+    """Return the default of a field that an earlier release did not write."""
     return getattr(TABLES[table](), name, None) if table in TABLES else None
 
 
@@ -168,7 +168,7 @@ def current(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def translated(parallel: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return a table `[parallel]` with `mode` in place of the flags of earlier releases.
+    Return a table `[parallel]` in which `mode` replaces the flags of earlier releases.
 
     >>> translated({"pp": 2, "captured": True, "one_launch": False})
     {'pp': 2, 'mode': 'replays'}
@@ -211,7 +211,7 @@ def _with_mode(path: Path, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _require_moved(path: Path, given: Mapping[str, Any]) -> None:
-    """Refuse the fields of `[run]` that stand in `[limits]` now."""
+    """Raise an error for fields of `[run]` that are now in `[limits]`."""
     for name in _MOVED:
         if name in given:
             raise UnusableError(
@@ -252,7 +252,7 @@ def _mistake(error: ValueError) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Spell a value as TOML does."""
+    """Return a value as TOML text."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, date | time):

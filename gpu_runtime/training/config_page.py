@@ -1,5 +1,5 @@
 """
-The page of all fields of a training file, made from `config.py`.
+Generate the page of all fields of a training file, from `config.py`.
 
 ``python -m qeffect.gpu_runtime.training.config_page`` writes the page into `docs/configuration.md`
 of this tree, or into the path that an argument names.
@@ -41,7 +41,7 @@ This page is generated from `gpu_runtime/training/config.py`:
 
 
 def descriptions(table: type) -> dict[str, str]:
-    """Return what each field of a table does, from the table's docstring."""
+    """Return the description of each field of a table, from the table's docstring."""
     text = inspect.getdoc(table) or ""
     _, _, arguments = text.partition("Args:\n")
     found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)

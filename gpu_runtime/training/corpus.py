@@ -1,8 +1,9 @@
 """
-Real text that every machine has: the sources and texts of CPython's standard library.
+Make token files from text that every machine has: the sources and text files of CPython's standard
+library.
 
 The files are read from the running interpreter; this repository contains no copy. For each
-supported version of Python, a list names every file with its length and the beginning of its
+supported version of Python, a list contains every file's name, length and first digits of its
 SHA-256. A hash of a file's name decides whether the whole file is held out for evaluation. Files
 are encoded either with a byte-pair encoding, which is trained on the files that are not held out,
 or byte by byte, which needs no package.
@@ -37,12 +38,12 @@ _SUFFIXES = (".py", ".txt")
 @attrs.frozen
 class ListedFile:
     """
-    A file of a list.
+    An entry of the list of a standard library's files.
 
     Args:
         name: The file's path below the standard library's folder.
-        size: Its length in bytes.
-        sha256: The first 16 digits of its hash.
+        size: The file's length in bytes.
+        sha256: The first 16 digits of the file's SHA-256.
     """
 
     name: str
@@ -60,12 +61,14 @@ class ListedFile:
 
 
 def stdlib() -> Path:
-    """The folder of the running interpreter's standard library."""
+    """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def listing(folder: Path) -> Iterator[ListedFile]:
-    """List the text files of a standard library by name, without files that a build generates."""
+    """
+    List the text files of a standard library, sorted by name, without files that a build generates.
+    """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         parts = name.split("/")
@@ -82,7 +85,7 @@ def listing(folder: Path) -> Iterator[ListedFile]:
 
 
 def known(version: str) -> list[ListedFile] | None:
-    """The list of a version of Python; None if the version has no list."""
+    """Return the list for a version of Python; None if the version has no list."""
     path = LISTS / f"cpython-{version}.txt"
     if not path.exists():
         return None
@@ -92,7 +95,7 @@ def known(version: str) -> list[ListedFile] | None:
 
 
 def versions() -> list[str]:
-    """The versions of Python that have a list."""
+    """Return the versions of Python that have a list."""
     return sorted(path.stem.removeprefix("cpython-") for path in LISTS.glob("cpython-*.txt"))
 
 
@@ -115,11 +118,11 @@ def differences(found: Iterable[ListedFile], expected: Iterable[ListedFile]) -> 
 
 def encoding_maker(tokenizer: str, vocabulary: int) -> Callable[[Iterable[str]], Encoding]:
     """
-    Return a function that makes an encoding, given the texts to train on.
+    Return a function that makes an encoding from the texts to train on.
 
     Args:
         tokenizer: `bpe` or `bytes`.
-        vocabulary: Tokens of the byte-pair encoding.
+        vocabulary: Number of tokens of the byte-pair encoding.
 
     Raises:
         UnusableError: The vocabulary is invalid.
@@ -145,8 +148,9 @@ def make(
     Args:
         out: The folder to write to; created if missing.
         tokenizer: `bpe` or `bytes`.
-        vocabulary: Tokens of the byte-pair encoding.
-        any_version: Accept a library that has no list or differs from its list.
+        vocabulary: Number of tokens of the byte-pair encoding.
+        any_version: Whether to accept a library without a list, or with files that differ from the
+            list.
         given: An encoding to use instead; `tokenizer` and `vocabulary` then have no effect.
 
     Returns:

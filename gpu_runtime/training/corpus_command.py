@@ -1,5 +1,5 @@
 """
-``qeffect runtime corpus``: token files from your own text, or from Python's standard library.
+``qeffect runtime corpus``: make token files from your own text, or from Python's standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["add_corpus_arguments", "run_corpus"]
 _HELD_OUT = 0.02
 _VOCABULARY = 32768
 _TEXT = ("--weights", "--field", "--held-out")
-"""Options for your own text."""
+"""Options that only apply to your own text."""
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,11 +43,13 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         nargs="+",
         metavar="W",
-        help="ratio of the files' tokens in train.npy, one number per file; files are repeated to "
-        "reach the ratio (default: each file once)",
+        help="weights of the files: the ratio of their token counts in train.npy, one number per "
+        "file; files are repeated to reach this ratio (default: each file once)",
     )
     parser.add_argument(
-        "--field", metavar="NAME", help="field of a JSON line that has the text (default text)"
+        "--field",
+        metavar="NAME",
+        help="field of each JSON line that contains the text (default text)",
     )
     parser.add_argument(
         "--held-out",
@@ -77,7 +79,7 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--any-version",
         action="store_true",
-        help="accept a standard library that QEffect has no list of hashes for, or whose files "
+        help="accept a standard library without a list of hashes in QEffect, or with files that "
         "differ from the list",
     )
 
@@ -87,8 +89,8 @@ def run_corpus(args: argparse.Namespace, progress: Progress) -> Outcome:
     Read the text, encode it, and write the token files.
 
     Raises:
-        UnusableError: The text, the tokenizer or the folder cannot be used, or an option has no
-            effect in this combination. The folder is then unchanged.
+        UnusableError: The text, the tokenizer or the folder cannot be used, or an option would have
+            no effect. The folder is then unchanged.
     """
     if args.tokenizer == "bytes":
         refuse_unused(args, ["--vocabulary"], "the tokenizer bytes has a fixed vocabulary")
@@ -143,7 +145,7 @@ def _from_text(
 
 def _weights(given: Sequence[str], files: Sequence[TextFile]) -> list[Fraction]:
     """
-    Return the weights of a blend.
+    Parse the weights with which files are blended.
 
     Raises:
         UnusableError: The weights are not one positive number per file.

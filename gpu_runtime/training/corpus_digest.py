@@ -2,8 +2,8 @@
 The SHA-256 of a whole token file, cached by size, modification time and inode.
 
 The cache is one line of JSON: `.NAME.sha256` beside the file or, if that folder is read-only, in
-`$XDG_CACHE_HOME/qeffect` (by default `~/.cache/qeffect`). If neither can be written, every run
-hashes the file. A damaged or outdated cache is ignored.
+`$XDG_CACHE_HOME/qeffect` (by default `~/.cache/qeffect`). If neither file can be written, every run
+computes the hash again. A damaged or outdated cache is ignored.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def file_sha256(path: Path) -> str:
 
 
 def _mark(path: Path) -> dict[str, int]:
-    """Facts that change with the content, obtained without reading it."""
+    """Return facts that change with the file's content, without reading the content."""
     found = path.stat()
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
 
 
 def _places(path: Path) -> list[Path]:
-    """Where the cache may be, in the order in which to try."""
+    """Return the possible paths of the cache, in the order in which to try them."""
     whole = path.resolve()
     places = [whole.with_name(f".{whole.name}.sha256")]
     with contextlib.suppress(RuntimeError):  # this user has no home
@@ -81,7 +81,10 @@ def _cached(place: Path, mark: dict[str, int]) -> str | None:
 
 
 def _store(path: Path, held: dict[str, int | str]) -> None:
-    """Write the cache at the first place that can be written; several ranks may do so at once."""
+    """
+    Write the cache to the first possible path that can be written; several ranks may do this at
+    once.
+    """
     for place in _places(path):
         try:
             place.parent.mkdir(parents=True, exist_ok=True)

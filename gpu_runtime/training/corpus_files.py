@@ -1,5 +1,6 @@
 """
-The files of a corpus: token files, the encoding, and the record; either all are replaced or none.
+The files of a corpus: token files, the encoding, and the record; they are replaced all together or
+not at all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FILES = ("train.npy", "held_out.npy", TOKENIZER)
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
-    """The type of a token file: uint16 if the vocabulary fits, else uint32."""
+    """Return the type of a token file: uint16 if the vocabulary fits, else uint32."""
     return np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
 
 
@@ -39,7 +40,7 @@ def begin_tokens(file: BinaryIO, kind: np.dtype[Any], count: int) -> None:
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the record of a corpus."""
+    """Write the record of a corpus (`corpus.json`)."""
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,11 +1,11 @@
 """
-Windows of tokens from a file, in an order that position and seed determine completely.
+Windows of tokens from a file, in an order that depends only on position and seed.
 
 A token file is one NumPy array (`.npy`, uint16 or uint32), mapped into memory. A window has
 `sequence + 1` tokens: the inputs are its first `sequence` tokens, and the targets are the same
-tokens shifted by one. A window's last token is the first token of the next window. A pass visits
-every window once. Each pass has its own order: a keyed permutation that is computed and never
-stored, so any process can continue from `position` and `seed` alone.
+tokens shifted by one. A window's last token is the first token of the next window. A pass over the
+file takes every window once. Each pass has its own order: a keyed permutation that is computed and
+never stored, so any process can continue with only `position` and `seed`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _ZIP = b"PK"
 
 class DataError(ValueError):
     """
-    A token file cannot be used; one line names the file, what was expected and what was found.
+    A token file cannot be used; the message is one line with the file, the expected content and the
+    found content.
     """
 
 
@@ -70,7 +71,7 @@ class Tokens:
         Args:
             path: The file.
             vocabulary: Number of tokens that the model knows.
-            sequence: Input tokens of a window.
+            sequence: Number of input tokens of a window.
 
         Raises:
             DataError: The file is missing, is not a token file, is shorter than one window, or
@@ -120,24 +121,31 @@ class Tokens:
         return cls(path, values)
 
     def windows(self, sequence: int) -> int:
-        """Number of whole windows in the file."""
+        """Return the number of complete windows in the file."""
         return (len(self.values) - 1) // sequence
 
     def window(self, sequence: int, index: int) -> Tensor:
-        """Return window `index` as int64, shape `(sequence + 1,)`: inputs and the last target."""
+        """
+        Return window `index` as an int64 tensor of shape `(sequence + 1,)`: the inputs and the last
+        target.
+        """
         start = index * sequence
         part = self.values[start : start + sequence + 1]
         return torch.from_numpy(part.astype(np.int64))
 
     def facts(self) -> dict[str, Any]:
-        """Facts that are quick to read: the file's length, and a hash of its beginning and end."""
+        """
+        Return facts that are quick to compute: the file's length, and a hash of its beginning and
+        end.
+        """
         ends = self.values[:4096].tobytes() + self.values[-4096:].tobytes()
         return {"tokens": len(self.values), "sha256_of_ends": hashlib.sha256(ends).hexdigest()}
 
     @cached_property
     def sha256(self) -> str:
         """
-        The SHA-256 of the whole file; computed once, and cached on the disk if possible.
+        Return the SHA-256 of the whole file, which is computed once and cached on the disk if
+        possible.
 
         Raises:
             DataError: The file cannot be read, or changed while it was read.
@@ -183,17 +191,18 @@ def _mixed(value: int, key: int, turn: int) -> int:
 @attrs.define(kw_only=True)
 class Loader:
     """
-    Windows in the order of training.
+    Gives windows of tokens in the order of training.
 
-    Positions of windows count from the first window of the first pass, across all passes.
+    A window's position in training counts all windows of all passes, from 0.
 
     Args:
-        tokens: The file.
-        sequence: Input tokens of a window.
+        tokens: The token file.
+        sequence: Number of input tokens of a window.
         seed: Seed of the order of every pass.
         shuffle: Whether each pass has its own order; otherwise every pass has the file's order.
         position: Position of the first window of step `step`.
-        step: The step that begins at `position`; steps are numbered like the contract's epochs.
+        step: Number of the step that begins at `position`; steps have the numbers of the contract's
+            epochs.
     """
 
     tokens: Tokens
@@ -204,7 +213,7 @@ class Loader:
     step: int = 0
 
     def place(self, at: int) -> int:
-        """Return the index in the file of the window at position `at` of training."""
+        """Return the index, in the file, of the window at position `at` of training."""
         count = self.tokens.windows(self.sequence)
         turn, index = divmod(at, count)
         return shuffled(index, count, (self.seed << 20) + turn) if self.shuffle else index
@@ -215,7 +224,7 @@ class Loader:
 
         Args:
             first: Position of the first window.
-            count: Number of windows: the batch of a microbatch.
+            count: Number of windows of the microbatch.
 
         Returns:
             Inputs and targets: two int64 tensors of shape `(sequence, count)`.
@@ -225,7 +234,7 @@ class Loader:
         return both[:-1].contiguous(), both[1:].contiguous()
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the data's state at a position, as a checkpoint stores it in JSON."""
+        """Return the state of the data at a position, as plain data for a checkpoint."""
         return {
             **self.tokens.facts(),
             "sha256": self.tokens.sha256,
@@ -237,11 +246,11 @@ class Loader:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """
-        Continue at a position that another loader's `state` recorded.
+        Continue from the `state` of another loader.
 
         Args:
-            state: The other loader's state. A state that an earlier version saved has no `sha256`
-                of the whole file; only its other facts are compared.
+            state: The other loader's state. A state from an earlier version has no `sha256` of the
+                whole file; then only the other facts are compared.
             step: The step that begins at this position.
 
         Raises:
@@ -261,7 +270,7 @@ class Loader:
 
 
 def _found(path: Path, error: Exception) -> str:
-    """Describe a file that NumPy cannot read; NumPy's own message would mislead a user."""
+    """Describe a file that NumPy cannot read, because NumPy's own message would mislead a user."""
     if isinstance(error, OSError) and error.strerror:
         return f"a file that cannot be read ({error.strerror})"
     try:

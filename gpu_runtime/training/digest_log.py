@@ -1,8 +1,8 @@
 """
-Digests of gradients in a run's log: sending them between ranks, and reading them from the log.
+Digests of gradients in a run's log: send digests between ranks, and read them from the log.
 
-A line `gradients` lists stage and name of each gradient by rank. The line of each later step has
-`digests`: by rank, the digests in the same order.
+The log's line `gradients` lists, by rank, the stage and the name of each gradient. The line of each
+later step has the entry `digests`: by rank, the digests in the same order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ Place = tuple[int, int, str]
 
 def padded(digests: Sequence[Sequence[int]], count: int) -> list[float]:
     """
-    Return the digests of some steps as numbers for a gather, two numbers per digest: a float64
-    holds only 53 bits.
+    Return the digests of some steps as numbers for a gather. Each digest becomes two numbers,
+    because a float64 can hold only 53 bits.
 
     Args:
-        digests: By step.
-        count: Digests per step on the rank with the most digests.
+        digests: The digests of each step.
+        count: Number of digests per step on the rank with the most digests; missing digests become
+            0.
 
     >>> padded([[2**32 + 5]], 2)
     [1.0, 5.0, 0.0, 0.0]
@@ -45,7 +46,7 @@ def padded(digests: Sequence[Sequence[int]], count: int) -> list[float]:
 
 def joined(halves: Sequence[float]) -> list[str]:
     """
-    Return digests as text from the numbers that `padded` made of them.
+    Convert the numbers from `padded` back to digests, as text.
 
     >>> joined([1.0, 5.0])
     ['0000000100000005']
@@ -105,8 +106,8 @@ def first_difference(
     first: Mapping[int, Mapping[Place, str]], second: Mapping[int, Mapping[Place, str]]
 ) -> tuple[int, list[Place], int]:
     """
-    Return the first step in which two runs differ, the gradients that differ, and the steps that
-    were compared; -1 and no gradients if every common step is equal.
+    Return the first step in which two runs differ, the gradients that differ, and the number of
+    compared steps; -1 and no gradients if all common steps are equal.
 
     Raises:
         UnusableError: The runs have no step in common, or their ranks have different gradients.

@@ -1,8 +1,8 @@
 """
-When a run has diverged: a loss, a weight, a moment or a scale is not finite, or too many updates in
-a row were skipped.
+Detect that a run has diverged: a loss, a weight, a moment or a scale is not finite, or too many
+updates in a row were skipped.
 
-Every rank decides from data that all ranks have exchanged, so all ranks end at the same step, with
+Every rank decides with data that all ranks have exchanged, so all ranks end at the same step, with
 the same cause.
 """
 
@@ -26,7 +26,9 @@ DIVERGED = "diverged"
 
 
 class DivergedError(RuntimeError):
-    """The run has diverged; every rank raises it with the same `cause`, after the same `step`."""
+    """
+    The run has diverged; every rank raises this error with the same `cause`, after the same `step`.
+    """
 
     def __init__(self, cause: Cause, step: int) -> None:
         super().__init__(cause.text)
@@ -38,7 +40,7 @@ def diverged(said: Sequence[Sequence[NonFinite]], step: int, action: str) -> Div
     Return an error that names the first tensor that is not finite; None if every tensor is finite.
 
     Args:
-        said: Each rank's tensors that are not finite, by rank.
+        said: By rank, the tensors that are not finite.
         step: The last step before the check.
         action: The reason for the check: `look` (a periodic check), `save` or `load`.
     """
@@ -58,7 +60,7 @@ def _error(rank: int, step: int, action: str, text: str, stage: int | None = Non
 
 
 def _of(norm: Norm) -> str:
-    """The first stage whose gradients are not finite, if known."""
+    """Name the first stage with gradients that are not finite, if known."""
     return f" in stage {norm.nonfinite_stages[0]}" if norm.nonfinite_stages else ""
 
 
@@ -68,7 +70,7 @@ class UpdateWatch:
     Watches the losses and skipped updates of a run, step by step.
 
     Args:
-        stop_after: How many skipped updates in a row end the run; 0 never ends it.
+        stop_after: Number of skipped updates in a row that ends the run; 0 never ends the run.
 
     Attributes:
         skipped: Number of skipped updates.
@@ -82,16 +84,16 @@ class UpdateWatch:
 
     def take(self, step: int, shares: Sequence[Sequence[float]], norm: Norm | None) -> None:
         """
-        Take the result of a step.
+        Record the result of a step.
 
         Args:
             step: The step.
-            shares: Each rank's shares of the step's loss, by rank.
-            norm: The norm of the step's gradients, if it was computed.
+            shares: By rank, the shares of the step's loss.
+            norm: The norm of the step's gradients; None if it was not computed.
 
         Raises:
-            DivergedError: The loss is not finite though the update was not skipped, or `stop_after`
-                updates in a row were skipped.
+            DivergedError: The loss is not finite although the update was not skipped, or
+                `stop_after` updates in a row were skipped.
         """
         if norm is not None and norm.skipped:
             self.skipped += 1

@@ -2,8 +2,9 @@
 Encodings of text as tokens: single bytes, byte pairs that QEffect trains, or a given
 `tokenizer.json`.
 
-Bytes need no package; the other two need `tokenizers`. Every encoding has the vocabulary size that
-the model needs: the largest token id plus one, padded to a multiple of 16, which FP8 products need.
+Single bytes need no package; the other two encodings need the package `tokenizers`. Every encoding
+has the vocabulary size that the model needs: the largest token id plus one, rounded up to a
+multiple of 16 for FP8 products.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ __all__ = [
 __getattr__ = old_names(__name__, {"Given": "FileEncoding"})
 
 END = "<|end|>"
-"""The token after each text, in an encoding that QEffect trains."""
+"""The end token after each text, in an encoding that QEffect trains."""
 MOST = 2**31
 """Largest vocabulary that a training file may name."""
 NAMES = ("bpe", "bytes")
-"""The values of `--tokenizer` other than a file."""
+"""The values of `--tokenizer` that are not a file's path."""
 TOKENIZER = "tokenizer.json"
 """Name of the file with a corpus's encoding; the encoding `bytes` needs no file."""
 _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -78,23 +79,25 @@ class Encoding(Protocol):
     end: int
 
     def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
-        """The tokens of each text, followed by the end token."""
+        """Return the tokens of each text, followed by the end token."""
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text, without the end token."""
+        """Return the tokens of a text, without the end token."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text for tokens."""
 
     def describe(self) -> dict[str, Any]:
-        """The facts that identify the encoding, for `corpus.json`."""
+        """Return the facts that identify the encoding, for `corpus.json`."""
 
     def save(self, folder: Path) -> None:
-        """Write the file that `open_encoding` reads beside `corpus.json`."""
+        """Write the encoding's file into the folder of `corpus.json`, for `open_encoding`."""
 
 
 class Bytes:
-    """One token per byte and one for the end of a text; the other ids up to 272 are unused."""
+    """
+    One token for each byte value and one for the end of a text; the other ids below 272 are unused.
+    """
 
     name = "bytes"
     tokens = 257
@@ -102,7 +105,7 @@ class Bytes:
     end = 256
 
     def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
-        """The bytes of each text, followed by the end token."""
+        """Return the bytes of each text, followed by the end token."""
         for text in texts:
             held = np.empty(len(raw := text.encode("utf-8")) + 1, np.uint32)
             held[:-1] = np.frombuffer(raw, np.uint8)
@@ -110,19 +113,21 @@ class Bytes:
             yield held
 
     def prompt(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of bytes, without the end token; a byte that is not UTF-8 becomes U+FFFD."""
+        """
+        Return the text for bytes, without the end token; a byte that is not UTF-8 becomes U+FFFD.
+        """
         return bytes(one for one in ids if one < 256).decode("utf-8", "replace")
 
     def describe(self) -> dict[str, Any]:
-        """Name and vocabulary, which identify this encoding."""
+        """Return the name and the vocabulary, which identify this encoding."""
         return {"tokenizer": self.name, "vocabulary": self.vocabulary, "tokens": self.tokens}
 
     def save(self, folder: Path) -> None:
-        """Write nothing: `corpus.json` has the name."""
+        """Write nothing: the name in `corpus.json` identifies this encoding."""
 
 
 class Packaged:
@@ -130,11 +135,11 @@ class Packaged:
     An encoding of the package `tokenizers`.
 
     Args:
-        made: The package's tokenizer.
+        made: The package's tokenizer object.
         end: The token after each text, as a string.
-        where: The name of the encoding in messages.
-        text: The content of its file, if there is one, to be saved unchanged; the package would
-            write a different file.
+        where: The name of the encoding, for messages.
+        text: The content of the encoding's file, to be saved unchanged, since the package would
+            write a different file; None without a file.
 
     Raises:
         UnusableError: The encoding lacks the end token, or its vocabulary is too large.
@@ -161,7 +166,7 @@ class Packaged:
 
     def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
         """
-        The tokens of each text, then the end.
+        Return the tokens of each text, followed by the end token.
 
         Raises:
             UnusableError: The tokenizer has no token for a part of a text.
@@ -175,21 +180,21 @@ class Packaged:
 
     def prompt(self, text: str) -> list[int]:
         """
-        The tokens of a text.
+        Return the tokens of a text, without the end token.
 
         Raises:
-            UnusableError: As `encode`.
+            UnusableError: The tokenizer has no token for a part of the text.
         """
         (found,) = self.encode([text])
         return [int(one) for one in found[:-1]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special tokens."""
+        """Return the text for tokens, without special tokens."""
         text: str = self._made.decode(list(ids), skip_special_tokens=True)
         return text
 
     def describe(self) -> dict[str, Any]:
-        """Name, vocabulary, end, and a hash of the whole encoding."""
+        """Return the name, the vocabulary, the end token, and a hash of the whole encoding."""
         return {
             "tokenizer": self.name,
             "vocabulary": self.vocabulary,
@@ -209,7 +214,7 @@ class Pairs(Packaged):
 
     Args:
         texts: The texts to train on.
-        vocabulary: Maximum number of tokens; a text with few different words gives fewer.
+        vocabulary: Maximum number of tokens; a text with few different words gives fewer tokens.
 
     Raises:
         UnusableError: The package is not installed.
@@ -238,7 +243,7 @@ class FileEncoding(Packaged):
 
     Args:
         path: The file.
-        end: The token after each text; None takes the first of `_ENDS` that the encoding has.
+        end: The end token after each text; None takes the first of `_ENDS` that the encoding has.
         option: The option that named the file, for messages.
 
     Raises:

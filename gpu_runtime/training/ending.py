@@ -1,13 +1,14 @@
 """
-How SIGTERM, SIGUSR1 or `[run] max_seconds` ends a run before its last step.
+End a run before its last step, on SIGTERM, on SIGUSR1, or after `[run] max_seconds`.
 
-Each rank notes a request to end. The ranks exchange these notes with their consent to a step, so
-all ranks end after the same step. Then the ranks save, and the run ends with exit code 0.
+Each rank records a request to end the run. The ranks exchange these requests with their consent to
+a step, so all ranks end after the same step. Then the ranks save a checkpoint, and the run ends
+with exit code 0.
 
 A step cannot end if a rank has died or hangs. The main thread then waits inside gloo, where Python
-runs no handler. So a signal also wakes a thread. If the step has not ended in time, the thread
-publishes why this rank stops, reports the cause, and ends the process with exit code 2, before the
-launcher kills the process.
+runs no signal handler. So a signal also wakes a second thread. If the step has not ended in time,
+this thread publishes why the rank stops, reports the cause, and ends the process with exit code 2,
+before the launcher kills the process.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ _AT_ONCE_S = 0.5
 
 def worst_end_s() -> float:
     """
-    Longest time in seconds from SIGTERM to the end of the process, if the store does not answer.
+    Return the longest time in seconds from SIGTERM to the end of the process, for a store that does
+    not answer.
     """
     stuck = _STUCK_S + _NEXT_S + _PUBLISH_S + _BACK_S
     return max(stuck, _LATEST_S + _PUBLISH_S) + _DECIDE_S + _TELL_S + _LAST_WORD_S
@@ -75,17 +77,17 @@ def worst_end_s() -> float:
 
 class EndRequest:
     """
-    Whether this rank is asked to end the run; inside this context, signals are such requests.
+    Records requests to end the run; inside this context, signals count as such requests.
 
     Args:
-        worker: The rank's worker; a second signal ends its step at once.
+        worker: The rank's worker; a second signal ends the worker's step at once.
         seconds: Seconds after which the run ends; 0 for no limit.
         began: Time from which the seconds count, by `time.monotonic`.
-        tell: Prints the cause if the main thread cannot, and returns whether this rank printed it.
-            It runs in another thread.
+        tell: Function that prints the cause if the main thread cannot, and returns whether this
+            rank printed the cause. The function runs in another thread.
 
     Attributes:
-        doing: What the rank is doing: ``step``, ``evaluation`` or ``checkpoint``.
+        doing: The current operation of the rank: ``step``, ``evaluation`` or ``checkpoint``.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class EndRequest:
         self._former.clear()
 
     def look(self) -> int:
-        """Return the index of the reason in `REASONS`; 0 if nothing asks for the end."""
+        """Return the reason to end the run, as an index into `REASONS`; 0 without a request."""
         if self.seconds and time.monotonic() - self.began >= self.seconds:
             self.asked = max(self.asked, 1)
         return self.asked
@@ -150,8 +152,8 @@ class EndRequest:
 
     def _take(self, number: int, _: object) -> None:
         """
-        Python's signal handler; if the main thread waits in a library, the handler runs after the
-        wait.
+        Handle a signal in Python; if the main thread waits in a library, this handler runs only
+        after the wait.
         """
         self.asked = max(self.asked, _SIGNALS[signal.Signals(number)])
         if self._raises:
@@ -179,7 +181,7 @@ class EndRequest:
                         act()
 
     def _hear(self, number: int) -> None:
-        """Note a signal: the first one, or a repeated one."""
+        """Record a signal, which is either the first signal or a repeated signal."""
         if number == signal.SIGTERM and self._own:
             self._own -= 1
             return
@@ -197,7 +199,8 @@ class EndRequest:
 
     def _bound(self, now: float) -> None:
         """
-        After a first SIGTERM, make sure to end before the launcher's SIGKILL, whatever is awaited.
+        After a first SIGTERM, set a deadline so that the process ends before the launcher's
+        SIGKILL.
         """
         self.worker.stop_until(now + _LATEST_S + _PUBLISH_S + _DECIDE_S)
         self._plans.append((now + _STUCK_S, partial(self._end_stuck, self._place())))
@@ -206,8 +209,8 @@ class EndRequest:
 
     def _again(self, now: float) -> None:
         """
-        After a repeated signal, stop the main thread, or end the process if that thread does not
-        run.
+        After a repeated signal, stop the main thread, or end the process if the main thread does
+        not react.
         """
         if not self.worker.consent.claimed:
             self.worker.stop_until(now + 2 * _AT_ONCE_S)
@@ -215,15 +218,16 @@ class EndRequest:
         self._plans = [(now + _AT_ONCE_S, self._end_at_once)]
 
     def _place(self) -> tuple[int, str]:
-        """Where the run is; this changes with each step."""
+        """Return the current step and operation; the value changes with each step."""
         return self.worker.runtime.epoch, self.doing
 
     def _end_stuck(self, place: tuple[int, str]) -> None:
         """
-        End a step that has not ended since SIGTERM; an evaluation or a save may continue.
+        End a step that is still running some time after SIGTERM; an evaluation or a save may
+        continue.
 
-        After a step that ended, another step follows if the other ranks had not received SIGTERM
-        yet. A rank may hang in that step, so check again.
+        If the step has ended, but other ranks had not received SIGTERM yet, another step follows. A
+        rank may hang in that step, so the check is repeated.
         """
         if self.worker.consent.claimed:
             return
@@ -239,7 +243,7 @@ class EndRequest:
         self._plans = [(time.monotonic() + _BACK_S, self._end_aside)]
 
     def _end_late(self) -> None:
-        """End whatever has not ended since torchrun's SIGTERM."""
+        """End the process if it is still running some time after torchrun's SIGTERM."""
         if not self.worker.consent.claimed:
             self._publish()
             self._end_aside()
@@ -253,7 +257,8 @@ class EndRequest:
 
     def _end_at_once(self) -> None:
         """
-        End after a second signal, with a cause of this rank alone, without waiting for other ranks.
+        End the process after a second signal, with this rank's own cause, without waiting for other
+        ranks.
         """
         if self.worker.consent.claim("aside"):
             rank, (step, doing) = self.worker.member.rank, self._place()
@@ -265,7 +270,10 @@ class EndRequest:
         self._plans = [(time.monotonic() + 4 * _AT_ONCE_S, partial(os._exit, 2))]
 
     def _busy(self) -> str:
-        """What the main thread does: the wait, or the line of code if the wait has no name."""
+        """
+        Describe what the main thread does: the wait, or the line of code if it is not in a named
+        wait.
+        """
         if self.worker.waits.place is not None:
             return f"waited at {self.worker.waits.place[0]}"
         frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -284,7 +292,10 @@ class EndRequest:
         self.worker.consent.publish(self._error(), epoch, doing, seconds=seconds)
 
     def _error(self) -> Exception:
-        """Why this rank stops: the wait that SIGTERM interrupts, if the main thread waits."""
+        """
+        Return the error with which this rank stops; it names the wait that SIGTERM interrupts, if
+        the main thread waits.
+        """
         now = time.monotonic()
         seconds = now - self._first.get(signal.SIGTERM, now)
         action, peer = self.worker.waits.place or (self.doing, -1)
@@ -295,7 +306,7 @@ class EndRequest:
         return UnansweredError(action, peer, True, text)
 
     def _wake_main(self) -> None:
-        """Let the main thread raise as soon as it runs Python."""
+        """Make the main thread raise an error as soon as it runs Python code again."""
         self._raises = True
         self._own += 1
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

@@ -1,9 +1,9 @@
 """
-The loss on held-out text between two steps: forward passes that leave the training state unchanged.
+Compute the loss on held-out text between two steps, without changing the training state.
 
 Every window runs with the scales of the last commit, so a window's loss depends neither on the
-number of windows nor on the rank that runs the window. Hidden states travel between ranks through
-host memory: evaluations are rare and need no connections of their own.
+number of windows nor on the rank that runs the window. Hidden states are sent between ranks through
+host memory, because evaluations are rare and do not justify separate connections.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ _NOT_COUNTED = -100
 
 def evaluate(worker: Worker, job: LanguageJob, held_out: Loader, windows: int) -> float:
     """
-    Return the mean negative log likelihood per token of held-out windows; every rank calls it.
+    Return the mean negative log likelihood per token of held-out windows; every rank calls this
+    function.
 
     Args:
         worker: The rank's worker, between two steps.
         job: The model that the worker trains.
-        held_out: The text; the evaluation takes its first windows in the file's order.
+        held_out: The held-out text; the evaluation takes its first windows, in the file's order.
         windows: Number of windows, rounded up to whole microbatches and limited to the windows of
             the text. Each window counts once, even if the last microbatch is not full.
 
     Raises:
         Refused: A step is in progress.
-        StoppedError: A rank is gone, or did not answer in time; all ranks stop with one cause.
+        StoppedError: A rank is gone, or did not answer in time; all ranks stop with the same cause.
     """
     table = worker.table
     placed = PlacedStages(
@@ -63,12 +64,12 @@ def evaluate(worker: Worker, job: LanguageJob, held_out: Loader, windows: int) -
 @attrs.frozen
 class PlacedStages:
     """
-    A rank's stages between two steps, and the ranks of its replica's other stages.
+    A rank's stages between two steps, and the ranks with the other stages of the same replica.
 
     Args:
         member: This process.
-        stages: Its stages by index.
-        homes: The rank of each stage of its replica.
+        stages: The process's stages, by index.
+        homes: By stage of the process's replica, the rank that has the stage.
         replica: The replica's index.
         loss: The loss after the last stage; None if the last stage's F itself computes the loss.
     """
@@ -82,15 +83,16 @@ class PlacedStages:
 
 def mean_loss(placed: PlacedStages, job: LanguageJob, held_out: Loader, windows: int) -> float:
     """
-    Return the mean loss over windows, as `evaluate` does.
+    Return the mean loss over windows, like `evaluate`, but without restoring numerical state.
 
-    Call it inside a context that restores numerical state, as `evaluate` does.
+    The caller must use a context that restores numerical state, as `evaluate` does.
 
     Args:
         placed: The rank's stages.
         job: The model.
         held_out: The text.
-        windows: As for `evaluate`.
+        windows: Number of windows, rounded up to whole microbatches and limited to the windows of
+            the text.
 
     Raises:
         LostError: A message between ranks was lost.
@@ -127,7 +129,7 @@ def mean_loss(placed: PlacedStages, job: LanguageJob, held_out: Loader, windows:
 
 
 def _through(placed: PlacedStages, tokens: Tensor, targets: Tensor) -> Tensor | None:
-    """Run one microbatch through all stages; return its loss on the last stage's rank."""
+    """Run one microbatch through all stages; return its loss on the rank with the last stage."""
     rank, device, homes = placed.member.rank, placed.member.device, placed.homes
     hidden: Tensor | None = None
     for index, home in enumerate(homes):
@@ -154,7 +156,7 @@ def _through(placed: PlacedStages, tokens: Tensor, targets: Tensor) -> Tensor | 
 def _inputs(
     stage: StageBackend, hidden: Tensor | None, tokens: Tensor, targets: Tensor
 ) -> list[Tensor]:
-    """Return a stage's inputs: tokens for the first stage, targets too for the last one."""
+    """Return a stage's inputs: the first stage takes tokens, the last stage also takes targets."""
     spec = stage.inputs[0]
     given = [tokens if stage.index == 0 else hidden, targets][: len(stage.inputs)]
     taken = [one.to(spec.device) for one in given if one is not None]

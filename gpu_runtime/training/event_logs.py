@@ -1,10 +1,10 @@
 """
-The folder of a run's event logs; logs of earlier processes are kept in subfolders.
+Prepare the folder of a run's event logs; logs of earlier processes are moved to subfolders.
 
-A run that resumes, or that a launcher started again, begins new event logs under the same names.
-The existing logs tell what happened before the previous process ended, so they are moved to
-`before-0001`, `before-0002` and so on, with the rank logs beside them. A rank moves only its own
-files: ranks of two hosts may each have a folder of this name.
+A run that resumes, or that a launcher started again, begins new event logs with the same names. The
+existing logs show what happened before the previous process ended, so these logs and their rank
+logs are moved to `before-0001`, `before-0002` and so on. A rank moves only its own files: ranks of
+two hosts may each have a folder of this name.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _BEFORE = re.compile(r"before-([0-9]{4,})")
 
 def set_aside(folder: Path, member: Member, where: str, *, one: bool = False) -> Path:
     """
-    Make the folder, and move the logs of the previous process; every rank calls it.
+    Create the folder, and move the logs of the previous process; every rank calls this function.
 
     Args:
         folder: The folder.
         member: This rank.
         where: The field that names the folder, for messages.
-        one: Keep only the newest folder of moved logs; if False, keep all.
+        one: Whether to keep only the newest folder of moved logs; if False, all folders are kept.
 
     Returns:
-        The file of this rank's event log.
+        The path of this rank's event log.
 
     Raises:
-        BackendError: On every rank: a rank cannot write to the folder.
+        BackendError: A rank cannot write to the folder; every rank raises this error.
     """
     own = re.compile(rf"rank{member.rank}(\.[^.]+\.ranks)?(\.[0-9]{{5,}})?\.jsonl")
     found: list[Path] = []

@@ -1,7 +1,7 @@
 """
-Write the weights of a checkpoint as one file that other programs can read.
+Write the weights of a checkpoint to one file that other programs can read.
 
-Only weights are written: AdamW's state, scaling state and random states stay in the checkpoint.
+The file contains only weights, without AdamW's state, scaling state and random states.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["FORMATS", "read_part", "read_weights", "write_weights"]
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
-    Compare the hash of each file of a checkpoint, then read the weights.
+    Compare each file of a checkpoint with its hash, then read the weights.
 
     Args:
         path: The checkpoint's folder, as `Checkpoints` wrote it, from any number of ranks.
@@ -50,16 +50,18 @@ def read_part(
     path: Path, part: str, *, compared: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
-    Read those tensors of a checkpoint whose names begin with a prefix, and cut the prefix off.
+    Read those tensors of a checkpoint whose names begin with a prefix, and remove the prefix from
+    the names.
 
     Args:
         path: The checkpoint's folder.
         part: The prefix, such as ``model`` or ``fp8.dp0``.
-        compared: Whether an earlier call, for another part, has already compared the hashes. If
-            False, this call compares them.
+        compared: Whether an earlier call for another prefix has already compared the hashes. If
+            False, this call compares the hashes.
 
     Returns:
-        The tensors by the rest of their names, on the CPU, and the checkpoint's facts.
+        The tensors by name without the prefix, on the CPU, and the checkpoint's facts (its plain
+        data).
 
     Raises:
         BackendError: A file is missing or damaged, or the folder is not a checkpoint.
@@ -84,7 +86,7 @@ def write_weights(
     path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any], kind: str
 ) -> None:
     """
-    Write weights into a new file, which gets its name only once it is whole.
+    Write weights into a new file, which gets its name only once it is complete.
 
     Args:
         path: The file; its folder exists.

@@ -1,4 +1,4 @@
-"""``qeffect runtime export``: write the weights of a checkpoint as one file."""
+"""``qeffect runtime export``: write the weights of a checkpoint to one file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_GPT2 = {
     "positions": "learned",
     "bias": True,
 }
-"""The fields of `[model]` that GPT-2 fixes, with its values."""
+"""The fields of `[model]` that GPT-2 determines, with GPT-2's values."""
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +100,7 @@ def run_export(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _gpt2(facts: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The configuration of GPT-2 for a checkpoint.
+    Return the configuration of transformers' GPT-2 for a checkpoint.
 
     Raises:
         BackendError: The model's layers compute something else than GPT-2's layers.

@@ -1,5 +1,6 @@
 """
-The kinds of fields of a training file: type, default, unit, allowed values, and use on resume.
+The kinds of fields in a training file: type, default, unit, allowed values, and whether a resume
+may change the field.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ __all__ = [
 ]
 
 SIZE = 2**20
-"""Upper limit of a dimension, and of counts of ranks, stages, layers and microbatches."""
+"""Largest value of a dimension, and of a number of ranks, stages, layers or microbatches."""
 COUNT = 2**53
-"""Upper limit of counts of steps and windows."""
+"""Largest number of steps and of windows."""
 SEED = 2**63 - 1
 """Largest seed."""
 NUMBER = 1e9
-"""Upper limit of a number."""
+"""Largest value of a field that is a number."""
 
 SAME = "must stay the same"
 """A run that resumes with another value is refused."""
@@ -55,17 +56,17 @@ def _field(
     most: float | None = None,
 ) -> Any:
     """
-    A field with its type, default, unit and allowed values.
+    Declare a field with its type, default, unit and allowed values.
 
     Args:
-        default: Its default; a list is copied for each table.
-        kind: Its type, in TOML's words.
-        expected: The allowed values, as an error names them.
-        allowed: The allowed values, as docs/configuration.md names them.
-        fits: Whether a value is allowed.
-        unit: Its unit; empty without one.
+        default: The field's default; a list is copied for each table.
+        kind: The field's type, in TOML's terms.
+        expected: The allowed values, as text for error messages.
+        allowed: The allowed values, as text for docs/configuration.md.
+        fits: Function that says whether a value is allowed.
+        unit: The unit of the value; empty without a unit.
         resume: Whether a run that resumes from a checkpoint may change the field.
-        most: Its upper limit, for the error.
+        most: The largest allowed value, for error messages.
     """
     known = {
         "kind": kind,
@@ -82,21 +83,21 @@ def _field(
 
 
 def whole(default: int, least: int = 1, most: int = SIZE, **known: Any) -> Any:
-    """A whole number between two limits, both included."""
+    """Declare a whole number between two limits, both included."""
     fits = lambda v: type(v) is int and least <= v <= most  # noqa: E731 - one of many alike
     expected = f"a whole number of at least {least}"
     return _field(default, "integer", expected, f"{least:,} to {most:,}", fits, most=most, **known)
 
 
 def fraction(default: float, **known: Any) -> Any:
-    """A number of at least 0 and below 1."""
+    """Declare a number of at least 0 and below 1."""
     fits = lambda v: type(v) in (int, float) and 0 <= v < 1  # noqa: E731 - one of many alike
     expected, allowed = "a number of at least 0 and below 1", "0 to below 1"
     return _field(default, "number", expected, allowed, fits, **known)
 
 
 def number(default: float, *, positive: bool = False, **known: Any) -> Any:
-    """A finite number of at least 0, or above 0."""
+    """Declare a finite number of at least 0; with `positive`, above 0."""
 
     def fits(value: Any) -> bool:
         is_number = type(value) in (int, float) and value <= NUMBER
@@ -108,19 +109,19 @@ def number(default: float, *, positive: bool = False, **known: Any) -> Any:
 
 
 def flag(default: bool, **known: Any) -> Any:
-    """A boolean: true or false."""
+    """Declare a boolean: true or false."""
     fits = lambda v: type(v) is bool  # noqa: E731 - one of many alike
     return _field(default, "boolean", "true or false", "true, false", fits, **known)
 
 
 def text(default: str, **known: Any) -> Any:
-    """A string without NUL, such as a path."""
+    """Declare a string without NUL characters, such as a path."""
     fits = lambda v: type(v) is str and "\0" not in v  # noqa: E731 - one of many alike
     return _field(default, "string", "a text", "any without NUL", fits, **known)
 
 
 def name(default: str, **known: Any) -> Any:
-    """A short name that fits into a line of a log."""
+    """Declare a short name that fits into a line of a log."""
     fits = lambda v: type(v) is str and len(v) <= 64 and v.isprintable()  # noqa: E731
     expected, allowed = (
         "a printable text of at most 64 characters",
@@ -130,7 +131,7 @@ def name(default: str, **known: Any) -> Any:
 
 
 def one_of(default: str, *options: str, **known: Any) -> Any:
-    """One of several strings."""
+    """Declare a field that takes one of several strings."""
     shown = ", ".join(map(repr, options))
     allowed = ", ".join(f"`{option}`" for option in options)
     fits = lambda v: type(v) is str and v in options  # noqa: E731 - one of many alike
@@ -138,7 +139,7 @@ def one_of(default: str, *options: str, **known: Any) -> Any:
 
 
 def schedule(default: str, **known: Any) -> Any:
-    """A short name of a schedule, or the name of a schedule class of torch."""
+    """Declare a schedule: a short name, or the name of a schedule class of torch."""
 
     def fits(value: Any) -> bool:
         return type(value) is str and (value in NAMES or value.startswith("Schedule"))
@@ -149,7 +150,10 @@ def schedule(default: str, **known: Any) -> Any:
 
 
 def cut(**known: Any) -> Any:
-    """How layers are divided into stages: by a rule, or the number of layers of each stage."""
+    """
+    Declare how layers are divided into stages: the name of a rule, or the number of layers of each
+    stage.
+    """
 
     def fits(value: Any) -> bool:
         if type(value) is list:
@@ -162,7 +166,7 @@ def cut(**known: Any) -> Any:
 
 
 def times(**known: Any) -> Any:
-    """A list of times, one for each layer."""
+    """Declare a list of times, one for each layer."""
 
     def fits(value: Any) -> bool:
         return type(value) is list and all(

@@ -1,5 +1,5 @@
 """
-Figures derived from the raw numbers of a training run: loss, speed, and difference from a native
+Derive figures from the raw numbers of a training run: loss, speed, and the difference from a native
 run.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["derive_train", "mean", "perplexity", "rounded"]
 Raw = Mapping[str, Any]
 _DIGITS = 6
 _MOST = 700.0
-"""At this loss and above, the perplexity counts as too large for a float."""
+"""From this loss on, the perplexity counts as too large for a float."""
 
 
 def derive_train(raw: Raw) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def mean(losses: Sequence[float | None]) -> float | None:
 
 
 def rounded(value: float | None) -> float | None:
-    """Round to the number of digits in reports; None stays None."""
+    """Round a number to the digits that reports use; None stays None."""
     return None if value is None else round(value, _DIGITS)
 
 

@@ -112,7 +112,8 @@ def _encoding(given: Path | None, checkpoint: Path, whole: WholeModel) -> Encodi
     Return the encoding of the corpus that a checkpoint was trained on.
 
     Raises:
-        UnusableError: The corpus is unknown, cannot be read, or differs from the run's corpus.
+        UnusableError: The corpus is unknown or cannot be read, or differs from the corpus of the
+            run.
     """
     free = whole.facts["free"]
     folder = given or _corpus_of(checkpoint, free.get("configuration", {}))

@@ -49,7 +49,8 @@ def job_of(config: Config) -> LanguageJob:
     Return the job of a configuration, and open its training text.
 
     Raises:
-        UnusableError: Fields do not fit each other, or the text does not fit the fields.
+        UnusableError: Fields of the configuration do not fit each other, or do not fit the training
+            text.
     """
     model, parallel, source = config.model, config.parallel, config.source
     if model.vocabulary % 16:
@@ -105,7 +106,7 @@ def job_of(config: Config) -> LanguageJob:
 
 
 def _require_dropout(config: Config) -> None:
-    """Require a mode that has dropout, if the file asks for dropout."""
+    """If the file asks for dropout, raise an error unless the mode supports dropout."""
     mode = config.parallel.mode
     if not config.model.dropout or config.run.device != "cuda" or mode == "eager":
         return
@@ -127,7 +128,8 @@ def _require_dropout(config: Config) -> None:
 
 def require_grouped(config: Config) -> None:
     """
-    If the file asks for dW products over several microbatches, require the fields that they need.
+    If the file asks for dW products over several microbatches, raise an error unless the other
+    fields allow such products.
 
     Raises:
         UnusableError: A field does not fit `wgrad_group`; the message names it.
@@ -159,7 +161,7 @@ def _cut(config: Config, stages: int) -> tuple[int, ...]:
         if not times and getattr(parallel, name):
             raise UnusableError(
                 f"{config.source}: [parallel] {name}: expected layer_times too, found none; give "
-                "all three times, or none of them, and they are measured"
+                "all three times, or none of them to have them measured"
             )
     if isinstance(parallel.cut, list) and not times:
         if len(parallel.cut) != stages or sum(parallel.cut) != layers:
@@ -194,7 +196,7 @@ def _cut(config: Config, stages: int) -> tuple[int, ...]:
 
 class JobData(NamedTuple):
     """
-    The model and the data of a run; each file is opened once.
+    The model and the data of a run; each data file is opened only once.
 
     Args:
         job: The model, its mapping and its training text.
@@ -210,7 +212,8 @@ def open_job(config: Config) -> JobData:
     Return the model and data of a configuration, with open files.
 
     Raises:
-        UnusableError: As `job_of`, or the held-out text cannot be used.
+        UnusableError: Fields of the configuration do not fit each other or the training text, or
+            the held-out text cannot be used.
     """
     job, text = job_of(config), config.data.held_out
     return JobData(job, _loader(config, text, "held_out") if text else None)
@@ -229,11 +232,12 @@ def measure_cut(
     times: Mapping[str, Any] | None = None,
 ) -> tuple[Config, JobData]:
     """
-    Divide a model into stages by measured times, if the file asks for it; every rank calls it.
+    If the file asks for a measured cut, divide the model into stages by measured times; every rank
+    calls this function.
 
-    Each rank times its own device; for each action, the slowest rank's time counts. Nothing is
-    measured if the file has the times. A run that resumes takes the times, and thereby the cut, of
-    its newest checkpoint.
+    Each rank times its own device, and the slowest rank's time for each action is used. Nothing is
+    measured if the file contains the times. A run that resumes takes the times, and therefore the
+    cut, from its newest checkpoint.
 
     Args:
         member: This process.
@@ -244,7 +248,7 @@ def measure_cut(
 
     Returns:
         The configuration with the measured times, which give the same cut on any machine, and the
-        data with the divided model.
+        data with the model divided by this cut.
 
     Raises:
         BackendError: A rank cannot measure; the message says why.
@@ -272,7 +276,7 @@ def cut_by_times(
 
     Args:
         config: The run, whose `cut` is `measured`.
-        job: Its model.
+        job: The run's model.
         fields: The measured times, by the names of `TIMES`.
 
     Returns:
@@ -284,7 +288,8 @@ def cut_by_times(
 
 def _times_saved(config: Config) -> dict[str, Any] | None:
     """
-    The times in the newest checkpoint; None if there is no checkpoint or its times do not fit.
+    Return the times in the newest checkpoint; None without a checkpoint, or if its times do not fit
+    the model.
     """
     folder = config.checkpoint.folder
     try:

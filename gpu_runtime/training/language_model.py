@@ -1,9 +1,9 @@
 """
-A decoder language model cut into the stages of a pipeline.
+A decoder language model that is divided (cut) into the stages of a pipeline.
 
 The first stage has the token embedding; the last has the final norm, the head and cross entropy.
-Each part has its own seed and is named by its place in the model (`layers.5.qkv.weight`), so
-neither bits nor names depend on how the model is cut.
+Each part has its own seed and a name that contains its position in the whole model
+(`layers.5.qkv.weight`), so neither bits nor names depend on the cut.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def balanced_cut(
     """
     Return the number of layers of each stage that minimizes the cost of the costliest stage.
 
-    Ties go to the cut with the smallest sum of squared stage costs, then to the cut with fewer
-    layers in its first stages.
+    Among cuts with the same maximum, the result has the smallest sum of squared stage costs, then
+    the fewest layers in the first stages.
 
     Args:
         costs: Cost of each layer, in any unit, for example measured times.
@@ -84,7 +84,7 @@ def balanced_cut(
 
     @functools.cache
     def highest(stage: int, start: int) -> float:
-        """Lowest possible cost of the costliest among this stage and the later ones."""
+        """Return the lowest possible maximum cost of this stage and all later stages."""
         if stage == stages - 1:
             return cost(stage, start, layers)
         stops = range(start + 1, layers - (stages - stage - 1) + 1)
@@ -94,7 +94,10 @@ def balanced_cut(
 
     @functools.cache
     def squares(stage: int, start: int) -> tuple[float, tuple[int, ...]] | None:
-        """Smallest sum of squares within the limit, with its layers; None if no cut fits."""
+        """
+        Return the smallest sum of squared costs within the limit, and the layers of this cut; None
+        if no cut fits.
+        """
         last = stage == stages - 1
         stops = range(start + 1, layers - (stages - stage - 1) + 1)
         best: tuple[float, tuple[int, ...]] | None = None
@@ -125,7 +128,7 @@ def name_of(cut: Sequence[int]) -> Callable[[int, str], str]:
     Return a function that maps a stage and a name within the stage to a name in the model.
 
     Args:
-        cut: Layers of each stage.
+        cut: Number of layers of each stage.
 
     >>> name_of((3, 1))(1, "layers.0.fc1.weight")
     'layers.3.fc1.weight'
@@ -144,26 +147,26 @@ def name_of(cut: Sequence[int]) -> Callable[[int, str], str]:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices, not to norms, biases and embeddings."""
+    """Whether a parameter gets weight decay: matrices do; norms, biases and embeddings do not."""
     return parameter.dim() > 1 and not name.startswith("embedding.")
 
 
 @attrs.frozen(kw_only=True)
 class LanguageJob(Job):
     """
-    A pipeline that trains a language model.
+    The job of a pipeline that trains a language model.
 
     Args:
         vocabulary: Number of tokens.
-        cut: Layers of each stage; one layer per stage by default.
+        cut: Number of layers of each stage; one layer per stage by default.
         loader: The data.
-        rate: The learning rate of each step.
+        rate: The learning rate as a function of the step.
         weight_decay: Weight decay of the matrices.
         master: Whether the optimizer keeps fp32 copies of the parameters.
-        clip_norm: Limit to which the norm of all gradients is clipped; None for no clipping.
+        clip_norm: Upper limit of the norm of all gradients, by clipping; None for no clipping.
         skip_nonfinite: Whether to skip an update if the norm of the gradients is not finite.
         tied: Whether the token embedding and the head's matrix are one weight, named
-            `embedding.weight`. The first stage and the last each have a copy.
+            `embedding.weight`. The first stage and the last stage each have a copy.
         head: What computes the head, one of `heads.HEADS`.
 
     Raises:
@@ -196,23 +199,25 @@ class LanguageJob(Job):
             raise ValueError(f"expected head to be one of {', '.join(HEADS)}, found {self.head!r}")
 
     def name_of(self, stage: int, local: str) -> str:
-        """Return the model's name for a stage's parameter or tensor `local`."""
+        """Return the name in the whole model for the parameter or tensor `local` of a stage."""
         return EMBEDDED if self.tied and local == PROJECTED else name_of(self.cut)(stage, local)
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """The tie of embedding and head; empty if they are not tied."""
+        """The tie of embedding and head; empty if embedding and head are not tied."""
         copies = (0, EMBEDDED), (self.num_stages - 1, PROJECTED)
         return (Tie(EMBEDDED, copies),) if self.tied else ()
 
     def decays(self, name: str, parameter: Tensor) -> bool:
-        """Whether weight decay applies; each copy of a tied weight counts as an embedding."""
+        """
+        Whether a parameter gets weight decay; each copy of a tied weight counts as an embedding.
+        """
         return decays(EMBEDDED if self.tied and name == PROJECTED else name, parameter)
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
         """
-        Like `Job.options`. The cut sets the layers; the first stage adds the embedding, the last
-        stage the head.
+        Return the arguments for making a stage, like `Job.options`. The cut determines the stage's
+        layers; the first stage also has the embedding, the last stage the head.
         """
         last = index == self.num_stages - 1
         ends = Ends(
@@ -235,9 +240,10 @@ class LanguageJob(Job):
 
     def optimizer(self, stages: list[StageBackend], *, capturable: bool = False) -> Optimizer:
         """
-        Return AdamW whose weight decay leaves out norms, biases and embeddings.
+        Return an AdamW optimizer without weight decay for norms, biases and embeddings.
 
-        A capturable optimizer keeps its rate on the device, so that replays of a graph see changes.
+        A capturable optimizer keeps its learning rate on the device, so that replays of a graph use
+        changed rates.
         """
         lr: float | Tensor = self.rate.at(0)
         if capturable:
@@ -253,7 +259,7 @@ class LanguageJob(Job):
 
     @property
     def clipping(self) -> Clipping:
-        """As `Job.clipping`."""
+        """How an update uses the norm of all gradients."""
         return Clipping(max_norm=self.clip_norm, skip_nonfinite=self.skip_nonfinite)
 
     def prepare(self, step: int, optimizer: Optimizer) -> None:
@@ -262,17 +268,17 @@ class LanguageJob(Job):
 
     @property
     def loss(self) -> LossShare:
-        """A microbatch's share of a step's mean negative log likelihood."""
+        """The function for a microbatch's share of a step's mean negative log likelihood."""
         return LossShare(mean_cross_entropy, self.microbatches * self.dp)
 
     @property
     def windows_a_step(self) -> int:
-        """Windows of text per step, over all replicas."""
+        """Number of windows of text per step, over all replicas."""
         return self.dp * self.microbatches * self.config.batch
 
     def position(self, step: int) -> int:
         """
-        Number of windows that training used before a step, counted from the first step of training.
+        Return the number of windows that training uses before a step, over all earlier steps.
         """
         loader = self._loader
         return loader.position + (step - loader.step) * self.windows_a_step
@@ -287,13 +293,16 @@ class LanguageJob(Job):
         self, device: torch.device, replica: int = 0
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
         """
-        Return a function that returns the tokens of a step's microbatch, and the token after each.
+        Return a function from step and microbatch to the microbatch's tokens, and the token that
+        follows each of them.
         """
         loader = self._loader
         held: dict[int, tuple[Tensor, Tensor]] = {}
 
         def whole_step(step: int) -> tuple[Tensor, Tensor]:
-            """Copy a step's microbatches to the device at once, without waiting for a stream."""
+            """
+            Copy all microbatches of a step to the device in one copy, without waiting for a stream.
+            """
             c, share = self.config, self.microbatches * self.config.batch
             both = loader.windows(self.position(step) + replica * share, share)
             sides = [

@@ -1,9 +1,10 @@
 """
-Check that all values that a checkpoint would hold are finite: weights, moments and scales.
+Check that all values for a checkpoint are finite: weights, moments and scales.
 
-The device reduces each tensor to its largest magnitude, which is infinite or NaN if any value is;
-the host reads one flag per tensor. Amax histories are left out: under `skip_nonfinite` they may
-hold an infinite amax for a while, but no scale is computed from it.
+The device reduces each tensor to its largest magnitude, which is infinite or NaN if any value of
+the tensor is; the host reads one flag per tensor. Amax histories are left out: with
+`skip_nonfinite` a history may hold an infinite amax for a while, but no scale is computed from this
+amax.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class NonFinite:
 
     Args:
         name: The tensor's name in a checkpoint.
-        stage: The stage that holds it.
-        count: How many of its values are not finite.
-        size: How many values it has.
+        stage: The stage of the tensor.
+        count: Number of values in the tensor that are not finite.
+        size: Number of values in the tensor.
     """
 
     name: str
@@ -47,7 +48,8 @@ class NonFinite:
 
 def persistent(worker: Worker, naming: Naming) -> Iterator[tuple[str, int, Tensor]]:
     """
-    Name, stage and live tensor of every weight, moment, master weight and scale of a rank.
+    Return the name, the stage and the live tensor of every weight, moment, master weight and scale
+    of a rank.
 
     Args:
         worker: This rank, between two steps.

@@ -46,7 +46,7 @@ from .step_runner import StepRunner, mode_of
 __all__ = ["RESUMABLE", "Trainer"]
 
 RESUMABLE: Final = ("gone", "late", "ended", "lost")
-"""Kinds of causes after which a run may be resumed without a person's decision."""
+"""Kinds of causes after which a run may be resumed automatically, without a person's decision."""
 
 #: How often in a row two runs of one step may differ before the run ends.
 _MISMATCHES: Final = 3
@@ -61,25 +61,26 @@ class Trainer:
     Args:
         member: This process.
         config: The run.
-        show: Shows a line on a terminal, but skips a line shortly after another one; used on rank
-            0.
+        show: Function that shows a progress line on a terminal, but may skip lines in quick
+            succession; used on rank 0.
         data: The configuration's data, from `open_job`; by default, the trainer opens it.
-        note: Always shows a line; `show` by default.
-        resume: Continue from the newest checkpoint, if there is one.
-        adopt: Accept another run's checkpoint too.
-        lock: The lock of the folder of checkpoints, on rank 0; by default, the trainer takes it.
-            `close` releases it. If the trainer cannot be made, a given lock is not released.
+        note: Function that always shows a line; `show` by default.
+        resume: Whether to continue from the newest checkpoint, if there is a checkpoint.
+        adopt: Whether to accept another run's checkpoint.
+        lock: The lock of the folder of checkpoints, on rank 0; by default, the trainer takes the
+            lock. `close` releases the lock. If the trainer cannot be made, a given lock is not
+            released.
 
     Attributes:
-        stands: The run's status, as last written to the status file.
-        tell: Prints why the run stopped, if the main thread cannot. The function takes the cause
-            and the run's status, and returns whether this rank printed.
+        stands: The run's status that was last written to the status file.
+        tell: Function that prints why the run stopped, if the main thread cannot. The function
+            takes the cause and the run's status, and returns whether this rank printed the cause.
 
     Raises:
         UnusableError: The configuration or the data cannot be used, or the folder has checkpoints
-            and `resume` is not given.
+            although `resume` is not given.
         BackendError: A stage cannot be built, or the checkpoint cannot be loaded.
-        StoppedError: A rank is gone during the load.
+        StoppedError: A rank was lost during the load of a checkpoint.
     """
 
     def __init__(
@@ -179,11 +180,11 @@ class Trainer:
         return self.results.watch
 
     def save(self) -> None:
-        """Write a checkpoint between two steps; it raises the errors of `Saves.save`."""
+        """Write a checkpoint between two steps; raises the errors of `Saves.save`."""
         self.saves.save(self.worker, self.job)
 
     def _take_start(self, path: Path) -> None:
-        """Begin with the weights from a file."""
+        """Load the initial weights from a file."""
         where = f"{self.config.source}: [model] start"
         names = self.config.model.start_names
         count = load_start(
@@ -209,7 +210,10 @@ class Trainer:
         return log
 
     def _tell_cut(self) -> None:
-        """Log a measured cut with its times; a training file with these times gets the same cut."""
+        """
+        Log a measured cut with its times; a training file that contains these times gets the same
+        cut.
+        """
         parallel = self.config.parallel
         if self.log is not None and parallel.cut == "measured":
             times = {name: getattr(parallel, name) for name in TIMES}
@@ -229,7 +233,7 @@ class Trainer:
         return Rotation(path, run.event_log_steps, run.event_log_keep) if rotates else path
 
     def _watch_logs(self) -> None:
-        """Let the run continue if its event log or its rank log can no longer be written."""
+        """Let the run continue even if its event log or its rank log can no longer be written."""
         for log, what in (
             (self.worker.runtime.recorder, "event log"),
             (self.worker.rank_log, "rank log"),
@@ -251,15 +255,15 @@ class Trainer:
 
     def run(self) -> None:
         """
-        Train to the last step, with the evaluations and checkpoints that are due.
+        Train until the last step, with the configured evaluations and checkpoints.
 
-        SIGTERM, SIGUSR1 and `[run] max_seconds` end the run after a step that all ranks agree on,
-        with a checkpoint; `ended_by` then names the request. The status file says what ended the
-        run.
+        SIGTERM, SIGUSR1 and `[run] max_seconds` end the run with a checkpoint, after a step that
+        all ranks agree on; `ended_by` then names the request. The status file says why the run
+        ended.
 
         Raises:
-            StoppedError: A rank could not continue; every rank raises it.
-            DivergedError: The run has diverged; every rank raises it after the same step.
+            StoppedError: A rank could not continue; every rank raises this error.
+            DivergedError: The run has diverged; every rank raises this error after the same step.
             BackendError: A rank was lost in an evaluation, or the last checkpoint was not saved.
         """
         self._started = time.perf_counter()
@@ -303,7 +307,8 @@ class Trainer:
 
     def _told_aside(self, cause: Cause) -> bool:
         """
-        Print the cause of a stop while the main thread waits; return whether this rank printed it.
+        Print the cause of a stop while the main thread waits; return whether this rank printed the
+        cause.
         """
         resume = cause.kind in RESUMABLE
         self._status("ended", by=cause.kind, cause=cause.text, resume=resume)
@@ -311,7 +316,10 @@ class Trainer:
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
-        """A context in which the rank does something other than steps; a cause names it."""
+        """
+        A context for an operation other than a step, such as an evaluation; the cause of a stop
+        names the operation.
+        """
         self._request.doing = what
         try:
             yield
@@ -360,14 +368,17 @@ class Trainer:
         return self.held_out is not None and bool(due)
 
     def _looks(self, step: int) -> bool:
-        """Whether a check of all weights is due after this number of steps; a save checks too."""
+        """
+        Whether a separate check of all weights is due after this number of steps; a save also makes
+        this check.
+        """
         run = self.config.run
         return bool(run.look_every) and (step == run.steps or step % run.look_every == 0)
 
     def _look(self, step: int, action: str) -> None:
         """
         Check that all weights, moments and scales are finite after `step` steps; every rank calls
-        it.
+        this method.
 
         Raises:
             DivergedError: A value is not finite.
@@ -380,10 +391,10 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         """
-        One optimizer step with its own learning rate; a launch may still run on return.
+        Run one optimizer step with its own learning rate; a launch may still be running on return.
 
         Raises:
-            StoppedError: All ranks stopped this step or the one before.
+            StoppedError: All ranks stopped in this step or in the previous step.
         """
         try:
             self._agent.require()
@@ -396,16 +407,15 @@ class Trainer:
 
     def _known(self, taken: int, *, last: bool = False) -> None:
         """
-        Log the steps whose results are known. Unless another step follows, first wait for all
-        results.
+        Log the steps whose results are known. If no step follows, first wait for all results.
 
         Args:
-            taken: Steps taken so far.
-            last: Whether the run ends here before its last step.
+            taken: Number of steps taken so far.
+            last: Whether the run ends now, before its last step.
 
         Raises:
-            StoppedError: All ranks stopped the last step, or a rank stopped after it.
-            DivergedError: As `StepLog.collect`.
+            StoppedError: All ranks stopped in the last step, or a rank stopped after this step.
+            DivergedError: A loss is not finite, or too many updates in a row were skipped.
         """
         every, steps = self.config.run.log_every, self.config.run.steps
         steps = taken if last else steps
@@ -421,7 +431,7 @@ class Trainer:
 
     def _again(self, stopped: StoppedError) -> None:
         """
-        Restart the step after a stop, as often as the configuration allows.
+        Restart the step after a stop, as many times as the configuration allows.
 
         A step whose two runs differ is restarted only if `[guard] on_mismatch` is ``again``.
 
@@ -447,8 +457,8 @@ class Trainer:
         Log which gradients differ between two runs of a step, and restart the step.
 
         Raises:
-            StoppedError: The run is to end at a mismatch, or this step had too many mismatches in a
-                row.
+            StoppedError: The configuration ends the run at a mismatch, or this step had too many
+                mismatches in a row.
         """
         self.mismatches += 1
         self._mismatches += 1
@@ -473,10 +483,12 @@ class Trainer:
 
     def digest(self) -> str:
         """
-        Return one SHA-256 of the run's parameters, moments and scales; every rank calls it.
+        Return one SHA-256 of the run's parameters, moments and scales; every rank calls this
+        method.
 
         Raises:
-            BackendError: As `state_digest`.
+            BackendError: Ranks, or copies of a tied weight, hold different bits for the same
+                tensor.
         """
         return state_digest(self.worker, self.job.name_of)
 

@@ -23,14 +23,18 @@ _TAIL = 1 << 16
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak memory so far, in bytes: reserved on a GPU, resident on a CPU."""
+    """
+    Return the peak memory so far, in bytes: reserved memory on a GPU, resident memory on a CPU.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _warnings(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Warnings about a step; the terminal shows each kind once in a run, the first time."""
+    """
+    Return the warnings about a step, by kind; the terminal shows each kind only once in a run.
+    """
     if not math.isfinite(line["loss"]):
         yield "NOT FINITE", f"the loss is {line['loss']}"
     if line.get("skipped"):
@@ -56,7 +60,7 @@ def _warnings(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _shown(line: Mapping[str, Any]) -> str:
-    """The terminal's line for a step."""
+    """Return the terminal's line for a step."""
     parts = [
         f"step {line['step']}",
         f"loss {line['loss']:.4f}",
@@ -86,10 +90,10 @@ def _clock(seconds: float) -> str:
 
 def _end_last_line(path: Path) -> None:
     """
-    Make sure that the next line of a log begins on a new line.
+    Prepare a log file so that the next entry begins on a new line.
 
-    If a killed run or a full disk left an unfinished last line, that line is removed. A whole last
-    line without a newline gets a newline.
+    An unfinished last line, left by a killed run or a full disk, is removed. A complete last line
+    without a newline gets a newline.
 
     Raises:
         OSError: The file cannot be read or written.
@@ -118,10 +122,10 @@ def _end_last_line(path: Path) -> None:
 
 def _require_log(path: Path) -> None:
     """
-    Require that lines may be appended to a file: the file is new, empty, a device, or a log.
+    Raise an error unless lines may be appended to a file: a new or empty file, a device, or a log.
 
     Raises:
-        UnusableError: The file holds something else, such as tokens.
+        UnusableError: The file has other content than a log, such as tokens.
         OSError: The file cannot be read.
     """
     if not path.is_file():
@@ -137,18 +141,19 @@ def _require_log(path: Path) -> None:
 
 class Log:
     """
-    The log of a run; only rank 0 has one.
+    The log of a run; only rank 0 has a log.
 
-    A line's `step` counts from 0. An event after a step, such as an evaluation, has that step's
-    number. A number that is not finite is written as null. If the file can no longer be written,
+    A line's `step` counts from 0. An event after a step, such as an evaluation, has the number of
+    that step. A number that is not finite is written as null. If the file can no longer be written,
     the log notes the error once, and training continues without the file.
 
     Args:
         path: File to which JSON lines are appended; None for no file. If a killed run left its last
             line unfinished, that line is removed.
         board: Folder for TensorBoard; None for no TensorBoard files.
-        show: Shows a line on the terminal, but skips a line shortly after another one.
-        note: Always shows a line; `show` by default.
+        show: Function that shows a progress line on the terminal, but may skip lines in quick
+            succession.
+        note: Function that always shows a line; `show` by default.
 
     Attributes:
         ended: Why the file could no longer be written; None while it can be written.
@@ -189,7 +194,9 @@ class Log:
                 raise UnusableError(f"[run] log: {path}: {error.strerror or error}") from None
 
     def __call__(self, line: Mapping[str, Any]) -> None:
-        """Write one line as JSON, its numbers to TensorBoard, and a loss to the terminal."""
+        """
+        Write one line to the log as JSON, its numbers to TensorBoard, and the loss to the terminal.
+        """
         if self._file is not None:
             clean = {k: finite(v) if type(v) is float else v for k, v in line.items()}
             try:
@@ -212,7 +219,7 @@ class Log:
             self._show(_shown(line))
 
     def _end(self, error: OSError) -> None:
-        """Continue without the file, and keep the reason."""
+        """Continue without the log file, and record the reason."""
         self.ended = f"[run] log: {self._path}: {error.strerror or error}"
         file, self._file = self._file, None
         if file is not None:

@@ -1,9 +1,9 @@
 """
-A language model in fp32 without FP8, computed on the CPU, for checkpoints of either backend.
+Compute a language model on the CPU in fp32, without FP8, for checkpoints of either backend.
 
-A checkpoint of Transformer Engine's backend holds scales for the library's own casts and products,
-which do not run on a CPU. So the CPU evaluates the weights without casts. The logits then differ
-from those of the run's own evaluation by FP8 rounding.
+A checkpoint of Transformer Engine's backend contains scales for the library's own casts and
+products, which do not run on a CPU. So this module computes the model without FP8 casts. The logits
+therefore differ, by FP8 rounding, from those of the run's own evaluation.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class PlainModel:
 
     Args:
         model: The dimensions.
-        weights: The weights by the reference backend's names and with its shapes, of any type; a
-            tied weight under both names.
-        gelu: ``none`` for the exact GELU, ``tanh`` for the approximate one.
+        weights: The weights, of any type, with the names and shapes of the reference backend; a
+            tied weight has both names.
+        gelu: ``none`` for the exact GELU, ``tanh`` for its tanh approximation.
 
     Raises:
         BackendError: A weight is missing, unexpected, or of another shape.
@@ -61,7 +61,7 @@ class PlainModel:
         Compute the logits of the next token.
 
         Args:
-            ids: From one token up to a window of tokens.
+            ids: The tokens so far: at least one token, at most a window.
 
         Returns:
             The logits over the vocabulary, fp32.
@@ -89,7 +89,7 @@ class PlainModel:
         return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def _attended(self, layer: str, x: Tensor) -> Tensor:
-        """Causal attention over `(tokens, hidden)`."""
+        """Compute causal attention on hidden states of shape `(tokens, hidden)`."""
         angles = None if self.angles is None else self.angles[: len(x)]
         qkv = self._product(x, f"{layer}qkv")
         query, key, value = queries_keys_values(qkv, self.layer, angles)
@@ -98,7 +98,7 @@ class PlainModel:
 
 
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight."""
+    """Return the shape of each weight."""
     hidden, layer = model.hidden, model.layer()
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.weight": (model.vocabulary, hidden),

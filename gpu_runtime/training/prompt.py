@@ -1,10 +1,11 @@
 """
-Generate text from a checkpoint: one process runs the whole model on the CPU, token by token.
+Generate text with the model of a checkpoint: one process runs the whole model on the CPU, token by
+token.
 
-The reference backend computes the forward passes of its own checkpoints with their saved scales, as
-an evaluation does. Checkpoints of Transformer Engine's backend are evaluated in fp32, without FP8.
-A prompt starts at the model's first position. Once the text is longer than a window, the model sees
-its last `sequence` tokens.
+Checkpoints of the reference backend are evaluated by that backend, with the saved scales, as in an
+evaluation. Checkpoints of Transformer Engine's backend are evaluated in fp32, without FP8. A prompt
+starts at the model's first position. Once the text is longer than a window, the model sees only the
+last `sequence` tokens of the text.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .te_weights import as_reference
 __all__ = ["WholeModel", "choose"]
 
 _LIBRARY: Final = "transformer-engine"
-"""The backend of Transformer Engine, whose module needs the library."""
+"""Name of the Transformer Engine backend; a constant, because its module needs the library."""
 
 
 @attrs.frozen(eq=False)
@@ -40,10 +41,11 @@ class WholeModel:
     The model of a checkpoint, loaded into this process.
 
     Args:
-        model: Its dimensions.
+        model: The dimensions of the model.
         facts: The checkpoint's facts.
-        of_window: Computes the logits of the next token from at most a window of tokens.
-        computed: In words, how the logits are computed.
+        of_window: Function that computes the logits of the next token from at most a window of
+            tokens.
+        computed: Description of how the logits are computed.
     """
 
     model: Model
@@ -54,7 +56,7 @@ class WholeModel:
     @classmethod
     def of(cls, path: Path) -> WholeModel:
         """
-        Load a checkpoint of any number of ranks, after comparing the hash of each file.
+        Load a checkpoint from any number of ranks, after comparing the hash of each file.
 
         The scales of the first replica are used.
 
@@ -85,7 +87,7 @@ class WholeModel:
         return cls(model, facts, _reference(path, model, weights), "with the reference backend")
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """The logits of the next token, in fp32; the checkpoint's scales are not changed."""
+        """Return the logits of the next token, in fp32; the checkpoint's scales are not changed."""
         return self.of_window(list(ids)[-self.model.sequence :])
 
     def continued(
@@ -97,8 +99,9 @@ class WholeModel:
         Args:
             ids: The text's tokens, at least one.
             tokens: Number of tokens to yield.
-            below: Only tokens below this number are chosen: the rest of the vocabulary is padding.
-            temperature: As for `choose`.
+            below: Only tokens below this number are chosen, because the rest of the vocabulary is
+                padding.
+            temperature: Divides the logits before a random choice; 0 takes the most probable token.
             seed: Seed of the choices.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -110,7 +113,7 @@ class WholeModel:
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     """
-    Choose a token.
+    Choose the next token.
 
     Args:
         logits: The logit of each token.
@@ -155,7 +158,7 @@ def _reference(
 
 
 def _evaluated(stage: ReferenceStage, tokens: Tensor, seen: Sequence[int]) -> Tensor:
-    """Compute logits in an evaluation; `tokens` has the shape of a microbatch."""
+    """Compute logits without changing the scales; `tokens` has the shape of a microbatch."""
     tokens = torch.zeros_like(tokens)
     tokens[: len(seen), 0] = torch.tensor(list(seen))
     held = Snapshot(tuple(stage.numerical_state().values()))

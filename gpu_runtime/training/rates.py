@@ -13,12 +13,15 @@ __all__ = ["Rate"]
 @attrs.frozen(kw_only=True)
 class Rate:
     """
-    A learning rate by step, rounded to float32: the host's rate equals the device's.
+    The learning rate of each step, rounded to float32, so that the rates on host and device are
+    equal.
 
     Args:
         peak: The rate after the warm-up.
-        warmup: Steps of the warm-up; the first step has the rate `peak / warmup`, not zero.
-        steps: Steps until the rate reaches `least`, including the warm-up; 0 keeps the peak rate.
+        warmup: Number of steps of the warm-up; the first step has the rate `peak / warmup`, not
+            zero.
+        steps: Number of steps, including the warm-up, until the rate reaches `least`; 0 keeps the
+            peak rate.
         least: The rate after `steps` steps.
 
     >>> rate = Rate(peak=1.0, warmup=2, steps=6, least=0.1)

@@ -1,11 +1,11 @@
 """
-How far gradients exceeded the range of their FP8 scales, step by step, without making the host
-wait.
+Measure in each step how far gradients exceeded the range of their FP8 scales, without making the
+host wait.
 
 Delayed scaling casts a gradient with a scale computed from earlier amaxes. A larger gradient is
 clipped to the largest FP8 value; its amax then lowers the scale. So the factor by which a scale
-fell in a step is the factor by which the gradient exceeded its range. The fall is seen only if the
-history still holds that amax at the end of the step.
+fell in a step is the factor by which the gradient exceeded its range. The fall is measured only if
+the amax history still contains that amax at the end of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sound runs fall too: in three runs of 150 steps, by a factor of at most 22 in a 
 
 class GradientScales:
     """
-    The scales with which one rank casts gradients, and by which factor they fell in each step.
+    The scales with which one rank casts gradients, and the factors by which they fell in each step.
 
     Args:
         worker: The rank, between two steps.
@@ -52,7 +52,7 @@ class GradientScales:
         self.reset()
 
     def reset(self) -> None:
-        """Forget earlier scales; call it after scales were restored."""
+        """Forget earlier scales; must be called after scales were restored."""
         if self._live:
             self._before = _together(self._live)
 
@@ -76,7 +76,7 @@ def _together(live: Sequence[Tensor]) -> Tensor:
 
 
 def _compare(into: Tensor, before: Tensor, live: Sequence[Tensor]) -> None:
-    """Queue the comparison on the current stream, behind the step."""
+    """Queue the comparison on the current stream, after the step."""
     now = _together(live)
     fall, place = (before / now).max(0)
     into[0], into[1] = fall, place

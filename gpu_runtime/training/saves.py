@@ -1,5 +1,5 @@
 """
-The checkpoints of one run: its folder and lock, loads, saves, and the status file beside them.
+The checkpoints of one run: the folder and its lock, loads, saves, and the status file.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _LATER = {
 
 class Saves:
     """
-    The checkpoints of one run, if its configuration names a folder. Every rank makes a `Saves` and
-    calls the same methods.
+    The checkpoints of one run, if its configuration names a folder. Every rank makes a `Saves`
+    object and calls the same methods.
 
     Args:
         member: This process.
         config: The run.
-        lock: The lock of the folder, on rank 0; `open` takes it by default.
+        lock: The lock of the folder, on rank 0; by default, `open` takes the lock.
 
     Attributes:
         checkpoints: The folder of checkpoints; None if the run has none.
-        found: The checkpoint from which the run continues; None if the run begins anew.
-        warnings: Problems that `open` found but accepted, in sentences.
+        found: The checkpoint from which the run continues; None for a new run.
+        warnings: Sentences about problems that `open` found but accepted.
         log: The run's log, on rank 0; the trainer sets it.
     """
 
@@ -75,11 +75,12 @@ class Saves:
         Open the folder of checkpoints and find the newest checkpoint.
 
         Args:
-            resume: Continue from the newest checkpoint, if there is one.
-            adopt: Accept another run's checkpoint too.
+            resume: Whether to continue from the newest checkpoint, if there is a checkpoint.
+            adopt: Whether to accept another run's checkpoint.
 
         Raises:
-            UnusableError: The folder cannot be used, or has checkpoints and `resume` is not given.
+            UnusableError: The folder cannot be used, or has checkpoints although `resume` is not
+                given.
         """
         given = self.config.checkpoint
         where = f"{self.config.source}: [checkpoint] folder"
@@ -118,7 +119,7 @@ class Saves:
 
     def begin(self) -> None:
         """
-        Write the run's identity into the lock file; call it once nothing can prevent the start.
+        Write the run's identity into the lock file, once nothing can prevent the start any more.
         """
         if self.lock is not None and self.checkpoints is not None:
             self.lock.say(run=self.checkpoints.run[0])
@@ -134,7 +135,7 @@ class Saves:
             BackendError: The checkpoint cannot be loaded.
             StoppedError: A rank is gone.
             UnusableError: The data differ from the checkpoint's data, or the checkpoint belongs to
-                another training file and `open` was not asked to adopt it.
+                another training file and `adopt` was not set in `open`.
         """
         checkpoints, path = self.checkpoints, self.found
         assert checkpoints is not None
@@ -180,11 +181,11 @@ class Saves:
 
     def _other_run(self, source: str | None, saved: Mapping[str, Any]) -> str:
         """
-        Say in words that a checkpoint belongs to another training file; empty if it belongs to this
-        file.
+        Describe the other training file to which a checkpoint belongs; empty if the checkpoint
+        belongs to this file.
 
-        A file may be edited or renamed between two starts. A file that has another name and also
-        trains something else belongs to another run, unless `[checkpoint] run` names the run.
+        A file may be edited or renamed between two starts. A file with another name and with other
+        training fields belongs to another run, unless `[checkpoint] run` names the run.
         """
         own = self.config.source.name
         if source is None or source == own or self.config.checkpoint.run:
@@ -210,7 +211,7 @@ class Saves:
 
         Raises:
             BackendError: The checkpoint cannot be written; earlier checkpoints are unchanged.
-            StoppedError: A rank has live state (unfinished work), or is gone.
+            StoppedError: A rank has unfinished work, or is gone.
             DivergedError: A weight, a moment or a scale is not finite.
         """
         if self.checkpoints is None:
@@ -240,18 +241,20 @@ class Saves:
         last: bool,
     ) -> None:
         """
-        Save after `step` steps and log the time; a failure is only logged, except in the last save.
+        Save a checkpoint after `step` steps, and log the time; a failure is only logged, except in
+        the last save.
 
         Args:
             worker: The pipeline.
-            job: The job that it trains.
-            step: Steps taken.
-            all_gather: Gathers each rank's milliseconds.
+            job: The job that the pipeline trains.
+            step: Number of steps taken.
+            all_gather: Function that gathers the time in milliseconds from each rank.
             last: Whether the run ends with this save.
 
         Raises:
             BackendError: The last checkpoint cannot be written.
-            StoppedError, DivergedError: As `save`.
+            StoppedError, DivergedError: A rank has unfinished work or is gone; or a value is not
+                finite.
         """
         told = self.checkpoints is not None and self.checkpoints.told
         began = time.perf_counter()
@@ -268,7 +271,7 @@ class Saves:
             self.log({"step": step - 1, "save_ms": [round(ms, 3) for (ms,) in spent]})
 
     def log_failure(self, step: int) -> None:
-        """Log that an asynchronous save has failed, at the first step after the failure."""
+        """If an asynchronous save has failed, log the failure once, at the next step."""
         if self.checkpoints is None or self.log is None:
             return
         if problem := self.checkpoints.failure():
@@ -285,14 +288,14 @@ class Saves:
             self.checkpoints.wait()
 
     def facts(self, state: str, **told: Any) -> dict[str, Any]:
-        """The run's status (`facts_of_run`); every rank can report it."""
+        """Return the run's status (`facts_of_run`), on any rank."""
         made, given = self.checkpoints, self.config.checkpoint.folder
         folder = self.config.path(given) if given else None
         run = self.config.checkpoint.run or None if made is None else made.run[0]
         return facts_of_run(folder, state, run=run, steps=self.config.run.steps, **told)
 
     def write_status(self, facts: Mapping[str, Any]) -> None:
-        """Write the status file: on rank 0, if the run has a folder of checkpoints."""
+        """Write the status file; only rank 0 writes, if the run has a folder of checkpoints."""
         if self.checkpoints is None or self.member.rank:
             return
         if self.lock is not None and self.lock.lost():
@@ -308,12 +311,12 @@ class Saves:
         self.release()
 
     def release(self) -> None:
-        """Release the folder's lock, if this process has it."""
+        """Release the folder's lock, if this process holds the lock."""
         if self.lock is not None:
             self.lock.release()
 
     def _must(self, job: LanguageJob) -> dict[str, Any]:
-        """The facts that must be equal in the saving run and the loading run."""
+        """Return the facts that must be equal in the saving run and the loading run."""
         model = attrs.asdict(self.config.model)
         del model["seed"], model["start"], model["start_names"]
         for name, default in _LATER.items():
@@ -322,14 +325,19 @@ class Saves:
         return {"model": model, "master": job.master}
 
     def _configuration(self, job: LanguageJob) -> dict[str, Any]:
-        """The tables of this run, with the number of decay steps in force."""
+        """
+        Return the configuration tables of this run, with the number of decay steps that is used.
+        """
         tables = self.config.record()
         tables["optimizer"]["decay_steps"] = job.rate.steps
         return tables
 
 
 def _training(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables that distinguish runs, without the values that a resume fills in."""
+    """
+    Return the configuration tables that distinguish runs, without the values that a resume fills
+    in.
+    """
     found = {name: dict(tables.get(name, {})) for name in _TRAINING}
     found["optimizer"].pop("decay_steps", None)
     return found

@@ -1,7 +1,8 @@
 """
 Begin a run from the weights in a file, such as a file that `qeffect runtime export` wrote.
 
-Only weights come from the file: AdamW's state, scales and the position in the text start fresh.
+Only weights come from the file; AdamW's state, the scales and the position in the text are those of
+a new run.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _ZIP = b"PK"
 @attrs.frozen
 class StartingWeights:
     """
-    The weights of a file; a weight is read when it is asked for.
+    The weights of a file; each weight is read only when it is used.
 
     Args:
         path: The file.
         names: Names of the weights.
-        read: Returns the weight that has a given name.
+        read: Function that returns the weight with a given name.
     """
 
     path: Path
@@ -49,10 +50,11 @@ class StartingWeights:
     @classmethod
     def open(cls, path: Path) -> StartingWeights:
         """
-        Open a safetensors file, or a dictionary that `torch.save` wrote; the content shows which.
+        Open a safetensors file, or a dictionary that `torch.save` wrote; the file's content decides
+        between the two.
 
         Raises:
-            BackendError: The file cannot be read, or holds something else.
+            BackendError: The file cannot be read, or has neither of these formats.
             UnusableError: The file is a safetensors file, and the package safetensors is not
                 installed.
         """
@@ -74,7 +76,7 @@ class StartingWeights:
 
         Args:
             names: The file's names for the weights.
-            needed: The model's weights.
+            needed: Names of the model's weights.
 
         Raises:
             BackendError: `names` lacks a weight of the model.
@@ -118,22 +120,23 @@ def load_start(
     worker: Worker, naming: Naming, path: Path, where: str, names: str = "", folder: Path = Path()
 ) -> int:
     """
-    Write the weights of a file into a model before its first step; every rank calls it.
+    Copy the weights of a file into a model before its first step; every rank calls this function.
 
     Args:
         worker: This rank, whose epoch is 0.
         naming: The model's names.
         path: The file, which every rank reads.
         where: The field that names the file, for messages.
-        names: The file's names for the weights, as for `WeightNames.of`; empty for QEffect's names.
-        folder: The folder of a relative path in `names`.
+        names: The file's names for the weights: ``gpt2``, or the path of a file of names; empty for
+            QEffect's names.
+        folder: The folder to which a relative path in `names` refers.
 
     Returns:
-        How many weights the file has.
+        The number of weights in the file.
 
     Raises:
-        BackendError: On every rank, before a weight changes: a rank cannot read the file, or names,
-            shapes or types differ from the model's.
+        BackendError: A rank cannot read the file, or names, shapes or types differ from the
+            model's. Every rank raises this error, before any weight changes.
     """
     into = [
         (naming(stage.index, local), parameter)
@@ -164,7 +167,7 @@ def load_start(
 def _odd(
     found: StartingWeights, needed: set[str], into: Sequence[tuple[str, Tensor]], where: str
 ) -> str:
-    """Say how the file differs from the model; empty if they agree."""
+    """Say how the file differs from the model; empty if file and model agree."""
     said = f"{where}: {found.path}"
     if lacking := sorted(needed - found.names):
         missing = f"{counted(len(lacking), 'weight')} of the model"

@@ -3,14 +3,14 @@ The tensors of a rank that a checkpoint saves, with names that do not depend on 
 stages to ranks.
 
 Examples are `model.layers.5.qkv.weight`, `optim.layers.5.qkv.weight.exp_avg` and
-`fp8.dp0.layers.5.forward.scale`. Layers count over the whole model, so any rank of any mapping
-finds its tensors. A tensor that is the same in all replicas has one name. Scaling state differs
-between replicas and is named by replica; if the replicas share the state, all use the first
-replica's name. Random states belong to a process, so their names contain a place in the
-pipeline; no other name does.
+`fp8.dp0.layers.5.forward.scale`. Layers are numbered over the whole model, so any rank of any
+mapping finds its tensors. A tensor that is the same in all replicas has one name. Scaling state
+differs between replicas, so its names contain the replica; if the replicas share the state, all use
+the first replica's name. Random states belong to a process, so their names, and no others, contain
+the rank's index in the pipeline.
 
 Tokens, generations, tapes, graphs, streams, events, addresses and weight caches are not saved: they
-belong to a process, and a restore rebuilds them.
+belong to a process, and a restored process makes them again.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 def by_layer(layers: int) -> Naming:
     """
-    Return a naming by layers, for a model whose stages all have the same number of layers.
+    Return a naming function for a model whose stages all have the same number of layers.
 
     Args:
-        layers: Layers per stage.
+        layers: Number of layers per stage.
 
     >>> by_layer(2)(3, "layers.1.qkv.weight")
     'layers.7.qkv.weight'
@@ -75,7 +75,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """
     Return AdamW's state by the optimizer's names, with zeros for state that does not exist yet.
 
-    Zeros at step 0 and missing state give the same first update, bit for bit.
+    Zeros at step 0 and missing state give the same bits in the first update.
     """
     held = dict(optimizer.state_tensors())
     for name, target in optimizer.named.items():
@@ -99,8 +99,9 @@ class PersistentTensors:
         parameters: Names of the weights.
         optimizer: Maps the optimizer's name of each tensor of AdamW's state to the name in
             `tensors`.
-        numerical: Maps the name in `tensors` of each tensor of scaling state to the domain's name.
-        copies: Further tensors that must equal a tensor of `tensors`, by its name: copies of a tied
+        numerical: Maps the name in `tensors` of each tensor of scaling state to the domain's name
+            for it.
+        copies: By name in `tensors`, further tensors that must equal this tensor: copies of a tied
             weight, and their AdamW state.
     """
 
@@ -115,19 +116,19 @@ class PersistentTensors:
         cls, runtime: Runtime, optimizer: Optimizer, naming: Naming, replica: int, place: int
     ) -> PersistentTensors:
         """
-        Name a rank's tensors.
+        Collect a rank's tensors under their names in a checkpoint.
 
         Args:
             runtime: The rank's runtime.
-            optimizer: The optimizer over its stages.
+            optimizer: The optimizer over the runtime's stages.
             naming: The model's names.
             replica: The index of the rank's replica, whose scaling state the rank holds.
-            place: The rank's place in its pipeline; it appears only in names of state that belongs
-                to no stage.
+            place: The rank's index in its pipeline; only names of state that belongs to no stage
+                contain this index.
 
         Raises:
-            BackendError: The naming gives two tensors the same name or has no name for one, or a
-                tensor of the optimizer belongs to no parameter.
+            BackendError: The naming function gives two tensors the same name or fails for a tensor,
+                or a tensor of the optimizer belongs to no parameter.
         """
         tensors: dict[str, Tensor] = {}
         weights: dict[str, None] = {}
@@ -183,7 +184,8 @@ class PersistentTensors:
 
     def require_alike(self) -> None:
         """
-        Require that all copies of a tensor have the same bits, because only one copy is saved.
+        Raise an error unless all copies of a tensor have the same bits, because only one copy is
+        saved.
 
         Raises:
             BackendError: Copies of a tied weight differ.
@@ -212,7 +214,10 @@ def _named(naming: Naming, stage: int, local: str) -> str:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """States of torch's generators in this process: the CPU's, and on a GPU the device's."""
+    """
+    Return the states of torch's random generators in this process: the CPU's, and on a GPU also the
+    device's.
+    """
     found = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -220,7 +225,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set torch's generators of this process to saved states."""
+    """Set torch's random generators in this process to saved states."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -228,7 +233,8 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """
-    Return type, shape and a sum of the raw bits of each tensor, to detect replicas that differ.
+    Return, for each tensor, the type, the shape and a sum of the raw bits, to detect replicas that
+    differ.
 
     Each tensor is summed on its own device; the host waits once per device.
     """

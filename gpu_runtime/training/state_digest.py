@@ -44,17 +44,17 @@ def digest_of(hashes: Mapping[str, str]) -> str:
 
 def state_digest(worker: Worker, naming: Naming) -> str:
     """
-    Return the digest of a run's state; every rank calls it between two steps.
+    Return the digest of a run's state; every rank calls this function between two steps.
 
-    States of random generators are left out, because they belong to processes.
+    States of random generators are left out, because each process has its own.
 
     Args:
         worker: This rank.
         naming: The model's names.
 
     Raises:
-        BackendError: A tensor differs between two ranks that hold it, or between two copies of a
-            tied weight. Every rank raises the first error.
+        BackendError: A tensor differs between two ranks that both have it, or between two copies of
+            a tied weight. Every rank raises the same error.
     """
     worker.runtime.drain()
     place = worker.member.rank % worker.pp

@@ -31,7 +31,8 @@ _PACES: Final = 50
 
 class StepLog:
     """
-    Gathers the results of steps. Every rank makes a `StepLog` and calls the same methods.
+    Gathers the results of steps from all ranks. Every rank makes a `StepLog` and calls the same
+    methods.
 
     Args:
         member: This process.
@@ -73,15 +74,15 @@ class StepLog:
 
     @property
     def tokens_a_step(self) -> int:
-        """Tokens that one step trains on, all replicas together."""
+        """Number of tokens that one step trains on, over all replicas."""
         return self.job.windows_a_step * self.job.config.sequence
 
     def begin(self, now: float) -> None:
-        """Note that the first step begins at `now`, in seconds of `time.perf_counter`."""
+        """Record that the first step begins at `now`, in seconds of `time.perf_counter`."""
         self._since = now
 
     def pause(self, seconds: float) -> None:
-        """Exclude these seconds from the time of steps."""
+        """Exclude these seconds from the measured time of steps."""
         self._since += seconds
 
     def agree(self) -> None:
@@ -91,7 +92,7 @@ class StepLog:
         self.collected = min(all_gather(self.member, self.collected))
 
     def log_launches(self) -> None:
-        """Log whether each step is one launch, and if not, why."""
+        """Log whether each step runs as one launch, and if not, why."""
         if self.log is None:
             return
         why = self.steps.why_replays
@@ -154,7 +155,8 @@ class StepLog:
 
     def _progress(self, step: int, loss: float, each: float) -> dict[str, Any]:
         """
-        The log's entries for a step's loss, learning rate and pace; `pace` is in seconds per step.
+        Return the log's entries for a step's loss, learning rate, speed and remaining time; `each`
+        is the time of a step in seconds.
         """
         pace = math.fsum(self._paces) / len(self._paces)
         return {
@@ -168,7 +170,7 @@ class StepLog:
         }
 
     def _norm(self, norm: Norm | None) -> dict[str, Any]:
-        """The log's entries for the norm."""
+        """Return the log's entries for the norm of the gradients."""
         if norm is None:
             return {}
         return {
@@ -178,7 +180,7 @@ class StepLog:
         }
 
     def _saturation(self, falls: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """The log's entries for saturated gradients, if the recipe has scales."""
+        """Return the log's entries for saturated gradients, if the recipe has scales."""
         if not any(self._scales):
             return {}
         rank, (factor, place) = max(enumerate(falls), key=lambda one: one[1][0])
@@ -189,7 +191,7 @@ class StepLog:
 
     def _zero_stages(self, result: StepResult, ranks: Sequence[Sequence[float]]) -> list[int]:
         """
-        The stages whose gradients are all zero, known from the norm's parts or from all ranks'
+        Return the stages whose gradients are all zero, from the norm's parts or from all ranks'
         flags.
         """
         if result.norm is not None:
@@ -199,7 +201,7 @@ class StepLog:
         return sorted({stage for stage, zero in pairs if zero})
 
     def _times(self, ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """The log's entries for a step's times by rank, and for the slowest rank."""
+        """Return the log's entries for a step's times by rank, and for the slowest rank."""
         computed, waited, launched, weights = (
             [round(ms, 3) if math.isfinite(ms) else None for ms in column]
             for column in zip(*ranks, strict=True)
@@ -217,7 +219,7 @@ class StepLog:
         return found
 
     def _digested(self) -> list[int]:
-        """Log once which gradients have digests; return their number by rank."""
+        """Log once which gradients have digests; return the number of these gradients by rank."""
         kept, naming = self.worker.gradient_digests, self.job.name_of
         if kept is None:
             return [0] * self.member.world
@@ -229,11 +231,11 @@ class StepLog:
 
 class _Columns:
     """
-    The numbers of several steps, in the order in which a rank sends them, after the number of its
+    The layout of the numbers that a rank sends for several steps; the first number is the rank's
     memory in bytes.
 
     Args:
-        microbatches: Microbatches of a step.
+        microbatches: Number of microbatches of a step.
         results: This rank's result of each step.
         matrices: The number of gradients with digests, on the rank with the most such gradients.
         stages: The number of stages checked for zero gradients, on the rank with the most such
@@ -257,28 +259,34 @@ class _Columns:
         self._stages, self._zeros_at = stages, self._times_at + len(times)
 
     def losses(self, n: int) -> slice:
-        """Where the losses of the n-th step are, by microbatch."""
+        """Return the positions of the n-th step's losses, by microbatch."""
         return _slice(1, n, self._shares)
 
     def falls(self, n: int) -> slice:
-        """The places of the largest fall of a scale in the n-th step, and of that scale's index."""
+        """
+        Return the positions of the largest fall of a scale in the n-th step, and of that scale's
+        index.
+        """
         return _slice(self._falls_at, n, 2)
 
     def digests(self, n: int) -> slice:
         """
-        The places of the digests of the n-th step. A digest is two numbers. Every rank has as many
-        places as the rank with the most digests.
+        Return the positions of the n-th step's digests. Each digest is two numbers. Every rank
+        sends as many numbers as the rank with the most digests.
         """
         return _slice(self._digests_at, n, self._digests)
 
     def times(self, n: int) -> slice:
-        """Where the times of the n-th step are, in ms and in the order of `StepTimes.spent`."""
+        """
+        Return the positions of the n-th step's times, which are in ms and in the order of
+        `StepTimes.spent`.
+        """
         return _slice(self._times_at, n, 4)
 
     def zeros(self, n: int) -> slice:
         """
-        Where the flags of the n-th step are: one per stage. Every rank has as many places as the
-        rank with the most stages.
+        Return the positions of the n-th step's flags, one per stage. Every rank sends as many flags
+        as the rank with the most stages.
         """
         return _slice(self._zeros_at, n, self._stages)
 
@@ -288,5 +296,5 @@ def _slice(start: int, n: int, size: int) -> slice:
 
 
 def _most(ranks: Sequence[Sequence[float]]) -> int:
-    """The memory of the rank that uses the most, in bytes."""
+    """Return the largest memory of any rank, in bytes."""
     return int(max(rank[0] for rank in ranks))

@@ -1,8 +1,9 @@
 """
-The steps of a training run: guarded replays, or one launch per step if asked for and possible.
+Run the steps of a training run as guarded replays, or as one launch per step if this is configured
+and possible.
 
-A launch still runs when `StepRunner.step` returns. After the launch the device copies the step's
-losses and norm to the host. The host reads losses and norm one step later, when the devices of all
+A launch is still running when `StepRunner.step` returns. After the launch the device copies the
+step's losses and norm to the host. The host reads them one step later, when the devices of all
 ranks have confirmed the step. So no host waits for a step that it has just launched.
 """
 
@@ -61,7 +62,7 @@ class StepResult:
 
 def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
     """
-    The mode in which every rank can run the steps of a job; every rank calls it.
+    Return the mode in which every rank can run the steps of a job; every rank calls this function.
 
     Args:
         member: This process.
@@ -69,8 +70,8 @@ def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
         wanted: The configured mode.
 
     Returns:
-        The mode, and why no step can be one launch; the reason is empty if steps can be launches,
-        or if another mode is wanted.
+        The mode, and the reason why no step can be one launch; the reason is empty if steps can be
+        launches, or if another mode is configured.
     """
     why = ""
     if wanted == "one launch":
@@ -88,13 +89,15 @@ class StepRunner:
 
     Args:
         worker: The rank's worker, with a feed of `Batches`, at the epoch at which the run begins.
-            In mode ``one launch`` its steps are launches, if this is possible on every rank.
+            In mode ``one launch`` the worker's steps are launches, if this is possible on every
+            rank.
         why: Why the steps are not launches, if `mode_of` has already found a reason.
-        scales: The rank's scales of gradients; None if saturation is not reported.
+        scales: The scales of the rank's gradients; None if saturation is not reported.
 
     Attributes:
         launches: Number of launches among the steps whose results were read.
-        why_replays: Why steps are guarded replays though launches were asked for; empty otherwise.
+        why_replays: Why steps are guarded replays although launches were configured; empty
+            otherwise.
     """
 
     def __init__(
@@ -124,8 +127,8 @@ class StepRunner:
         Run one optimizer step: as guarded replays, eagerly, or as one launch (`OneLaunch.step`).
 
         Raises:
-            StoppedError: All ranks stopped this step for one cause; with launches, possibly the
-                previous step.
+            StoppedError: All ranks stopped in this step, with launches possibly in the previous
+                step, with the same cause.
         """
         epoch, whole = self.worker.runtime.epoch, self.one_launch
         if whole is None:
@@ -166,16 +169,18 @@ class StepRunner:
         return stopped
 
     def _fall(self) -> Tensor | None:
-        """By which factor the scales of gradients fell in the step that was just queued."""
+        """
+        Return the factor by which the scales of gradients fell in the step that was just queued.
+        """
         return None if self.scales is None else self.scales.take()
 
     def _taken(self) -> Tensor | None:
-        """The digests of the step that was just queued; the next step overwrites them."""
+        """Return the digests of the step that was just queued; the next step overwrites them."""
         kept = self.worker.gradient_digests
         return None if kept is None else kept.values
 
     def _zero(self) -> Tensor | None:
-        """Which stages have only zero gradients; the next step overwrites this result."""
+        """Return which stages have only zero gradients; the next step overwrites this result."""
         kept = self.worker.zero_stages
         return None if kept is None else kept.values
 
@@ -242,7 +247,7 @@ class StepRunner:
         Wait until every step is known to have succeeded; the worker is then free for other work.
 
         Raises:
-            StoppedError: All ranks stopped the last step, for one cause.
+            StoppedError: All ranks stopped in the last step, with the same cause.
         """
         if self.one_launch is not None and not self._paused:
             self.one_launch.leave()
@@ -250,7 +255,8 @@ class StepRunner:
 
     def all_gather(self, own: Sequence[float]) -> list[list[float]]:
         """
-        Gather equally many numbers from every rank between two steps; return them by rank.
+        Gather the same number of values from every rank between two steps; return the values by
+        rank.
 
         Raises:
             StoppedError: A rank has stopped in the current launch, or is gone.
@@ -267,17 +273,19 @@ class StepRunner:
 
     def rebuild(self, stopped: StoppedError) -> None:
         """
-        Restart after a stop, at the runtime's epoch; with launches, possibly one epoch earlier.
+        Restart after a stop at the runtime's current epoch, or with launches possibly at the epoch
+        before.
 
         Raises:
             StoppedError: Not every rank survived: relaunch, and resume from a checkpoint.
-            BackendError: A rank did not return, or device work did not finish before the deadline.
+            BackendError: A rank did not take part in the restart, or device work did not finish
+                before the deadline.
         """
         (self.one_launch or self.worker).rebuild(stopped)
         self._rebuilt()
 
     def _rebuilt(self) -> None:
-        """Forget the results of epochs from the restarted epoch on."""
+        """Forget the results of the restarted epoch and all later epochs."""
         self._paused = False
         if self.scales is not None:
             self.scales.reset()
@@ -309,18 +317,19 @@ class StepRunner:
 @attrs.frozen
 class _PendingResults:
     """
-    Copies of a step's results in host memory; they are complete once the event has happened.
+    Copies of a step's results in host memory; the copies are complete once the device has passed
+    the event.
 
     Args:
         groups: The copied scalars, grouped by dtype: the losses by microbatch; how far scales fell;
             the digests of gradients; which stages are zero. For a launch whose norm is checked,
             also the norm with the stages' parts, the gradients' factor, and whether the update was
             skipped.
-        held: The copies.
-        done: The event.
+        held: The copies in host memory, in the same groups.
+        done: The event after the copies.
         norm: The norm of a guarded step, which the host already has.
         launched: Whether the step was a launch.
-        looked: The norm of a launch, on the device.
+        looked: The norm of a launch, as device tensors.
     """
 
     groups: list[list[Tensor]]
@@ -353,7 +362,8 @@ class _PendingResults:
         zeros: Tensor | None,
     ) -> _PendingResults:
         """
-        Queue the copies of a launch on the current stream, behind this launch and before the next.
+        Queue the copies of a launch on the current stream, after this launch and before the next
+        launch.
         """
         looked = [] if norm is None else [[norm.total, *norm.parts], [norm.factor, norm.skip]]
         groups = [_in_order(losses), _each(fall), _each(digests), _each(zeros), *looked]
@@ -375,7 +385,7 @@ class _PendingResults:
         return cls(groups, held, done, norm, launched, looked)
 
     def result(self, deadline: float) -> StepResult:
-        """Wait for the event and return the results."""
+        """Wait for the event, then return the results."""
         wait_for(self.done, None, deadline=deadline, grace=0.0)
         losses, fall, digests, zeros, *looked = (one.tolist() for one in self.held)
         norm = self.norm
@@ -387,7 +397,7 @@ class _PendingResults:
 
 
 def _saturation(fall: Sequence[float]) -> tuple[float, int]:
-    """The result of `GradientScales.take` as numbers; a factor that is NaN counts as 0."""
+    """Convert the result of `GradientScales.take` to numbers; a factor that is NaN counts as 0."""
     if not fall:
         return 0.0, 0
     factor, place = fall
@@ -395,7 +405,7 @@ def _saturation(fall: Sequence[float]) -> tuple[float, int]:
 
 
 def _each(found: Tensor | None) -> list[Tensor]:
-    """The scalars of a tensor of one dimension."""
+    """Return the elements of a one-dimensional tensor as scalars."""
     return [] if found is None else list(found)
 
 
@@ -404,14 +414,17 @@ def _in_order(losses: Mapping[int, Tensor]) -> list[Tensor]:
 
 
 def _place(group: Sequence[Tensor]) -> Tensor:
-    """Host memory for scalars of one dtype; pinned, so that the device can write there."""
+    """
+    Allocate host memory for scalars of one dtype; the memory is pinned, so that the device can
+    write to it.
+    """
     if not group:
         return torch.empty(0)
     return torch.empty(len(group), dtype=group[0].dtype, pin_memory=group[0].is_cuda)
 
 
 def _copy(held: Sequence[Tensor], groups: Sequence[Sequence[Tensor]]) -> None:
-    """Queue a copy of each group."""
+    """Queue a copy of each group into host memory."""
     for into, group in zip(held, groups, strict=True):
         if group:
             into.copy_(torch.stack(list(group)), non_blocking=True)

@@ -1,11 +1,12 @@
 """
-The times of a step on one rank: how long it computed, and how long it waited for other ranks.
+Measure the times of a step on one rank: how long the rank computed, and how long it waited for
+other ranks.
 
-No step waits for a device in order to be timed. On a CPU the host measures both times. On a GPU,
-events around F, dI and dW are recorded on the device in every 32nd guarded step; the host reads
-them later, when the device has passed them anyway. A launch is one graph, in which the device also
-waits for messages, so two events around it give the sum of both times. Therefore the device also
-timestamps one dW of each stage, which waits for no rank
+The measurement never makes a step wait for the device. On a CPU the host measures both times. On a
+GPU, events around F, dI and dW are recorded on the device in every 32nd guarded step; the host
+reads these events later, when the device has passed them anyway. A launch is one graph, in which
+the device also waits for messages, so two events around the launch give the sum of both times.
+Therefore the device also timestamps one dW of each stage, which waits for no rank
 (`qeffect.gpu_runtime.ranks.launch_stamps`).
 """
 
@@ -43,8 +44,8 @@ class StepTimes:
     Args:
         wait: The host's wait for other ranks; with a launch, the host's wait for the outcome of
             the previous step.
-        compute: On a CPU, the rest of the step. On a GPU, the device's time in F, dI and dW, once
-            it is read. NaN if nothing timed it.
+        compute: On a CPU, the time of the step without `wait`. On a GPU, the device's time in F, dI
+            and dW, once this time is read. NaN if it was not measured.
         launch: The device's time in a launch, including its waits for messages; NaN otherwise.
         weights: The device's time in a launch's timestamped dW, one per stage; NaN otherwise.
         pairs: Pairs of events on the device around the timed work.
@@ -59,13 +60,12 @@ class StepTimes:
 
     @property
     def spent(self) -> tuple[float, ...]:
-        """The times in this order: compute, wait, launch and weights."""
+        """Return the four times in this order: compute, wait, launch, weights."""
         return self.compute, self.wait, self.launch, self.weights
 
     def read(self) -> StepTimes:
         """
-        Return the times with the device's times filled in; call it once the device has passed the
-        events.
+        Return the times with the device's times filled in, once the device has passed the events.
         """
         if self.pairs and all(end.query() for _, end in self.pairs):
             spent = math.fsum(begin.elapsed_time(end) for begin, end in self.pairs)
@@ -92,7 +92,7 @@ class Stopwatch:
 
     @contextmanager
     def step(self, epoch: int) -> Iterator[None]:
-        """Time a guarded step; `taken` then has the step's times."""
+        """A context that times a guarded step; afterwards `taken` has the step's times."""
         waits, pairs = self.worker.waits, list[tuple[Any, Any]]()
         before, began = waits.seconds, time.perf_counter()
         timed = self.device and epoch % _TIMED_EVERY == 0
@@ -104,7 +104,10 @@ class Stopwatch:
 
     @contextmanager
     def launch(self) -> Iterator[None]:
-        """Time a launch on the current stream; `taken` then has the launch's times, but no wait."""
+        """
+        A context that times a launch on the current stream; afterwards `taken` has the launch's
+        times, but no wait.
+        """
         pairs = [(_event(), _event())] if self.device else []
         for begin, _ in pairs:
             begin.record()
@@ -122,7 +125,7 @@ class Stopwatch:
 
 
 class _TimedExecutor:
-    """An executor that also records an event before and behind each action."""
+    """An executor that also records an event before and after each action."""
 
     def __init__(self, executor: Any, pairs: list[tuple[Any, Any]]) -> None:
         self._executor, self._pairs = executor, pairs
@@ -149,11 +152,11 @@ def _event() -> Any:
 
 class SlowestRank:
     """
-    Names the rank that computes longest, if it takes 1.5 times the median of all ranks.
+    Finds the rank that computes longest, if its time is at least 1.5 times the median of all ranks.
 
-    The mean of the last ten timed steps counts. With an even number of ranks, the median is the
-    lower of the two middle values. The first step does not count, because it also builds and warms
-    up.
+    The comparison uses the mean of the last ten timed steps. With an even number of ranks, the
+    median is the lower of the two middle values. The first step is left out, because it also builds
+    and warms up.
     """
 
     def __init__(self) -> None:
@@ -162,7 +165,7 @@ class SlowestRank:
 
     def take(self, compute: Sequence[float]) -> tuple[int, float] | None:
         """
-        Take the times of a step by rank, and return the slowest rank with its factor.
+        Record the times of a step by rank; return the slowest rank and its factor, or None.
 
         Args:
             compute: Milliseconds by rank; NaN for a rank on which the step was not timed.

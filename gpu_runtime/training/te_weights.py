@@ -2,14 +2,15 @@
 Convert the weights of Transformer Engine's layers to the names and row order of the reference
 backend.
 
-A layer of either backend computes the same function, with two exceptions. The library's fused
-product for queries, keys and values orders its rows head by head (`qkv_weight_interleaved`, its
-default); the reference orders all queries, then all keys, then all values. Where heads share keys
-and values, the library's rows are group by group: the queries of a group, its key, its value. Also,
-the library's GELU is the tanh approximation (`common/util/math.h`); the reference's GELU is exact.
-Norms (epsilon 1e-5), residuals, biases, masks and the scale of the scores are the same. These facts
-were read in the library's sources. Groups, the gates of SwiGLU (the first half of the rows) and
-rotations were also tested on a device: `tests/gpu/test_language.py` compares losses.
+The layers of both backends compute the same function, with two exceptions. Transformer Engine's
+fused matrix for queries, keys and values orders its rows head by head (`qkv_weight_interleaved`,
+the default); the reference backend has all queries, then all keys, then all values. If query heads
+share keys and values, the library orders rows group by group: the queries of a group, then its key,
+then its value. Also, the library's GELU is the tanh approximation (`common/util/math.h`); the
+reference backend's GELU is exact. Norms (epsilon 1e-5), residuals, biases, masks and the scale of
+the scores are the same. These facts come from the library's source code. Groups, the gates of
+SwiGLU (the first half of the rows) and rotations were also tested on a device:
+`tests/gpu/test_language.py` compares losses.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ _SPLIT: Final = ("query", "key", "value")
 
 def as_reference(weights: Mapping[str, Tensor], config: LayerConfig) -> dict[str, Tensor]:
     """
-    Return a model's weights under the reference backend's names, in its order of rows.
+    Return a model's weights with the reference backend's names and order of rows.
 
     Args:
         weights: The weights of a checkpoint of Transformer Engine's backend.
         config: The dimensions of a layer.
 
     Returns:
-        The weights with fused queries, keys and values: all queries first, then keys, then values.
-        The weights' shapes are those of the reference backend.
+        The weights with fused queries, keys and values: all queries first, then all keys, then all
+        values. The shapes are those of the reference backend.
 
     Raises:
         BackendError: A name is unknown, or a layer lacks its queries, keys or values.

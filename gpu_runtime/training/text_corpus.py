@@ -1,9 +1,9 @@
 """
-Make token files from your own text: plain text and JSON lines, one file or many, blended by
+Make token files from your own text: one or many files, plain text or JSON lines, blended by
 weights.
 
-A file whose name ends in `.jsonl` or `.ndjson` has one JSON object per line, each with one text in
-the same field. Any other file is one text. JSON lines are read line by line, so a file may be
+A file whose name ends in `.jsonl` or `.ndjson` has one JSON object per line, each with a text in
+the same field. Any other file is a single text. JSON lines are read line by line, so a file may be
 larger than memory.
 """
 
@@ -33,9 +33,11 @@ __all__ = ["LINES", "TextFile", "blend", "make_text"]
 LINES = (".jsonl", ".ndjson")
 """Name endings of files of JSON lines."""
 _BATCH = 1 << 20
-"""Characters that are encoded together."""
+"""Number of characters that are encoded in one call."""
 _TIMES = 1000
-"""How often a blend may repeat a file; a larger number is refused as a mistake."""
+"""
+Largest number of times that a blend may repeat a file; a larger number is refused as a mistake.
+"""
 
 
 @attrs.frozen
@@ -45,7 +47,7 @@ class TextFile:
 
     Args:
         path: The file.
-        field: The field of a JSON line that has the text.
+        field: The field of each JSON line that contains the text.
         held_out: Share of the text to hold out from training.
     """
 
@@ -63,7 +65,7 @@ class TextFile:
         Yield each text that is not empty, and whether it is held out.
 
         In JSON lines, a text's hash decides whether the text is held out, so equal texts are never
-        split. Of plain text, the last part is held out, from the nearest start of a line on.
+        split. Of a plain text, the end is held out, beginning at the nearest start of a line.
 
         Raises:
             UnusableError: The file cannot be read, is not UTF-8, or a line is not a JSON object
@@ -125,14 +127,14 @@ class TextFile:
 
 
 def _share(text: str) -> float:
-    """A number from 0 to 1 that depends only on the text."""
+    """Return a number from 0 to 1 that depends only on the text."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:4], "big") / 2**32
 
 
 def _cut(text: str, held_out: float) -> int:
     """
-    Where the held-out end of a text begins: at the nearest start of a line, if a line starts
-    nearby.
+    Return the position at which the held-out end of a text begins: at the nearest start of a line,
+    if a line starts nearby.
     """
     share = int(len(text) * held_out)
     at = len(text) - share
@@ -143,7 +145,7 @@ def _cut(text: str, held_out: float) -> int:
 
 @attrs.define
 class _Counts:
-    """The counts of one file."""
+    """The counts of texts and tokens of one file."""
 
     bytes: int = 0
     texts: int = 0
@@ -153,10 +155,11 @@ class _Counts:
 
 def _survey(file: TextFile) -> _Counts:
     """
-    Read a file once, before anything is encoded.
+    Read and check a file once, before any text is encoded.
 
     Raises:
-        UnusableError: As `TextFile.texts`, or the file has no text to train on.
+        UnusableError: The file cannot be read, is not UTF-8, has a malformed line, or has no text
+            to train on.
     """
     found = _Counts()
     for text, out in file.texts():
@@ -176,12 +179,12 @@ def _survey(file: TextFile) -> _Counts:
 @attrs.frozen
 class _Spooled:
     """
-    The tokens of one file's texts, on the disk.
+    The tokens of one file's texts, stored on the disk.
 
     Args:
-        path: The raw tokens.
-        kind: Their type.
-        ends: For each text, the place after its last token.
+        path: The file with the raw tokens.
+        kind: The type of the tokens.
+        ends: For each text, the index after its last token.
     """
 
     path: Path
@@ -201,7 +204,7 @@ class _Spooled:
 def _spool(
     file: TextFile, encoding: Encoding, place: Path, kind: np.dtype[Any]
 ) -> tuple[_Spooled, _Spooled]:
-    """Encode a file's texts into two files of raw tokens: for training, and held out."""
+    """Encode a file's texts into two files of raw tokens: one for training, one held out."""
     places = [place.with_name(f"{place.name}-{side}") for side in ("train", "held_out")]
     ends = array("q"), array("q")
     batches: tuple[list[str], list[str]] = [], []
@@ -232,8 +235,8 @@ def blend(counts: Sequence[int], weights: Sequence[Fraction]) -> list[int]:
     """
     Return how many tokens to take from each file, so that they have the ratio of the weights.
 
-    All tokens of every file are taken at least once. The file with the most tokens for its weight
-    is taken exactly once.
+    All tokens of every file are taken at least once. The file with the most tokens relative to its
+    weight is taken exactly once.
 
     >>> blend([100, 100], [Fraction(3), Fraction(1)]), blend([900, 100], [Fraction(1), Fraction(1)])
     ([300, 100], [900, 900])
@@ -246,11 +249,11 @@ def _mixed(
     files: Sequence[_Spooled], wanted: Sequence[int], end: int
 ) -> Iterator[np.ndarray[Any, Any]]:
     """
-    Yield texts of all files in turn, until the wanted number of tokens per file; the last text of a
-    file may be cut.
+    Yield texts of all files alternately, up to the wanted number of tokens of each file; the last
+    text of a file may be cut.
 
-    The next text comes from the file that is furthest behind its share, so any long part of the
-    result has about the ratio of the weights.
+    The next text comes from the file that is furthest behind its share, so the files have about the
+    ratio of the weights in any long part of the result.
     """
     held = [file.tokens() for file in files]
     given = [0] * len(files)
@@ -284,9 +287,9 @@ def make_text(
     Args:
         out: The folder to write to; made if missing.
         files: The text.
-        weights: The weight of each file; None to take every file once, one after the other.
-        encode: Returns the encoding, from the texts to train on.
-        show: Shows a line of progress.
+        weights: The weight of each file; None takes every file once, one after the other.
+        encode: Function that makes the encoding from the texts to train on.
+        show: Function that shows a line of progress.
 
     Returns:
         The content of `corpus.json`.

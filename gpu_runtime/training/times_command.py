@@ -62,7 +62,7 @@ def add_times_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_times(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure a model's parts, and simulate its schedule with each group.
+    Measure a model's parts, and simulate its schedule with each group size.
 
     Raises:
         UnusableError: The file, the device or a group cannot be used, or a part cannot be measured.
@@ -100,7 +100,9 @@ def run_times(args: argparse.Namespace, progress: Progress) -> Outcome:
 def _outcome(
     args: argparse.Namespace, config: Config, job: LanguageJob, times: Times, why: str | None
 ) -> Outcome:
-    """Simulate the schedule with each measured group, write `--out`, and say what is fastest."""
+    """
+    Simulate the schedule with each measured group size, write `--out`, and name the fastest size.
+    """
     given = times.durations(job.cut)
     table, durations = job.table(), parse_durations(given)
     plans = [GroupPlan.of(table, group, durations) for group in (1, *times.products)]
@@ -128,10 +130,11 @@ def _groups(
     config: Config, job: LanguageJob, given: Sequence[int] | None
 ) -> tuple[list[int], str | None]:
     """
-    The groups above 1 to measure, and the reason if the file allows none.
+    Return the group sizes above 1 to measure, and the reason if the file allows no such size.
 
     Raises:
-        UnusableError: A given group does not divide a walk's microbatches, or the file allows none.
+        UnusableError: A given group size does not divide the microbatches of a walk (pass over the
+            schedule), or the file allows no groups.
     """
     whole = job.microbatches // job.walks
     try:
@@ -154,7 +157,7 @@ def _groups(
 
 
 def _table(times: Times) -> Iterator[str]:
-    """The measured times in columns."""
+    """Return the measured times as lines of a table."""
     rows = [["ms", *ACTIONS, *(f"dW of {group}" for group in times.products)]]
     rows += [[name, *(f"{one:.4g}" for one in own)] for name, own in times.parts.items()]
     return aligned(rows)

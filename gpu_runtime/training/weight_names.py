@@ -1,8 +1,9 @@
 """
-Other programs' names for a model's weights: `gpt2`, or the names in a file.
+The names that other programs use for a model's weights: `gpt2`, or the names in a file.
 
-A line ``OURS = THEIRS`` names one weight. A ``*`` stands for the number of a layer on both sides.
-``transposed`` after THEIRS transposes a matrix. Lines that begin with ``#`` are comments.
+In such a file, a line ``OURS = THEIRS`` names one weight. A ``*`` stands for the number of a layer
+on both sides. ``transposed`` after THEIRS transposes a matrix. Lines that begin with ``#`` are
+comments.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class WeightNames:
     Other names for a model's weights.
 
     Args:
-        source: Where the names come from, for messages.
-        lines: For each of our names: the other name, and whether the matrix is transposed.
+        source: The origin of the names, for messages.
+        lines: For each of QEffect's names: the other program's name, and whether the matrix is
+            transposed.
     """
 
     source: str
@@ -62,11 +64,11 @@ class WeightNames:
     @classmethod
     def of(cls, name: str, folder: Path = Path()) -> WeightNames:
         """
-        Return the names to which an option or a field refers.
+        Return the names that an option or a field selects.
 
         Args:
             name: ``gpt2``, or the path of a file.
-            folder: The folder of a relative path.
+            folder: The folder to which a relative path refers.
 
         Raises:
             BackendError: The file cannot be read, or a line is malformed.
@@ -84,14 +86,14 @@ class WeightNames:
     @classmethod
     def read(cls, text: str, source: str) -> WeightNames:
         """
-        Read lines.
+        Read the names from lines of text.
 
         >>> names = WeightNames.read("layers.*.fc1.weight = h.*.up transposed", "a file")
         >>> names.other("layers.12.fc1.weight")
         ('h.12.up', True)
 
         Raises:
-            BackendError: A line is malformed, or two lines name one weight.
+            BackendError: A line is malformed, or two lines name the same weight.
         """
         lines: dict[str, tuple[str, bool]] = {}
         for number, line in enumerate(text.splitlines(), 1):
@@ -145,10 +147,11 @@ class WeightNames:
 
     def renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """
-        Return weights under their other names.
+        Return weights with the other program's names and layouts.
 
         Raises:
-            BackendError: As `others`, or a vector would have to be transposed.
+            BackendError: A weight has no line, two weights would get the same name, or a vector
+                would have to be transposed.
         """
         found = {}
         for name, (theirs, turned) in self.others(weights).items():
@@ -169,7 +172,7 @@ class WeightNames:
 
 def gpt2_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return the configuration with which `GPT2LMHeadModel` computes what this model does.
+    Return the configuration with which `GPT2LMHeadModel` computes the same as this model.
 
     The original GPT-2 uses another GELU (``gelu_new``).
 

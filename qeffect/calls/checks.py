@@ -1,5 +1,5 @@
 """
-Checks: every guard of an action runs, and what the action will touch is reserved.
+Checks: calls that run every guard of an action and reserve what the action will touch.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _new = object.__new__
 
 
 class Checks(ContractParts):
-    """Ask before an action; the ticket of an accepted check names what is reserved for it."""
+    """The calls before an action; an accepted check returns a ticket for what it reserved."""
 
     @exclusive_call
     def check_refresh(self, stage: int, link: int = 0) -> Ticket:
         """
-        Reserve a stage's domain for a refresh of its quantized weight cache.
+        Reserve a stage's state domain for a refresh of the stage's quantized weight cache.
 
         Raises:
-            Refused: A clause of version, order or completion; ``version.left-out`` if the stages
-                leave version out, since then they have no cache.
+            Refused: A guard of version, order or completion refused; ``version.left-out`` if the
+                contract omits the relation version, since it then tracks no weight cache.
         """
         self._arguments.stage("check_refresh", stage)
         self._arguments.link("check_refresh", link)
@@ -60,7 +60,7 @@ class Checks(ContractParts):
     @exclusive_call
     def check_evaluation(self, stage: int, link: int = 0, cached: bool = True) -> Ticket:
         """
-        Reserve a stage's domain for an evaluation: a forward without training.
+        Reserve a stage and its state domain for an evaluation: a forward without training.
 
         No dI or dW follows an evaluation. An evaluation has no key and no slot, and updates neither
         scaling state nor the weight cache; it runs in separate memory. An evaluation is accepted
@@ -68,12 +68,12 @@ class Checks(ContractParts):
 
         Args:
             stage: Stage whose weights are read.
-            link: Link of the calling stream.
+            link: Index of the link between the calling stream and the domain's graph stream.
             cached: Whether the evaluation reads the stage's quantized weight cache, which must
                 then be current. False if it quantizes the weights itself.
 
         Raises:
-            Refused: A clause of version, order, completion or epoch.
+            Refused: A guard of version, order, completion or epoch refused.
 
         >>> from qeffect import Contract, StageConfig
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
@@ -100,15 +100,16 @@ class Checks(ContractParts):
         Reserve a slot and the state domain for F.
 
         Args:
-            key: Key of the execution.
+            key: Key of the stage execution (epoch, stage, microbatch, block, invocation).
             slot: Slot to use; by default the slot that the key reserved, or a free slot.
-            token: Effect token that the caller expects; by default the domain's current token.
-            link: Link of the calling stream.
+            token: Effect token (the domain's count of F and dI) that the caller expects; by default
+                the domain's current token.
+            link: Index of the link between the calling stream and the domain's graph stream.
             refresh: If True, this F also refreshes the weight cache; if False, the cache must be
                 current.
 
         Raises:
-            Refused: A clause of ownership, version, order, capture or completion.
+            Refused: A guard of ownership, version, order, capture or completion refused.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
@@ -172,7 +173,7 @@ class Checks(ContractParts):
         Reserve a tape and the state domain for dI.
 
         Raises:
-            Refused: A clause of ownership, version, order, arena, capture or completion.
+            Refused: A guard of ownership, version, order, arena, capture or completion refused.
         """
         if self._entered:
             raise ConcurrentCallError("check_dgrad")
@@ -218,12 +219,12 @@ class Checks(ContractParts):
         """
         Reserve a tape and its destinations for dW, and the further tapes of a grouped dW.
 
-        A grouped dW is one product over several tapes of one stage. The product writes their common
-        destination once: ``first`` describes this one write, and the device counts one dW: the
-        first tape's. The commit counts a dW for each tape; the abort aborts every tape.
+        A grouped dW is one matrix product over several tapes of one stage. The product writes their
+        common destination once, and ``first`` describes this one write. The device counts only the
+        first tape's dW. The commit counts a dW for each tape; the abort aborts every tape.
 
         Args:
-            key: Key of the execution, whose tape the reference must name.
+            key: Key of the stage execution, whose tape the reference must name.
             ref: Reference that the forward's commit returned.
             destination: The destinations to be written; by default the configured destinations.
             first: Whether the write overwrites its destination (True) or adds to it (False); by
@@ -232,14 +233,14 @@ class Checks(ContractParts):
                 that the stage shares with another stage. By default true for the first write of
                 these destinations in an epoch; the same as ``first`` if the stage shares no
                 destination.
-            link: Link of the calling stream.
+            link: Index of the link between the calling stream and the domain's graph stream.
             group: Keys and references of the further tapes that the same product takes. Their
                 gradients go to the same destination, and their F ran with the same scales
                 (``scales="epoch"``).
 
         Raises:
-            Refused: A clause of ownership, version, order, arena, capture or completion, for the
-                tape or for another tape of the group; then nothing is reserved.
+            Refused: A guard of ownership, version, order, arena, capture or completion refused the
+                tape or another tape of the group; then nothing is reserved.
         """
         if self._entered:
             raise ConcurrentCallError("check_wgrad")

@@ -48,7 +48,7 @@ class EpochCalls(ContractParts):
                 caller.
 
         Raises:
-            Refused: A clause of reduction or completion.
+            Refused: A guard of reduction or completion refused.
             ValueError: No bucket has that name.
 
         >>> from qeffect import Contract, StageConfig
@@ -67,11 +67,11 @@ class EpochCalls(ContractParts):
 
         Args:
             bucket: Name of the bucket.
-            link: Link of that stream: the optimizer's stream, which finalizes the stage. Default as
-                in `start_reduction`.
+            link: Link of that stream: the optimizer's stream, which finalizes the stage. By default
+                the link of the stream that finalized the stage, or of the first caller.
 
         Raises:
-            Refused: ``reduction.not-started`` or a clause of completion.
+            Refused: ``reduction.not-started``, or a guard of completion refused.
             ValueError: No bucket has that name.
         """
         self._epochs.reduction("finish_reduction", bucket, link)
@@ -86,10 +86,10 @@ class EpochCalls(ContractParts):
         """
         Record a fault that was seen late, after its action was committed.
 
-        Call it for an asynchronous device error, or for a digest that is compared after the tape is
-        gone. A fault of the current epoch spoils this epoch, which can then no longer commit. If
-        the epoch's update has begun or was committed, that update used wrong gradients. The weights
-        then count as half updated, and the run continues only after a `restore`.
+        Call `fail` for an asynchronous device error, or for a digest mismatch that is found after
+        the tape is gone. A fault of the current epoch spoils this epoch, which can then no longer
+        commit. If the epoch's update has begun or was committed, that update used wrong gradients.
+        The weights then count as half updated, and the run continues only after a `restore`.
 
         Args:
             stage: The stage whose action failed.
@@ -97,7 +97,8 @@ class EpochCalls(ContractParts):
 
         Raises:
             Refused: ``epoch.not-begun``.
-            TypeError, ValueError: No stage has that number, or the epoch is not a natural number.
+            TypeError, ValueError: No stage has that number, or the epoch is not an int of at least
+                0.
 
         >>> from qeffect import Contract, StageConfig
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], epoch=3)
@@ -116,20 +117,20 @@ class EpochCalls(ContractParts):
         """
         Begin another walk over all microbatches in the same epoch: gradients accumulate.
 
-        Call it after every stage was finalized, in place of the reductions and the update. The same
-        keys run again and are bound again; each dW then adds to the gradients of the walks before.
-        Weights, caches and scaling state stay as they are. The walk before `commit_epoch` is the
-        last one of the epoch.
+        Call `next_walk` after every stage was finalized, in place of the reductions and the update.
+        The same keys run again and are bound again; each dW then adds to the gradients of the
+        earlier walks. Weights, caches and scaling state stay as they are. The walk before
+        `commit_epoch` is the last walk of the epoch.
 
         Args:
             epoch: The epoch under way; by default the current one.
 
         Returns:
-            How many walks of the epoch are over: 1 after the first.
+            The number of finished walks of the epoch: 1 after the first walk.
 
         Raises:
-            Refused: Work is live, a stage is not final, a reduction of the epoch has started, or an
-                update is in flight or failed.
+            Refused: A tape is live, a stage is not final, a reduction of the epoch has started, or
+                an update is in flight or failed.
             TypeError, ValueError: The epoch is not an ``int``.
 
         >>> from qeffect import Contract, StageConfig
@@ -144,12 +145,13 @@ class EpochCalls(ContractParts):
     @exclusive_call
     def shorten_walk(self, microbatches: int) -> None:
         """
-        Run only the first microbatches in the walk (pass over all microbatches) that begins, as for
-        a short last batch.
+        Run only the first microbatches in the walk (pass over all microbatches) that is about to
+        begin, for example for a short last batch.
 
-        Call it before the walk's first F: at the start of an epoch, or after `next_walk`. The call
-        leaves the other microbatches of every stage out (`skip`). A stage can be finalized after
-        the dW of the remaining microbatches. The next walk takes all microbatches again.
+        Call `shorten_walk` before the walk's first F: at the start of an epoch, or after
+        `next_walk`. The call leaves the later microbatches of every stage out (`skip`). A stage can
+        be finalized after the dW of the remaining microbatches. The next walk takes all
+        microbatches again.
 
         Args:
             microbatches: How many microbatches the walk takes, at least 1 and at most as many as
@@ -188,10 +190,10 @@ class EpochCalls(ContractParts):
         any of them updates its weights.
 
         Args:
-            epoch: As in `check_update`.
-            caller: As in `check_update`.
-            counted: As in `check_update`. Here a contract made with ``late=True`` accepts the
-                counts too, and compares them at once.
+            epoch: The epoch that the update would end; by default the current one.
+            caller: Name of the stream that would run the update; by default the first caller.
+            counted: By state domain, what its device counted, as `check_update` requires. Here a
+                contract made with ``late=True`` accepts the counts too, and compares them at once.
             guards_alone: If True, run only the guards: compare no device counts, and do not ask
                 whether the counts of the last commit were presented. If False, do all that
                 `check_update` does.
@@ -238,10 +240,10 @@ class EpochCalls(ContractParts):
             The update's ticket.
 
         Raises:
-            Refused: Work is live or in flight, a stage is not final, an earlier update failed, or
-                the device did not run exactly the committed actions: ``epoch.uncounted``,
-                ``epoch.device-count`` or ``epoch.device-order``. If a guard also refuses, the
-                guard's clause is raised instead of these clauses about counts.
+            Refused: A tape is live, an action is in flight, a stage is not final, an earlier update
+                failed, or the device did not run exactly the committed actions
+                (``epoch.uncounted``, ``epoch.device-count`` or ``epoch.device-order``). If a guard
+                also refuses, the guard's clause is raised instead of these clauses about counts.
             TypeError, ValueError: The epoch is not an ``int``, no caller has that name, or the
                 counts do not match the contract's domains and stages.
         """
@@ -254,10 +256,10 @@ class EpochCalls(ContractParts):
         """
         Record that the scales of a stage's domain moved in the update, once for the epoch.
 
-        Call it between the check of an update and its commit, after the movement, once for each
-        domain whose stages have ``scales="epoch"``. Until the scales of all these domains have
-        moved, a commit of the update is refused and aborts the update, even if the weights do not
-        change.
+        Call `move_scales` between the check of an update and its commit, after the scales moved,
+        once for each domain whose stages have ``scales="epoch"``. Until the scales of all these
+        domains have moved, a commit of the update is refused and aborts the update, even if the
+        weights do not change.
 
         Args:
             stage: Any stage of the domain.
@@ -302,14 +304,16 @@ class EpochCalls(ContractParts):
         `move_scales` in the block.
 
         Args:
-            epoch, caller, counted: As in `check_update`.
+            epoch: The epoch that the update ends; by default the current one.
+            caller: Name of the stream that runs the update; by default the first caller.
+            counted: By state domain, what its device counted, as `check_update` requires.
 
         Returns:
             The new epoch.
 
         Raises:
             Refused: ``order.scales-not-moved`` if scales move once an epoch.
-            Refused, TypeError, ValueError: As `check_update`.
+            Refused, TypeError, ValueError: `check_update` would raise the same exception.
         """
         updater = self._streams.caller("commit_epoch", caller)
         self._ask_counted("commit_epoch", epoch, updater, counted)
@@ -324,7 +328,7 @@ class EpochCalls(ContractParts):
         updater: int,
         counted: Mapping[Hashable, DeviceCounts] | None,
     ) -> None:
-        """Require that these counts let an update begin; every guard runs before."""
+        """Require that these counts permit an update, after every guard has accepted the update."""
         if self._counted is not None or counted is not None:
             self._epochs.ask(call, epoch, updater)
             self._require_counts(counted)
@@ -333,8 +337,9 @@ class EpochCalls(ContractParts):
         """
         Return the counts that devices have if they ran exactly the committed actions in order.
 
-        The counts are by state domain, since the incarnation began. With ``late=True`` a device
-        compares its own counts with these counts and skips an update if they differ.
+        The counts are given per state domain and start at zero at construction and at each restore.
+        With ``late=True`` a device compares its own counts with these counts and skips an update if
+        they differ.
 
         Raises:
             ValueError: The contract was made without ``counted=True``.
@@ -372,7 +377,7 @@ class EpochCalls(ContractParts):
     def _require_counts(
         self, counted: Mapping[Hashable, DeviceCounts] | None, *, now: bool = False
     ) -> None:
-        """Require that these counts let an epoch commit."""
+        """Require that these counts permit the commit of an epoch."""
         if self._counted is not None:
             self._counted.require_commit(counted, now=now)
         elif counted is not None:

@@ -1,5 +1,5 @@
 """
-The attributes that the calls of a contract share: memory, ledgers, and look-ups of the hot calls.
+The attributes that a contract's calls share: memory, ledgers, and look-ups for frequent calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ContractParts:
 
     Attributes:
         stages: The stages of this process.
-        transitions: The composed transitions in force.
+        transitions: The composed transitions: functions that check and change the contract's state.
         memory: The contract's state: named lists (columns) that the transitions read and write.
     """
 

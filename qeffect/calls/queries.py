@@ -1,5 +1,5 @@
 """
-Calls that only read: the epoch, references, tickets that are out, and the whole state.
+Calls that only read: the epoch, references, outstanding tickets, and the whole state.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Queries"]
 
 
 class Queries(ContractParts):
-    """Reads of a contract's state, and the observer, which may be set."""
+    """Calls that read a contract's state, and the settable attribute `observer`."""
 
     @property
     def observer(self) -> Observer | None:
-        """Called after every accepted transition; None costs nothing."""
+        """The function that is called after every accepted transition, or None."""
         return self._observer
 
     @observer.setter
@@ -34,7 +34,7 @@ class Queries(ContractParts):
 
     @property
     def configuration(self) -> Configuration:
-        """What the contract was built from; event logs and checkpoints contain it."""
+        """The contract's construction arguments, which event logs and checkpoints contain."""
         return Configuration.of(
             self.stages, self.transitions.relations, self._streams.callers, self.memory
         )

@@ -1,5 +1,5 @@
 """
-Calls about reads of weights and gradients on other streams, which run beside the step.
+Calls about reads of weights and gradients on other streams, which run concurrently with the step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class ReaderCalls(ContractParts):
         """
         Record that a separate stream begins to read a stage's weights.
 
-        Call it for an asynchronous save or a broadcast of parameters. The reader's stream first
-        waits for the link's caller stream, which must have waited for the optimizer's latest
-        update. No update begins before `finish_weights_read`.
+        Call `start_weights_read` for an asynchronous save or a broadcast of parameters. The
+        reader's stream first waits for the link's caller stream, which must have waited for the
+        optimizer's latest update. No update begins before `finish_weights_read`.
 
         Args:
             stage: The stage whose weights are read; only one read of them may be under way.
@@ -51,7 +51,7 @@ class ReaderCalls(ContractParts):
         has seen the read finish, any caller may be named.
 
         Args:
-            stage: The stage.
+            stage: The stage whose weights were read.
             link: Link of the stream that will run the update.
 
         Raises:
@@ -66,10 +66,11 @@ class ReaderCalls(ContractParts):
         """
         Record that a separate stream begins to read a stage's gradients.
 
-        Call it when another stream computes a norm of gradients, or saves gradients, beside the
-        step. The stage must be final and every bucket reduced. The reader's stream first waits for
-        the stream of the caller that finalized the stage. No update and no further walk begins
-        before `finish_gradients_read`, because both may write the gradients.
+        Call `start_gradients_read` when another stream computes a gradient norm, or saves
+        gradients, while the step continues. The stage must be final and every bucket reduced. The
+        reader's stream first waits for the stream of the caller that finalized the stage. No update
+        and no further walk (pass over the microbatches) begins before `finish_gradients_read`,
+        because both may write the gradients.
 
         Args:
             stage: The stage whose gradients are read; only one read of them may be under way.
@@ -99,7 +100,7 @@ class ReaderCalls(ContractParts):
         graph stream wait for the reader too: its next dW writes the gradients.
 
         Args:
-            stage: The stage.
+            stage: The stage whose gradients were read.
             link: Link of the stream that will run the update.
 
         Raises:

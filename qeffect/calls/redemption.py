@@ -34,7 +34,7 @@ _SLOTLESS: Final = ("refresh", "evaluation", "update")
 
 
 class Redemption(Queries):
-    """Redeem a ticket, once: by commit or by abort."""
+    """The calls `commit` and `abort`; one of the two redeems each ticket, once."""
 
     def commit(
         self,
@@ -56,7 +56,7 @@ class Redemption(Queries):
         scales that move once an epoch have not moved (`move_scales`).
 
         Args:
-            ticket: What the check returned.
+            ticket: The ticket that the check returned.
             evidence: For dI, the matrices whose gradient work was queued; for dW, the matrices
                 whose gradient was written. A matrix written twice is named twice.
             filled: For a refresh, or an F that refreshes: by matrix, the weight epoch that its

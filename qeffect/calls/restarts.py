@@ -1,5 +1,5 @@
 """
-Calls about what is lost and what persists: checkpoints, restores, and lost weight caches.
+Calls that take a checkpoint, restore a checkpoint, or declare a weight cache lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["RestartCalls"]
 
 
 class RestartCalls(Queries):
-    """Save what persists, begin a new incarnation, and declare a cache lost."""
+    """The calls that save and restore the persistent state, and declare a weight cache lost."""
 
     @exclusive_call
     def check_checkpoint(self) -> None:
@@ -40,7 +40,7 @@ class RestartCalls(Queries):
             recipe: Precision recipe, any JSON value.
 
         Raises:
-            Refused: A clause of persistence.
+            Refused: A guard of persistence refused.
         """
         return self._restarts.checkpoint(self.configuration, state, recipe)
 
@@ -53,9 +53,10 @@ class RestartCalls(Queries):
         must restore the numerical state first.
 
         Raises:
-            Refused: ``persistence.configuration``, work is still in flight, or this contract
-                already had an incarnation of that number.
-            TypeError, ValueError: Not a `Checkpoint`, or the incarnation does not fit in 64 bits.
+            Refused: ``persistence.configuration``, or device work is still in flight, or this
+                contract already had an incarnation of that number.
+            TypeError, ValueError: The argument is not a `Checkpoint`, or the incarnation does not
+                fit in 64 bits.
         """
         self._restarts.restore(self.configuration, checkpoint, incarnation=incarnation)
 

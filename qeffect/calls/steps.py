@@ -1,5 +1,5 @@
 """
-Calls about a whole optimizer step that recurs: recorded once, then committed in one call.
+Calls that record a whole optimizer step once, and later commit each repetition in one call.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ __all__ = ["StepCalls"]
 
 
 class StepCalls(Queries):
-    """Record a step; later compare it with the state and commit it in one call."""
+    """The calls that record an optimizer step, and later check and commit it in one call each."""
 
     def step_state(self) -> StepState:
-        """The contract's state as far as a step may change it."""
+        """Return the part of the contract's state that a step may change."""
         return self._steps.step_state()
 
     @exclusive_call
@@ -27,8 +27,8 @@ class StepCalls(Queries):
         step for `check_step` and `commit_step`.
 
         Raises:
-            ValueError: The contract has an observer that does not take steps (`StepObserver`); a
-                recorded step would bypass it. An event log's recorder takes such steps.
+            ValueError: The contract has an observer that is not a `StepObserver`; a step in one
+                call would bypass this observer. An event log's recorder is a `StepObserver`.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])

@@ -1,5 +1,5 @@
 """
-Calls about streams: which work was enqueued, and which stream waits for which.
+Calls about streams: they record enqueued work, and which stream waits for which other stream.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Calls about tapes beside their actions: slots, destinations, messages, readers, and aborts.
+Calls about tapes outside F, dI and dW: slots, destinations, messages, readers, and aborts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class TapeCalls(ContractParts):
         enqueue the copy before any other call, and `join` the link before F.
 
         Args:
-            key: Key of the execution.
+            key: Key of the stage execution.
             slot: Slot to use; by default a free slot.
             link: Link of the stream that will fill the buffer; that stream must have waited for the
                 work of the slot's previous tape.
 
         Raises:
-            Refused: A clause of ownership, version or completion.
+            Refused: A guard of ownership, version or completion refused.
         """
         return self._tapes.reserve(key, slot, link)
 
@@ -38,7 +38,7 @@ class TapeCalls(ContractParts):
     def skip(self, key: TapeKey) -> None:
         """
         Leave one key out of the walk (pass over all microbatches): its F, dI and dW will not run.
-        Call it before the walk's first F.
+        Call `skip` before the walk's first F.
 
         `shorten_walk` does this for all stages at once.
 
@@ -74,13 +74,13 @@ class TapeCalls(ContractParts):
         The slot stays reserved for the message until `finish_receive`, also if the tape is aborted.
 
         Args:
-            key: Key of the execution; for an input, the key must have reserved the slot.
+            key: Key of the stage execution; for an input, the key must have reserved the slot.
             ref: The reference that `reserve` or the forward's commit returned.
             gradient: Whether the message is the gradient of the output (True) or the input (False).
             link: Link of the stream that receives.
 
         Raises:
-            Refused: A clause of ownership or completion.
+            Refused: A guard of ownership or completion refused.
         """
         self._tapes.post_receive(key, ref, gradient, link)
 
@@ -96,7 +96,7 @@ class TapeCalls(ContractParts):
         call `finish_receive` to free the slot.
 
         Args:
-            key: Key of the execution.
+            key: Key of the stage execution.
             ref: The reference that the receive was posted with.
             gradient: Whether the message was the gradient of the output (True) or the input
                 (False).
@@ -104,7 +104,7 @@ class TapeCalls(ContractParts):
                 message must wait for that stream.
 
         Raises:
-            Refused: A clause of ownership or completion.
+            Refused: A guard of ownership or completion refused.
         """
         self._tapes.finish_receive(key, ref, gradient, link)
 
@@ -116,7 +116,7 @@ class TapeCalls(ContractParts):
         several streams read one buffer, call `read` once, before the first stream begins.
 
         Raises:
-            Refused: A clause of ownership, or ``completion.graph-to-caller``.
+            Refused: A guard of ownership refused, or ``completion.graph-to-caller``.
         """
         if self._entered:
             raise ConcurrentCallError("read")
@@ -133,14 +133,14 @@ class TapeCalls(ContractParts):
         Record that the read of a tape's output (or input gradient) has ended.
 
         Args:
-            key: Key of the execution.
+            key: Key of the stage execution.
             ref: The reference that the read began with.
             gradient: Whether the input gradient (True) or the output (False) was read.
             link: Link of a stream that has waited for the end of the read. The slot's next forward
                 must wait for that stream.
 
         Raises:
-            Refused: A clause of ownership or completion.
+            Refused: A guard of ownership or completion refused.
         """
         if self._entered:
             raise ConcurrentCallError("finish_read")
@@ -156,7 +156,7 @@ class TapeCalls(ContractParts):
         Abort one tape that has no action in flight; its epoch can no longer commit.
 
         Raises:
-            Refused: A clause of ownership.
+            Refused: A guard of ownership refused.
         """
         self._tapes.drop(key, ref)
 

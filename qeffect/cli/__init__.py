@@ -1,6 +1,6 @@
 """
 The command line: ``qeffect check``, ``faults``, ``plan``, ``replay``, ``bench``, ``check-all``, and
-the commands that other layers register, alone or as a group such as ``qeffect runtime``.
+the commands that the packages above the kernel register, such as ``qeffect runtime``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REGISTERED: Final = ("explore", "failures", "prove", "ranks", "runtime")
 
 
 def commands() -> Iterable[Command | Group]:
-    """Yield the kernel's commands, then those of the layers above it."""
+    """Yield the kernel's commands, then the commands of the packages above the kernel."""
     yield from (Check(), Faults(), Plan(), Replay(), Bench(), CheckAll())
     for entry in _entries():
         yield entry.load()()
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Prints the version, and the commit of a checkout, when asked."""
+    """Prints the installed version and the source commit, then ends the program."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         try:
@@ -80,7 +80,7 @@ class _Version(argparse.Action):
 
 
 def _add(parent: argparse.ArgumentParser, below: Iterable[Command | Group]) -> None:
-    """Add commands below a parser, and the commands of a group below the group's."""
+    """Add each command to a parser as a subcommand; a group also gets its own subcommands."""
     subparsers = parent.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True, parser_class=Parser
     )
@@ -96,7 +96,7 @@ def _declare(sub: argparse.ArgumentParser, command: Command) -> None:
     command.add_arguments(sub)
     output = sub.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
-    output.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    output.add_argument("--quiet", action="store_true", help="print no progress lines")
     sub.set_defaults(run=command.run)
 
 
@@ -104,15 +104,15 @@ def main(argv: Sequence[str] | None = None, *, before: Sequence[str] = ()) -> in
     """
     Run a command.
 
-    If the arguments are the process's own, the command owns its process: Ctrl-C then ends the
-    process and its children with exit code 130.
+    If ``argv`` is None, the command owns its process: Ctrl-C then ends the process and its
+    children with exit code 130.
 
     Args:
-        argv: Arguments without the program's name; by default the process's own.
-        before: Words that stand before the arguments, such as ``runtime``.
+        argv: Arguments without the program's name; by default those of this process.
+        before: Words to insert before the arguments, such as ``runtime``.
 
     Returns:
-        0 when everything kept the contract, 1 when something did not, 2 for unusable input, 130
+        0 if everything kept the contract, 1 if a violation was found, 2 for unusable input, 130
         after an interrupt.
     """
     given = [*before, *(sys.argv[1:] if argv is None else argv)]
@@ -160,7 +160,7 @@ def _main(given: list[str], as_json: bool, interrupts: Interrupts) -> int:
 
 
 def _ending(given: list[str]) -> Outcome | str | None:
-    """Return a command's outcome; a message if its input is unusable; None if interrupted."""
+    """Run a command. Return its outcome, an error message for bad input, or None if interrupted."""
     try:
         args = parser().parse_args(_attached(given))
         outcome: Outcome = args.run(args, Progress(enabled=not args.quiet))
@@ -215,7 +215,7 @@ def _text(outcome: Outcome, as_json: bool) -> str:
 
 
 def _print(text: str) -> OSError | None:
-    """Print a whole text to standard output; return why that failed, or None if it succeeded."""
+    """Print a text to standard output; return the error if printing failed, otherwise None."""
     try:
         if sys.stdout is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))

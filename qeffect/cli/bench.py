@@ -1,5 +1,5 @@
 """
-``qeffect bench``: what the guards cost, as medians and ratios of one run.
+``qeffect bench``: measure what the guards cost, and report medians and ratios of one run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FULL_POOLS = (64, 4096)
 
 
 class Bench:
-    """Measure the kernel, and the layers above it where they are installed."""
+    """Measure the kernel, and each package above the kernel that is installed."""
 
     name = "bench"
     help = "measure the times of the guards, the explorer, the proofs and the replayer"
@@ -51,7 +51,7 @@ class Bench:
         parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
-        """Measure and report."""
+        """Run the measurements and report the times."""
         require_place(args.out)
         data: dict[str, Any] = {"environment": environment(out=args.out)}
         progress.note("Measuring: the guarded actions")
@@ -74,10 +74,10 @@ class Bench:
 
 def actions(epochs: int = 200, microbatches: int = 8) -> dict[str, Any]:
     """
-    Measure F, dI and dW through the public API, a refusal, and memory.
+    Measure the time of F, dI, dW and a refusal through the public API, and the memory use.
 
-    Each timing is taken once per round, so that a disturbance of the machine falls on all timings
-    and not on one. Memory is measured once, after the rounds.
+    Each timing is taken once per round, so that a slow period of the machine affects all timings
+    and not only one. Memory is measured once, after the rounds.
 
     Returns:
         Medians: ``*_us`` in microseconds per action, ``bytes_*`` in bytes.
@@ -112,33 +112,33 @@ def _pooled(times: dict[str, list[float]]) -> float:
 
 
 def contract_of(slots: int, microbatches: int, omit: Iterable[str] = ()) -> Contract:
-    """Return the contract that every measurement uses: one stage, four matrices."""
+    """Return the contract that every measurement uses: one stage with four weight matrices."""
     return Contract(
         [StageConfig(0, microbatches=microbatches, slots=slots, matrices=MATRICES)], omit=omit
     )
 
 
 def priced_contract(omit: Iterable[str] = ()) -> Contract:
-    """Return a new contract with eight slots and eight microbatches, to measure prices with."""
+    """Return a new contract with eight slots and eight microbatches, for price measurements."""
     return contract_of(8, 8, omit)
 
 
 def _epochs(slots: int, microbatches: int, epochs: int, *, managed: bool) -> dict[str, list[float]]:
-    """Run whole epochs of a new contract; return what ``run_epochs`` returns."""
+    """Run whole epochs of a new contract; return the times as ``run_epochs`` does."""
     return run_epochs(contract_of(slots, microbatches), epochs, managed=managed)
 
 
 def run_epochs(contract: Contract, epochs: int, *, managed: bool = False) -> dict[str, list[float]]:
     """
-    Run whole epochs of a contract of one stage, which must be between two epochs.
+    Run whole epochs of a contract with one stage, and time each action.
 
     Args:
-        contract: The contract.
+        contract: The contract; no epoch may be in progress.
         epochs: Number of epochs.
-        managed: Use the ``with`` blocks instead of check and commit.
+        managed: Whether to use the API's ``with`` blocks instead of check and commit calls.
 
     Returns:
-        By action, microseconds of its check and its commit together, one entry per epoch.
+        For each action a list with one entry per epoch: microseconds of its check plus its commit.
     """
     stage = contract.stages[0]
     mats, microbatches = stage.matrices, stage.microbatches
@@ -191,7 +191,7 @@ def run_epochs(contract: Contract, epochs: int, *, managed: bool = False) -> dic
 
 
 def _refusal(rounds: int = 50, each: int = 50) -> float:
-    """Median microseconds from a check until its caller has caught the explained refusal."""
+    """Return the median microseconds from a check until the caller has caught the refusal."""
     contract = contract_of(4, 4)
     key = TapeKey(0, 0, 0)
     times = []
@@ -208,7 +208,7 @@ def _refusal(rounds: int = 50, each: int = 50) -> float:
 
 
 def _memory() -> dict[str, Any]:
-    """Measure the bytes of a configured slot with its cell, and the bytes a live tape adds."""
+    """Measure the bytes of a configured slot, and the bytes that each live tape adds."""
     found = {str(slots): memory_of_a_tape(slots) for slots in FULL_POOLS}
     live = {slots: added for slots, (_, added) in found.items()}
     return {
@@ -221,14 +221,14 @@ def _memory() -> dict[str, Any]:
 
 def memory_of_a_tape(slots: int) -> tuple[float, float]:
     """
-    Measure the memory per slot of a contract with as many microbatches as slots.
+    Measure the memory per slot of a contract that has as many microbatches as slots.
 
     Args:
         slots: Number of slots.
 
     Returns:
-        Bytes of the new contract, divided by the number of slots; and bytes that each live tape
-        adds after F, bind and dI, with its key and its reference.
+        Two numbers: the bytes of the new contract divided by the number of slots; and the bytes
+        that each live tape adds after F, bind and dI, including its key and its reference.
     """
     contract_of(1, 1)  # composes the transitions, which every contract shares
     kept: list[tuple[TapeKey, TapeRef]] = []

@@ -1,5 +1,5 @@
 """
-``qeffect check``: does every action of a schedule keep the contract?
+``qeffect check``: check that every action of a schedule keeps the contract.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Check:
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
-        """Check and report."""
+        """Check the schedule or schedules, and report the verdict."""
         if args.random is not None:
             return _random(args, progress)
         refuse_unused(args, ("--seed",), "only --random N uses it")
@@ -157,7 +157,7 @@ def _extent(schedule: Schedule) -> str:
 
 
 def _channels(verdict: Verdict) -> list[str]:
-    """List the assumed way to share queues, and the check's answer for every way."""
+    """List every way to share queues, with the check's result for it; mark the assumed way."""
     if not verdict.channels:
         return []
     transport = verdict.transport
@@ -229,7 +229,7 @@ def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _random(args: argparse.Namespace, progress: Progress) -> Outcome:
-    """Call the verification layer, whose random schedules need Hypothesis."""
+    """Check random schedules; the verification package makes them and needs Hypothesis."""
     if args.random < 1:
         raise UnusableError(f"--random must be at least 1, not {args.random}")
     refuse_unused(

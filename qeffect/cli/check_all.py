@@ -26,7 +26,7 @@ __all__ = ["CheckAll"]
 
 
 class CheckAll:
-    """Check many tables, independently of each other."""
+    """Check many tables, each independently of the others."""
 
     name = "check-all"
     help = "check all schedule tables of a repository, for example before a commit"
@@ -50,23 +50,24 @@ class CheckAll:
             "--queues",
             choices=tuple(QUEUES),
             default="pair",
-            help="which messages share a queue, as for qeffect check (default pair)",
+            help="which messages share a queue; qeffect check --help explains the values "
+            "(default pair)",
         )
         parser.add_argument(
             "--html",
             type=Path,
             metavar="DIR",
-            help="folder for one HTML page per refused table, as qeffect check --html writes it",
+            help="folder for HTML pages, one per refused table, as from qeffect check --html",
         )
         parser.add_argument(
             "--github",
             action="store_true",
-            help="also print each refused or unusable table as a GitHub Actions annotation, on the "
-            "line of the rank",
+            help="also print a GitHub Actions annotation for each refused or unusable table; it "
+            "points to the line of the refused rank",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
-        """Check and report; a table that cannot be read does not stop the others."""
+        """Check every table and report; an unreadable table does not stop the check of the rest."""
         if args.html is not None:
             require_folder(args.html, "--html")
             args.html.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 """
-What a command is: its arguments, the work it does, and the outcome it hands back.
+The interface of a command: it declares its arguments, runs, and returns an outcome.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Outcome:
     Args:
         verdict: ``accepted``, ``refused``, or ``unusable`` if the command cannot work on this
             machine.
-        data: The JSON object, without the verdict.
-        text: Lines for a person.
+        data: The fields of the JSON object, without the verdict.
+        text: The lines to print for the user.
     """
 
     verdict: str
@@ -79,14 +79,15 @@ class Outcome:
 
     @property
     def exit(self) -> Exit:
-        """The exit code."""
+        """The process's exit code for this outcome."""
         return _EXITS.get(self.verdict, Exit.VIOLATION)
 
     def record(self) -> dict[str, Any]:
         """
-        The JSON object.
+        The outcome as a JSON object.
 
-        A refusal always has clause, rank, step and action; each is None where it has no meaning.
+        A refusal always has the fields clause, rank, step and action; a field that does not apply
+        is None.
         """
         place = dict.fromkeys(PLACE) if self.verdict == "refused" else {}
         return {"verdict": self.verdict, **place, **self.data}
@@ -94,8 +95,8 @@ class Outcome:
 
 class Command(Protocol):
     """
-    A subcommand; the layers above the kernel register subcommands as ``qeffect.commands`` entry
-    points.
+    A subcommand. Packages above the kernel register theirs as entry points of the group
+    ``qeffect.commands``.
     """
 
     name: str
@@ -106,7 +107,7 @@ class Command(Protocol):
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """
-        Do the work.
+        Run the command and return its outcome.
 
         Raises:
             UnusableError: The input cannot be checked.
@@ -114,7 +115,7 @@ class Command(Protocol):
 
 
 class Group(Protocol):
-    """A group of commands under one name, such as ``qeffect runtime``."""
+    """A group of subcommands under one name, such as ``qeffect runtime``."""
 
     name: str
     help: str
@@ -126,10 +127,11 @@ class Group(Protocol):
 @frozen
 class Progress:
     """
-    Progress of long work on standard error: a line per second, or one redrawn line on a terminal.
+    Shows progress on standard error: at most one line per second, or one redrawn line on a
+    terminal.
 
     If a line cannot be written, for example to a closed pipe or a full disk, the line is dropped
-    and the work continues.
+    and the command continues.
     """
 
     stream: TextIO = field(factory=lambda: sys.stderr)
@@ -137,7 +139,7 @@ class Progress:
     _last: list[float] = field(factory=lambda: [time.monotonic()], init=False)
 
     def __call__(self, line: str) -> None:
-        """Show a line, unless one was shown less than a second ago."""
+        """Show a line, unless another line was shown less than a second ago."""
         now = time.monotonic()
         if self.enabled and now - self._last[0] >= 1:
             self._last[0] = now
@@ -145,7 +147,7 @@ class Progress:
 
     def stay(self, line: str) -> None:
         """
-        Redraw the last line on a terminal; elsewhere do the same as `__call__`.
+        Redraw the last line on a terminal; on any other stream, show a line as `__call__` does.
 
         The line is redrawn at most ten times a second, and cut to the width of the terminal.
         """
@@ -165,8 +167,8 @@ class Progress:
 
     def note(self, line: str) -> None:
         """
-        Show an important line, such as a first finding, at once, without the limit of a line per
-        second.
+        Show an important line, such as a first finding, at once; the limit of one line per second
+        does not apply.
         """
         if self.enabled:
             # In one write: an interrupt's line may come from another thread.
@@ -210,16 +212,17 @@ def refuse_unused(
     args: argparse.Namespace, options: Iterable[str], why: str, *, wants: str | None = None
 ) -> None:
     """
-    Refuse given options that have no effect with the rest of the command line.
+    Refuse options that have no effect in combination with the rest of the command line.
 
     Args:
         args: The parsed arguments; an option that was not given is None or False.
         options: The options as a user types them.
-        why: Why they have no effect.
-        wants: What to add so that they have an effect, if anything.
+        why: Why the options have no effect.
+        wants: What to add to the command line so that the options have an effect; None if nothing
+            helps.
 
     Raises:
-        UnusableError: Such an option was given; the message says what to leave out or to add.
+        UnusableError: One of the options was given; the message says what to leave out or to add.
     """
     values = {option: getattr(args, option.lstrip("-").replace("-", "_")) for option in options}
     given = {o: value for o, value in values.items() if value is not None and value is not False}
@@ -232,14 +235,14 @@ def refuse_unused(
 
 def brief(message: str, values: Iterable[str] = ()) -> str:
     """
-    Return a message as one printable line; very long values lose their middle.
+    Return a message as one printable line; the middle of a very long value is cut out.
 
     >>> brief("--hidden wants less than " + "9" * 5000)
     '--hidden wants less than 9999999999999999999999999999999999999999...99999999999999999'
 
     Args:
-        message: The message; each of its long words counts as a value.
-        values: Further values that the message may repeat; they may contain blanks.
+        message: The message; each of its long words is treated as a value.
+        values: Further values that the message may contain; they may contain blanks.
     """
     for value in values:
         if len(value) > _VALUE and any(c.isspace() for c in value):

@@ -1,5 +1,5 @@
 """
-``qeffect faults``: inject the paper's faults and show where each is refused.
+``qeffect faults``: inject the paper's faults and show where the contract refuses each.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Faults:
     """Reproduce the fault table."""
 
     name = "faults"
-    help = "inject the fault table's seven violations and show where each is refused"
+    help = "inject the seven violations of the fault table and show where each is refused"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare no options."""
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
-        """Run every injection through the public API."""
+        """Inject every fault through the public API, and report the refusals."""
         from ..faults import run
 
         report = run()
@@ -36,7 +36,7 @@ class Faults:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """A block of lines for each injection, at most as wide as the terminal and 100 columns."""
+    """Return the lines for each injection, at most 100 columns and at most the terminal wide."""
     width = min(shutil.get_terminal_size((_WIDEST, 0)).columns, _WIDEST)
     lines: list[str] = []
     for row in rows:

@@ -1,9 +1,11 @@
 """
-Ctrl-C: one line on standard error, every child process ended, exit code 130 within two seconds.
+Ctrl-C prints one line on standard error, ends every child process, and ends this process with exit
+code 130 within two seconds.
 
-A solver in C handles SIGINT itself and loses it, a worker process answers it with a traceback, and
-Python raises ``KeyboardInterrupt`` in whatever destructor runs at that moment. So SIGINT is blocked
-in every thread, and one thread waits for it; child processes inherit the block.
+Without this module, a solver written in C catches SIGINT and loses it, a worker process answers
+SIGINT with a traceback, and Python raises ``KeyboardInterrupt`` in whatever destructor runs at that
+moment. So SIGINT is blocked in every thread, and one thread waits for it; child processes inherit
+the blocked signal mask.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ __all__ = ["INTERRUPTED", "INTERRUPTED_RUNS", "Interrupts", "descendants"]
 INTERRUPTED: Final = 130
 INTERRUPTED_RUNS: Final[list[Callable[[], str]]] = []
 """
-Functions that say in one line whether a run may be resumed; the last function's line is printed.
+Functions that return one line on whether an interrupted run can be resumed. After an interrupt the
+line of the last function is printed.
 """
 #: Seconds that the main thread has to unwind and to remove its unfinished files.
 _GRACE_S: Final = 1.0
@@ -36,11 +39,11 @@ _WAKE: Final = getattr(signal, "SIGURG", None)
 
 class Interrupts:
     """
-    Ends this process on SIGINT; for a program that owns its process.
+    Ends this process and its children on SIGINT; meant for a program that owns its process.
 
     Args:
-        say: Reports the interruption on standard error and, if the command wants it, on standard
-            output. Called once, from another thread.
+        say: Function that reports the interrupt to the user. It is called once, from a thread
+            other than the main thread.
     """
 
     def __init__(self, say: Callable[[], object]) -> None:
@@ -53,7 +56,8 @@ class Interrupts:
         """
         Run a function and return its result; on SIGINT end the process with code 130 instead.
 
-        If the shell ignores SIGINT, as for background jobs of a script, SIGINT stays ignored.
+        If the shell made the process ignore SIGINT, as it does for background jobs of a script,
+        SIGINT stays ignored.
 
         Args:
             work: The function to run. SIGINT raises ``KeyboardInterrupt`` inside it; the process
@@ -88,8 +92,8 @@ class Interrupts:
 
     def last_word(self) -> bool:
         """
-        Whether the caller may print the last line: True for the first caller, False for any later
-        one.
+        Return whether the caller may print the last line: True for the first call, False for every
+        later call.
         """
         return self._last_word.acquire(blocking=False)
 
@@ -119,8 +123,9 @@ def _keep_blocked() -> None:
     """
     Keep multiprocessing from unblocking SIGINT in this thread when its first process starts.
 
-    Multiprocessing blocks these signals while it starts its resource tracker, then unblocks them
-    even if they were blocked before. Workers would inherit that and answer Ctrl-C with a traceback.
+    Multiprocessing blocks SIGINT and SIGTERM while it starts its resource tracker, then unblocks
+    both even if they were blocked before. Worker processes would inherit the unblocked SIGINT and
+    answer Ctrl-C with a traceback.
     """
     from multiprocessing import resource_tracker
 
@@ -130,7 +135,7 @@ def _keep_blocked() -> None:
 
 
 def _silence() -> None:
-    """Discard standard error: messages of libraries that unwind do not help the user."""
+    """Discard standard error: what libraries print while the process ends does not help users."""
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.flush()
     with suppress(OSError):
@@ -138,7 +143,7 @@ def _silence() -> None:
 
 
 def _end_children() -> None:
-    """Kill every descendant; all are stopped first, so that none reacts to another's end."""
+    """Kill all descendants; stop all of them first, so that none reacts to the death of another."""
     found: dict[int, None] = {}
     for _ in range(4):  # until no stopped process can have started another one
         fresh = [process for process in descendants(os.getpid()) if process not in found]
@@ -173,7 +178,7 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def _processes() -> Iterator[tuple[int, int]]:
-    """Yield each process of this machine with its parent, as far as the system lists processes."""
+    """Yield the process id and parent id of each process that the system lists."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
             # The name stands in parentheses and may hold blanks and parentheses.

@@ -1,5 +1,6 @@
 """
-The parser of the command line: errors of one line, and help that never splits a name at a hyphen.
+The command-line parser: each error is one line, and help never breaks a line inside a name that has
+a hyphen.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EXIT_CODES: Final = (
 
 
 class _Help(argparse.HelpFormatter):
-    """Help whose lines never end within a name that has a hyphen."""
+    """Formats help so that no line breaks inside a name that has a hyphen."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -35,8 +36,9 @@ class Parser(argparse.ArgumentParser):
     """
     An argument parser whose errors are one line, with exit code 2.
 
-    Options cannot be abbreviated: an abbreviation could name another option once a longer one is
-    added. An empty value is refused for every option, since an unset shell variable gives one.
+    Options cannot be abbreviated: an abbreviation could become ambiguous when a later version adds
+    an option. Every option refuses an empty value, which usually comes from an unset shell
+    variable.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +101,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def missing_commands(names: Iterable[str]) -> dict[str, str]:
-    """Return, by name, why commands are missing if QEffect is on the path but not installed."""
+    """Return one message per command name: QEffect is importable but not installed."""
     root = Path(__file__).resolve().parents[2]
     return {
         name: f"the command {name} is missing because QEffect is not installed here, only on the "

@@ -1,7 +1,7 @@
 """
-``qeffect plan``: the tapes, slots, graphs and gradient memory that a schedule needs, and the time
-of its step, computed from given times of its actions. With ``--wgrad-group`` also the cost of
-grouped dW in slots, and its gain in step time.
+``qeffect plan``: compute the tapes, slots, graphs and gradient memory that a schedule needs. From
+given times of its actions, the command also computes the step time. With ``--wgrad-group`` it also
+compares grouped dW with ungrouped dW: how many more slots it needs, and how much time it saves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN = 8
 
 
 class Plan:
-    """Plan a schedule's resources, with one tape per microbatch and with one tape per slot."""
+    """Plan a schedule's resources, with one slot per microbatch and with one slot per live tape."""
 
     name = "plan"
     help = "plan the tapes, slots, graphs, gradient bytes and step time of a schedule"
@@ -78,19 +78,19 @@ class Plan:
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
-        """Plan and report."""
+        """Plan the schedule's resources and report them."""
         layers = _layers(args)
         if args.hidden is None:
             refuse_unused(
                 args,
                 ("--ffn", "--layers", "--dtype"),
-                "bytes are counted only with --hidden N",
+                "byte counts need --hidden N",
             )
         if args.durations is None:
             refuse_unused(
                 args,
                 ("--svg", "--trace"),
-                "a plan has times only with --durations F",
+                "a plan includes times only with --durations F",
                 wants="--durations F",
             )
         refuse_one_file(args)
@@ -157,10 +157,11 @@ def _draw(args: argparse.Namespace, timed: StepTime) -> None:
 
 def _groups(args: argparse.Namespace, schedule: Schedule) -> list[int]:
     """
-    Return the groups to compare, ascending: 1 and the given ones; none if none is given.
+    Return the group sizes to compare, in ascending order: 1 and the given sizes. The list is empty
+    if no size was given.
 
     Raises:
-        UnusableError: A given group does not divide the number of microbatches.
+        UnusableError: A given group size does not divide the number of microbatches.
     """
     if not args.wgrad_group:
         return []
@@ -178,7 +179,7 @@ def _groups(args: argparse.Namespace, schedule: Schedule) -> list[int]:
 
 
 def _times(timed: StepTime) -> Iterator[str]:
-    """Lines for a step's time, for each rank's use of that time, and for the critical path."""
+    """Yield the lines for the step time, each rank's busy and idle time, and the critical path."""
     step, bound, unit = float(timed.time), float(timed.bound), timed.unit
     over = f": the step takes {step / bound:.3f} times as long" if bound else ""
     yield f"step time {step:.4g} {unit}; the busiest rank computes for {bound:.4g} {unit}{over}"
@@ -213,7 +214,7 @@ def _where(span: Span) -> str:
 
 
 def _layers(args: argparse.Namespace) -> Layers | None:
-    """Return the layers; refuse a bad value even if nothing would use it."""
+    """Return the layer sizes from the options; refuse a bad value even if no option uses it."""
     for option in ("hidden", "ffn", "layers"):
         size = getattr(args, option)
         if size is not None and size > _MOST:

@@ -1,5 +1,6 @@
 """
-What a part of the contract costs: guarded actions with and without it, alternating in one run.
+Measure what a part of the contract costs: time guarded actions with the part and without it, in
+alternation within one run.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ Run = Callable[[Contract, int], Times]
 @frozen
 class Pair:
     """
-    Two contracts to compare: with a part and without it.
+    Two contracts to compare: one with a part (a relation or a guard), the other without the part.
 
     Args:
         name: Name of the part.
-        whole: Makes a contract with the part.
-        without: Makes a contract without it.
+        whole: Function that makes a contract with the part.
+        without: Function that makes a contract without the part.
     """
 
     name: str
@@ -87,10 +88,10 @@ def with_functions(contract: Contract, functions: Transitions) -> Contract:
 
     Args:
         contract: A new contract.
-        functions: Transitions over the same relations.
+        functions: The transition functions to use; their relations must equal the contract's.
 
     Raises:
-        RuntimeError: The contract keeps its transitions under other names than this module expects.
+        RuntimeError: The contract's attributes for its transitions do not have the expected names.
     """
     for name in (name for pair in ACTIONS.values() for name in pair):
         # getattr, not vars(): vars() would slow down every later attribute access of the contract.
@@ -104,16 +105,17 @@ def with_functions(contract: Contract, functions: Transitions) -> Contract:
 
 def relations(make: Callable[[Iterable[str]], Contract], run: Run, **turns: int) -> dict[str, Any]:
     """
-    Measure the price of each optional relation, and of all together.
+    Measure the price of each optional relation, and of all optional relations together.
 
     Args:
-        make: Makes a contract that leaves out the relations named.
-        run: Runs epochs of that contract.
-        turns: As for ``in_turns``.
+        make: Function that makes a contract without the named relations.
+        run: Function that runs epochs of a contract and returns the times.
+        turns: Keyword arguments of ``in_turns``, such as ``rounds``.
 
     Returns:
-        By relation, a ``price`` of each action. ``all of them`` has all relations together;
-        ``nothing`` compares equal contracts and shows the error of the comparison.
+        For each relation, the ``price`` of each action. The entry ``all of them`` is the price of
+        all relations together. The entry ``nothing`` compares equal contracts and so shows the
+        measurement error.
     """
     left_out: dict[str, tuple[str, ...]] = {name: (name,) for name in sorted(OPTIONAL)}
     left_out |= {ALL: tuple(sorted(OPTIONAL)), NOTHING: ()}
@@ -131,19 +133,22 @@ def in_turns(
     before: int = BEFORE,
 ) -> dict[str, Any]:
     """
-    Compare pairs of contracts: every round runs every pair, and both sides of a pair in turns.
+    Compare pairs of contracts: every round runs every pair and alternates between its contracts.
 
-    Every round makes new contracts. Which side is made first, and which side runs first, is drawn
-    so that each side comes first in half of the rounds; either order changes a time by about one
-    percent.
+    Every round makes new contracts. A random draw decides which contract of a pair is made first
+    and which runs first, so that each comes first in half of the rounds. Either order changes a
+    time by about one percent.
 
     Args:
-        pairs: The pairs.
-        run: Runs epochs of a contract.
-        rounds, turns, epochs, before: As ``ROUNDS``, ``TURNS``, ``EPOCHS`` and ``BEFORE``.
+        pairs: The pairs of contracts to compare.
+        run: Function that runs epochs of a contract and returns the times.
+        rounds: Number of rounds; each gives one difference of medians per action.
+        turns: Number of turns per contract in a round.
+        epochs: Number of timed epochs per turn.
+        before: Number of untimed epochs before the turns.
 
     Returns:
-        By name of the pair, a ``price`` of each action.
+        For the name of each pair, the ``price`` of each action.
     """
     medians: dict[str, list[dict[str, tuple[float, float]]]] = {pair.name: [] for pair in pairs}
     chance = Random(0)
@@ -160,14 +165,14 @@ def in_turns(
 
 
 def _halves(rounds: int, chance: Random) -> list[int]:
-    """Return a side (0 or 1) for every round, each in half of the rounds, in random order."""
+    """Return 0 or 1 for every round: each number for half of the rounds, in random order."""
     sides = [number % 2 for number in range(rounds)]
     chance.shuffle(sides)
     return sides
 
 
 def _made(pair: Pair, first: int) -> tuple[Contract, Contract]:
-    """Return the contracts with and without the part; the first to be made is given."""
+    """Make and return the contracts with and without the part; ``first`` (0 or 1) is made first."""
     if first == 0:
         whole = pair.whole()
         return whole, pair.without()
@@ -183,7 +188,7 @@ def _round(
     epochs: int,
     before: int,
 ) -> dict[str, tuple[float, float]]:
-    """Return the medians of both sides by action; the side that begins alternates."""
+    """Return both contracts' median times by action; the contract that begins a turn alternates."""
     times: list[dict[str, list[float]]] = [{action: [] for action in ACTIONS} for _ in contracts]
     for turn in range(turns):
         for side in (first, 1 - first) if turn % 2 == 0 else (1 - first, first):
@@ -199,15 +204,15 @@ def _round(
 
 def price(rounds: Sequence[tuple[float, float]]) -> dict[str, float]:
     """
-    Return the price of a part of the contract from its rounds.
+    Compute the price of a part of the contract from the times of all rounds.
 
     Args:
-        rounds: For each round, microseconds of an action with the part and without it.
+        rounds: For each round, the microseconds of an action with the part and without the part.
 
     Returns:
-        ``with_us`` and ``without_us``: medians over the rounds. ``us``: the median of the rounds'
-        differences. ``low_us`` and ``high_us``: the ``bounds`` of the differences. ``ratio``: the
-        median of the rounds' quotients (time with the part divided by time without the part).
+        ``with_us`` and ``without_us``: the median times over the rounds. ``us``: the median
+        difference of the two times. ``low_us`` and ``high_us``: a confidence interval of ``us``.
+        ``ratio``: the median of the time with the part divided by the time without the part.
 
     >>> price([(2.5, 2.0), (2.25, 2.0), (2.0, 2.0)])["us"]
     0.25
@@ -226,12 +231,12 @@ def price(rounds: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
     """
-    Return a confidence interval of the median of some values, at 95 percent.
+    Return a 95 percent confidence interval of the median of some values.
 
-    The interval follows from the order of the values and holds for every distribution. Of twenty
-    values the interval runs from the sixth smallest to the sixth largest. Of fewer than nine values
-    it runs from the smallest to the largest; with fewer than six values its confidence is below 95
-    percent.
+    The interval is based on the order of the values and is valid for every distribution. With
+    twenty values the interval runs from the sixth smallest to the sixth largest value. With fewer
+    than nine values it runs from the smallest to the largest value; with fewer than six values its
+    confidence is below 95 percent.
 
     >>> bounds(range(1, 21))
     (6, 15)
@@ -249,13 +254,13 @@ def bounds(values: Sequence[float]) -> tuple[float, float]:
 
 def lines(data: Mapping[str, Any]) -> list[str]:
     """
-    Return a report's prices as text: of every relation, and of the three most expensive guards.
+    Return lines with the prices of every relation and of the three most expensive guards.
 
     A line gives the microseconds that a part adds to an action, with a confidence interval, and the
-    ratio of the times with the part and without it.
+    ratio of the time with the part to the time without the part.
 
     Args:
-        data: ``relation_prices``, and ``clause_prices`` where clauses were priced.
+        data: The report, with ``relation_prices`` and, if guards were measured, ``clause_prices``.
     """
     found = [f"  added by {name}: {_actions(own)}" for name, own in data["relation_prices"].items()]
     if "clause_prices" in data:
@@ -267,7 +272,7 @@ def lines(data: Mapping[str, Any]) -> list[str]:
 
 
 def dearest(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows of guards, the most expensive first."""
+    """Sort the measured guards by price, the most expensive first."""
     return sorted(rows, key=lambda row: -row["us"])
 
 

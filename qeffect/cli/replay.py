@@ -1,7 +1,7 @@
 """
 ``qeffect replay``: check that an event log keeps the contract, event by event. With the logs of all
-ranks of a pipeline, also check that they match. Rank logs are replayed through the model of
-messages, commits and stops among ranks.
+ranks of a pipeline, also check that these logs match each other. Rank logs (the messages, commits
+and stops of a rank) are replayed through the model of ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Replay"]
 
 
 class Replay:
-    """Replay an event log through the transition functions that guard the runtime."""
+    """Replay an event log through the same transition functions that guard the runtime."""
 
     name = "replay"
-    help = "replay an event log, or the logs of all ranks together, through the contract"
+    help = "check recorded events against the contract, from one log or from the logs of all ranks"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -39,7 +39,7 @@ class Replay:
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
-        """Replay and report."""
+        """Replay the logs and report the verdict."""
         from ..log.beside import compare_beside
         from ..log.joint import replay_together
         from ..log.rank_log import is_rank_log
@@ -76,11 +76,11 @@ class Replay:
 
 def _replay_ranks(paths: Sequence[Path]) -> Any:
     """
-    Replay rank logs through the model of ranks, which is in a layer above the kernel.
+    Replay rank logs through the model of ranks, which is in a package above the kernel.
 
     Raises:
         LogError: A file is not a rank log, or a rank's log is missing.
-        UnusableError: The layer is not installed.
+        UnusableError: The package with the model is not installed.
     """
     for entry in entry_points(group="qeffect.commands", name="ranks"):
         return entry.load().replay(paths)
@@ -90,5 +90,5 @@ def _replay_ranks(paths: Sequence[Path]) -> Any:
 
 
 def _truncated(report: ReplayReport | JointReport) -> bool:
-    """Whether a log ends too early, but all its events kept the contract."""
+    """Return whether the only violation is that a log ends too early."""
     return report.clause == "log.closing" and report.expected == "a closing line"

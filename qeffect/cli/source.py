@@ -1,6 +1,7 @@
 """
-Where a command's schedule comes from: a CSV table, a torch or DeepSpeed class by name,
-Megatron-core's loops, or a TE order list; and how the runtime carries its messages.
+The options that name a command's schedule: a CSV table, the name of a torch or DeepSpeed class,
+Megatron-core's loops, or a Transformer Engine order list. Further options say how the runtime
+carries the schedule's messages.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ __all__ = [
 STDIN = "-"
 #: Help of ``--pairing``.
 PAIRING = (
-    "which retained work the runtime gives a dW. contract: the work of its own microbatch "
-    "(default). fifo: the oldest work of its stage. latest: the newest work of its stage. global: "
-    "the oldest work of its rank"
+    "which retained work (the operands that a dI leaves for its dW) the runtime gives to a dW. "
+    "contract: the work of the dW's own microbatch (default). fifo: the oldest work of its stage. "
+    "latest: the newest work of its stage. global: the oldest work of its rank"
 )
 _DRAWN = ("--svg", "--trace", "--html")
 _TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")
@@ -53,7 +54,7 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     Declare the options that name a schedule.
 
     Returns:
-        The group of options of which exactly one must be given; a command may add its own.
+        A group of options; exactly one of them must be given. A command may add its own options.
     """
     schedule = parser.add_argument_group("schedule")
     named = schedule.add_mutually_exclusive_group(required=True)
@@ -63,8 +64,8 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     named.add_argument(
         "--torch",
         metavar="CLASS",
-        help="torch schedule class by name, or module:Class for your own subclass, which may be "
-        "in the working folder",
+        help="name of a torch schedule class, or module:Class for your own subclass; the module "
+        "may be in the working folder",
     )
     named.add_argument(
         "--megatron",
@@ -76,7 +77,7 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--deepspeed",
         metavar="CLASS",
         help="DeepSpeed schedule class: TrainSchedule, DualPipeVSchedule, or module:Class for your "
-        "own subclass, which may be in the working folder",
+        "own subclass; the module may be in the working folder",
     )
     named.add_argument(
         "--te-order", metavar="LIST", help="Transformer Engine _order list, such as 1,1,-1,-1"
@@ -115,20 +116,20 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         type=int,
         metavar="N",
         help="microbatches per step (default 4 with --torch, --megatron and --deepspeed); with "
-        "FILE.csv, the number that the table is required to have",
+        "FILE.csv, a table with another number is refused",
     )
     schedule.add_argument(
         "--defer-receives",
         action="store_true",
-        help="place each receive just before the action that uses it, as torch's defer_pp_recv "
-        "does (needs --comms)",
+        help="place each receive just before the action that uses its message, as torch's "
+        "defer_pp_recv does (needs --comms)",
     )
     schedule.add_argument(
         "--max-outstanding-sends",
         type=int,
         metavar="N",
         help="maximum number of sends that a rank has posted and not yet awaited (default no "
-        "limit); with --torch and --comms, torch 2.15 makes the table under this limit",
+        "limit); with --torch and --comms, torch 2.15 makes a table that keeps this limit",
     )
     schedule.add_argument(
         "--queues",
@@ -159,8 +160,8 @@ def read_source(args: argparse.Namespace) -> Schedule:
     Read the schedule that the arguments name.
 
     Raises:
-        UnusableError: The schedule cannot be read, or an option belongs to another kind of
-            schedule.
+        UnusableError: The schedule cannot be read, or an option was given that does not apply to
+            this kind of schedule.
     """
     _refuse_other_shapes(args)
     if args.te_order is not None:
@@ -223,7 +224,7 @@ def read_source(args: argparse.Namespace) -> Schedule:
 
 
 def _refuse_other_shapes(args: argparse.Namespace) -> None:
-    """Refuse options that shape another kind of schedule than the named one."""
+    """Refuse options that do not apply to the named kind of schedule."""
     unused = {
         option: users
         for options, users in _USERS.items()
@@ -260,7 +261,7 @@ def _read_file(file: str, microbatches: int | None) -> Schedule:
 
 
 def _named(source: str, read: Callable[[], Schedule]) -> Schedule:
-    """Read a schedule; an error about one of its entries also names the schedule's source."""
+    """Read a schedule; add the schedule's source to an error about one of its entries."""
     try:
         return read()
     except ScheduleError as error:
@@ -274,8 +275,8 @@ def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
     Return how the runtime carries the schedule's messages.
 
     Raises:
-        UnusableError: The limit is negative, or the schedule lacks what an option needs: waits for
-            its sends, or the names of its messages.
+        UnusableError: The limit of outstanding sends is negative, or the schedule lacks what an
+            option needs: waits for its sends, or the names of its messages.
     """
     limit = args.max_outstanding_sends
     if limit is not None and limit < 0:
@@ -293,12 +294,12 @@ def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
 
 
 def one_rank(schedule: Schedule) -> list[str]:
-    """Return a line that says what is not checked if the schedule is one rank's row."""
+    """Return a line on what is not checked if the schedule has only one rank's row."""
     if schedule.complete:
         return []
     return [
-        "  the row of one rank alone: the stages of other ranks, and messages to and from other "
-        "ranks, are not checked"
+        "  only one rank's row was given: the stages of other ranks, and the messages to and from "
+        "other ranks, are not checked"
     ]
 
 
@@ -306,11 +307,11 @@ def refuse_one_file(args: argparse.Namespace) -> None:
     """
     Refuse two pictures in one file, a picture that overwrites its input, or an unwritable file.
 
-    Two paths to one file count as equal. The files are compared before any check.
+    Two different paths to the same file are refused too. This test runs before any schedule check.
 
     Raises:
-        UnusableError: --svg, --trace or --html names a file that another option names too, that
-            holds the input, or that cannot be written.
+        UnusableError: --svg, --trace or --html names a file that is also the input or another
+            option's file, or that cannot be written.
     """
     given = {
         name: None if path is None else Path(path)

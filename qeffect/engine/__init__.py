@@ -1,3 +1,3 @@
 """
-The engine: relations composed into transitions, over plain memory.
+The engine: composes the relations' guards and writes into transitions that run over plain memory.
 """

@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
         they cannot be composed or written.
     """
     parser = argparse.ArgumentParser(prog="python -m qeffect.engine", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a generated file is stale"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.check:

@@ -11,7 +11,7 @@ less. The same function object guards a replay, is run by the explorer, proved b
 NumPy.
 
 The composition of all relations is checked in as source, ``qeffect.engine.composed``; see
-``qeffect.engine.generate``. Every other composition is made on first use.
+``qeffect.engine.generate``. A composition that leaves relations out is made on first use.
 
 Joining fails if it could change a meaning: a guard that writes, a local name with two definitions,
 or a read of a column that an earlier half has already written.
@@ -59,12 +59,13 @@ class CompositionError(Exception):
 @frozen
 class Half:
     """
-    The parsed name of a relation's half.
+    The parsed name of a half: a relation's guard function or write function for one transition.
 
     Args:
         transition: The transition that the half belongs to.
         part: ``guards`` or ``writes``.
-        before: Relation before whose guards the half runs; empty if it runs in its own place.
+        before: Relation before whose guards the half runs; empty if the half runs with the guards
+            of its own relation.
 
     >>> half_name("checkpoint_before_order_guards")
     Half(transition='checkpoint', part='guards', before='order')
@@ -76,7 +77,7 @@ class Half:
 
 
 def half_name(name: str) -> Half | None:
-    """Parse the name of a function; None for a helper."""
+    """Parse the name of a guard or write function; return None for any other name."""
     transition, _, part = name.rpartition("_")
     if part not in ("guards", "writes") or not transition:
         return None
@@ -149,8 +150,8 @@ def compose(
         transition: Name of the transition, for example ``check_dgrad``.
         parameters: Names of the parameters after the state.
         relations: The relation modules that take part, in the normative order.
-        replaced: Halves or helpers to use in place of a module's own, by
-            ``module.function`` name. A mutant is a composition with one replacement.
+        replaced: By ``module.function`` name, a guard, write or helper function to use in place of
+            a module's own. A mutant is a composition with one replacement.
 
     Returns:
         A function of the state and the parameters. A check returns the ticket that it issued.
@@ -367,7 +368,7 @@ def _text(node: ast.AST) -> str:
 
 
 def _spelled(statement: ast.stmt) -> str:
-    """Return a statement's source; a long one is broken into lines as its half breaks it."""
+    """Return a statement's source; a long statement keeps the line breaks of its source file."""
     text = _text(statement)
     if max(map(len, text.splitlines())) <= _WIDTH - 4:
         return text

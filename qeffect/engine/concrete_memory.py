@@ -18,10 +18,10 @@ Snapshot = dict[str, tuple[Any, ...]]
 
 class Memory:
     """
-    Every column as a list, or as a dictionary if cells index it.
+    Every column as a list; a column that is indexed by cells is a dictionary.
 
     Args:
-        columns: The columns, from the transitions that will run over this memory.
+        columns: By name, the columns that the transitions over this memory use.
         sorts: By index sort (type of index, such as ``slot``), the number of its members; for
             ``cell``, the cells themselves.
         config: Value of each configured column, one entry per member of its index sort.
@@ -49,11 +49,11 @@ class Memory:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Columns are lists or dictionaries; the halves that read them are not typed."""
+            """Return a column, a list or a dictionary; typed as Any for the untyped transitions."""
 
     @staticmethod
     def every(column: Any, value: Any) -> bool:
-        """Whether every entry of a column equals the value; transitions use no other quantifier."""
+        """Return whether every entry of a column equals the value."""
         if isinstance(column, dict):
             return all(entry == value for entry in column.values())
         return bool(column.count(value) == len(column))

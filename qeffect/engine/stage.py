@@ -1,5 +1,5 @@
 """
-The stage: every transition of the contract, composed from the relations that a backend uses.
+Every transition of a stage's contract, composed from the relations that the backend uses.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def transitions(
     Compose the transitions of a stage that leaves out some relations.
 
     Args:
-        omit: Names from ``OPTIONAL``.
-        replaced: By ``module.function``, a function (half or helper) to use in place of a
+        omit: Names of the relations to leave out, from ``OPTIONAL``.
+        replaced: By ``module.function``, a guard, write or helper function to use in place of a
             relation's own; the result is a mutant.
 
     Raises:

@@ -1,3 +1,3 @@
 """
-What every refusal found and expected, by relation; `qeffect.explain` joins the tables.
+For every clause, the texts of what was found and expected; `qeffect.explain` joins these tables.
 """

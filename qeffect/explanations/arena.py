@@ -1,5 +1,5 @@
 """
-Found and expected for the clauses of the gradient arena.
+Texts of found and expected values, for refusals by the clauses of the gradient arena.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _opened(st: Any, a: Arguments) -> str:
 
 
 def _missed(st: Any, a: Arguments) -> str:
-    """Say when the buffer that a dW would add to was last overwritten."""
+    """Return text: when the buffer that a dW would add to was last overwritten."""
     cell = a["key"].cell
     own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
     if not _own_first(a["first"]) and st.opened[own] != a["key"].epoch:
@@ -55,13 +55,13 @@ def _spoiled(st: Any, a: Arguments) -> int:
 
 
 def _unwritten(st: Any, a: Arguments) -> int:
-    """Return the stage that lacks a dW: the stage to finalize, or its sharer."""
+    """Return the stage that lacks a dW: the stage to finalize, or a stage that shares with it."""
     stage = int(a["stage"])
     return stage if st.wgrads[stage] != st.cells[stage] else int(st.sharer_of[stage])
 
 
 def _tied(st: Any, a: Arguments) -> str:
-    """Add the sharing stage, if that is the stage that lacks a dW."""
+    """Name the sharing stage, if the sharing stage lacks a dW; otherwise return empty text."""
     sharer = _unwritten(st, a)
     return "" if sharer == a["stage"] else f" of stage {sharer}, which shares a destination"
 
@@ -81,7 +81,7 @@ def _difference(found: Any, configured: Any, side: int) -> str:
 
 
 def _writer(st: Any, a: Arguments) -> str:
-    """Spell which dW is writing the buffer of a key."""
+    """Return text: which dW is writing the buffer of a key."""
     ticket = st.writing[st.buffer_of[a["key"].cell]]
     return f"ticket {ticket} in flight" if ticket else "no dW in flight"
 
@@ -93,7 +93,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "an epoch in which no action failed",
     ),
     "arena.duplicate-bind": lambda st, a: (
-        f"{a['key']} bound again",
+        f"another bind of {a['key']}",
         "one bind of each key's destinations per walk over the microbatches",
     ),
     "arena.mismatch": lambda st, a: (
@@ -110,7 +110,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "arena.other-destination": lambda st, a: (
         f"{a['key']} in the group of ticket {a['ticket']}",
-        "a tape of the destination that this dW writes; the tape's own destination has "
+        "a tape whose gradient goes to the destination that this dW writes; the tape's own has "
         f"{_writer(st, a)}",
     ),
     "arena.left-out": lambda st, a: (

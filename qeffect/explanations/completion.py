@@ -1,5 +1,5 @@
 """
-Found and expected for the clauses of completion and capture memory: streams and graphs.
+Texts of found and expected values, for refusals by the clauses of completion and capture memory.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ __all__ = ["EXPLANATIONS"]
 
 
 def _end(st: Any, a: Arguments) -> tuple[int, int, int]:
-    """Return the link of a slot's latest transfer end, its piece of work, and the pieces joined."""
+    """
+    Return the link on which a slot's latest transfer ended, the number of that end in the caller's
+    work, and how many pieces of that work the graph stream has waited for.
+    """
     slot = slot_of(a)
     on = st.ended_on[slot]
     return on, st.ended_at[slot], st.joined[on]
 
 
 def _captured(st: Any, a: Arguments) -> tuple[str, int, int]:
-    """Return what would be replayed, its place in the order of capture, and its pool."""
+    """Return words for the graph to replay, its position in capture order, and its memory pool."""
     if a["transition"] == "check_refresh":
         return asked(a), st.refresh_rank[a["stage"]], st.refresh_pool[a["stage"]]
     ranks = {"check_forward": "forward_rank", "check_dgrad": "dgrad_rank"}
@@ -30,10 +33,10 @@ def _captured(st: Any, a: Arguments) -> tuple[str, int, int]:
 
 
 def _out_of_order(st: Any, a: Arguments) -> str:
-    """Say what would be replayed after which graph."""
+    """Return text: which graph would be replayed, and which graph was replayed before it."""
     what, place, pool = _captured(st, a)
     return (
-        f"{what}, the graph captured at place {place}, after the graph captured at place "
+        f"{what}, the graph captured at position {place}, after the graph captured at position "
         f"{st.cursor[pool]}"
     )
 
@@ -57,7 +60,7 @@ def _what(a: Arguments) -> str:
 
 
 def _unwaited_links(st: Any) -> list[int]:
-    """Return the consumer's links of the domains whose evaluations it has yet to wait for."""
+    """Return the consumer's links to the domains whose evaluations it has not yet waited for."""
     pairs = enumerate(zip(st.caller_at, st.domain_at, strict=True))
     return [link for link, (caller, d) in pairs if caller == st.consumer[0] and st.unwaited[d] != 0]
 
@@ -75,7 +78,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "completion.caller-to-graph": lambda st, a: (
         f"a replay whose graph stream waited for {st.joined[a['link']]} of the caller's "
         f"{counted(st.submitted[a['link']], 'piece')} of work",
-        "a wait for all these pieces",
+        "a wait for all these pieces of work",
     ),
     "completion.graph-to-caller": lambda st, a: (
         f"a consumer whose stream waited up to replay {st.waited[a['link']]}",
@@ -97,7 +100,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "completion.slot-not-awaited": lambda st, a: (
         f"a caller that waited up to replay {st.waited[a['link']]}",
         f"a wait at or after replay {st.vacated[slot_of(a)]}, the last replay of slot "
-        f"{slot_of(a)}'s tenant",
+        f"{slot_of(a)}'s last tape",
     ),
     "completion.wrong-consumer": lambda st, a: (
         f"link {a['link']}, of caller {st.caller_at[a['link']]}",

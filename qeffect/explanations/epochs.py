@@ -1,5 +1,5 @@
 """
-Found and expected for the clauses of reductions, of the end of an epoch, and of persistence.
+Texts of found and expected values, for refusals by the clauses of reduction, epoch and persistence.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def _waiting(st: Any) -> str:
 
 
 def _bucket(st: Any, a: Arguments) -> str:
-    """Say which bucket a reduction is of."""
+    """Name the bucket of a reduction, and the stages that write it."""
     return f"bucket {a['bucket']} of stage {' and '.join(map(str, stages_of(st, a)))}"
 
 
 def _asked(a: Arguments) -> str:
-    """Say which call was made during an update, or over half-updated weights."""
+    """Name the call that was made during an update, or over half-updated weights."""
     return _ASKED.get(a["transition"], "an action")
 
 
-#: What a transition asks for; any other asks for an action.
+#: By transition, what the call requests; all other transitions request an action.
 _ASKED: Final[Mapping[str, str]] = {
     "restore": "a restore",
     "next_walk": "another walk",
@@ -56,14 +56,14 @@ def _epoch(st: Any, a: Arguments) -> int:
 
 
 def _under_way(st: Any) -> str:
-    """Say which update or which evaluations are in flight."""
+    """Return text: which update or which evaluations are in flight."""
     if st.optimizing[0]:
         return f"the update with ticket {st.optimizing[0]}"
     return f"an evaluation in flight (stage: ticket) {nonzero_entries(st.evaluating)}"
 
 
 def _unknown_ticket(st: Any, a: Arguments) -> tuple[str, str]:
-    """Say which ticket of an evaluation or of an update was presented, and which is in flight."""
+    """Return text: the presented ticket of an evaluation or update, and the ticket in flight."""
     if "stage" in a:
         expected = st.evaluating[a["stage"]]
         return (
@@ -87,7 +87,7 @@ def _values(column: Any) -> Any:
 
 
 def _unweighed(st: Any) -> tuple[str, str]:
-    """Say which stages' weights do not add up, and how far."""
+    """Return text: for which stages the gradient weights do not add up, and what they add up to."""
     entries = st.unweighed.items() if isinstance(st.unweighed, dict) else enumerate(st.unweighed)
     odd = [(s, st.parts[s] - left, st.parts[s]) for s, left in entries if left]
     return (
@@ -98,7 +98,7 @@ def _unweighed(st: Any) -> tuple[str, str]:
 
 
 def _parts(st: Any, a: Arguments) -> tuple[str, str]:
-    """Say in how many parts a weight was counted, and in how many the earlier weights were."""
+    """Return text: a weight and its number of parts, and the parts of the earlier weights."""
     counted_in = st.parts[st.slot_stage[a["slot"]]]
     return (
         f"a weight of {a['weight']} of {counted(a['parts'], 'part')}"
@@ -130,8 +130,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "one reduction of each bucket per epoch",
     ),
     "reduction.out-of-order": lambda st, a: (
-        f"{_bucket(st, a)}, at place {st.reduce_at[a['bucket']]} of the declared order",
-        f"the bucket at place {st.started[0]}",
+        f"{_bucket(st, a)}, at position {st.reduce_at[a['bucket']]} of the declared order",
+        f"the bucket at position {st.started[0]}",
     ),
     "reduction.not-started": lambda st, a: (
         f"the end of a reduction of {_bucket(st, a)}, which has no reduction in flight",

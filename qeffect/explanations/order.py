@@ -1,5 +1,5 @@
 """
-Found and expected for the clauses of order: scaling state and effect tokens.
+Texts of found and expected values, for refusals by the clauses of order (FP8 scaling state).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["EXPLANATIONS"]
 
 
 def _reported(count: Any, what: str, said: str) -> str:
-    """Spell what an action reported: a count, nothing, or something unreadable."""
+    """Return an action's report as text: a count, a missing report, or an unreadable report."""
     if isinstance(count, str):
         return f"no readable count in the report of {what}: {count}"
     return said.format(count) if count >= 0 else f"no report of {what}"
 
 
 def _moves(st: Any, a: Arguments) -> str:
-    """Say how often an action moves the scales of its domain."""
+    """Return text: how often an action must move the scales of its domain."""
     if a["transition"] == "commit_evaluation":
         wanted = 0
     elif a["transition"] == "move_scales":
@@ -89,7 +89,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "one movement for each domain whose scales move once an epoch",
     ),
     "order.scales-moved": lambda st, a: (
-        f"{a['key']} with live scales of the F at token {st.rolled_at[domain_of(st, a)]}",
+        f"{a['key']} while the live scales are of the F at token {st.rolled_at[domain_of(st, a)]}",
         f"the scales of its own F, at token {st.scaled_at[slot_of(a)]}",
     ),
     "order.wrong-scales": lambda st, a: (
@@ -113,7 +113,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
             "where the recomputation began to draw",
             "random numbers drawn again from position {}",
         ),
-        f"the numbers of its own F, from position {st.drawn_at[a['slot']]}",
+        f"the random numbers of its own F, from position {st.drawn_at[a['slot']]}",
     ),
     "order.declared": lambda st, a: (
         asked(a),

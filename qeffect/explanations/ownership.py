@@ -1,5 +1,5 @@
 """
-Found and expected for the clauses of ownership: tapes, slots, references, messages and readers.
+Texts of found and expected values, for refusals by the clauses of ownership (tapes and slots).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["EXPLANATIONS"]
 
 
 def mask_text(mask: int) -> str:
-    """Spell a consumer mask.
+    """Return text for a consumer mask: the consumers that a tape waits for.
 
     >>> mask_text(3)
     'dI and dW'
@@ -52,7 +52,7 @@ def mask_text(mask: int) -> str:
 
 
 def _transfers(mask: int) -> str:
-    """Spell a mask of transfers."""
+    """Return text for a mask of transfers."""
     names = {
         IN_BIT: "receive of the input",
         BACK_BIT: "receive of the output's gradient",
@@ -80,28 +80,28 @@ def _tape(st: Any, slot: int) -> str:
 
 
 def _fed_by(st: Any, a: Arguments) -> str:
-    """Spell the key whose F makes the input of a call's key."""
+    """Return text: the key whose F computes the input of the call's key."""
     return spell(a["key"].epoch, st.input_of[a["key"].cell])
 
 
 def _fed(st: Any, a: Arguments) -> str:
-    """Spell the key whose dI makes the gradient of a call's key."""
+    """Return text: the key whose dI computes the output gradient of the call's key."""
     return spell(a["key"].epoch, st.gradient_of[a["key"].cell])
 
 
 def _other_cell(st: Any, a: Arguments) -> Any:
-    """Return the cell whose tape a receive within the process reads."""
+    """Return the cell (a key without its epoch) whose tape a receive within the process reads."""
     return (st.input_of if a["message"] == IN_BIT else st.gradient_of)[a["key"].cell]
 
 
 def _other_end(st: Any, a: Arguments) -> str:
-    """Spell what a receive within the process reads."""
+    """Return text: which output or gradient a receive within the process reads."""
     what = "the output" if a["message"] == IN_BIT else "the input gradient"
     return f"{what} of {spell(a['key'].epoch, _other_cell(st, a))}"
 
 
 def _whereabouts(st: Any, cell: Any) -> str:
-    """Spell where a cell's tape is."""
+    """Return text: where the tape of a cell (a key without its epoch) is."""
     slot = st.slot_of[cell]
     spoiled = st.spoiled[cell[0]] == st.weight_epoch[cell[0]]
     told = _tape(st, slot) if slot >= 0 else "this key has no tape"
@@ -124,7 +124,7 @@ def _ref(st: Any, a: Arguments) -> tuple[str, str]:
 
 
 def _begun(st: Any) -> int:
-    """Return how many F of the walk were checked."""
+    """Return how many F of the walk (pass over the microbatches) were checked."""
     return sum(epoch != NEVER for _, epoch in entries_of(st.forwarded))
 
 
@@ -133,7 +133,7 @@ _FEW: Final = 4
 
 
 def _tenants(st: Any, a: Arguments) -> str:
-    """Spell the content of the first few slots of the key's stage."""
+    """Return text: what the first few slots of the key's stage hold."""
     slots = [slot for slot, own in enumerate(st.slot_stage) if own == a["key"].stage]
     few = [_tape(st, slot) for slot in slots[:_FEW]]
     return "; ".join([*few, f"and {len(slots) - _FEW} more"] if slots[_FEW:] else few)
@@ -175,7 +175,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "ownership.read-before-dgrad": _ref,
     "ownership.read-duplicate": lambda st, a: (
         f"another {_transfers(a['bit'])} of {a['key']}",
-        f"one at a time; under way in slot {slot_of(a)}: {_transfers(st.moving[slot_of(a)])}",
+        f"one read at a time; under way in slot {slot_of(a)}: {_transfers(st.moving[slot_of(a)])}",
     ),
     "ownership.no-such-reader": lambda st, a: (
         f"{mask_text(a['bit'])} of {a['key']}",

@@ -1,5 +1,5 @@
 """
-Found and expected for the clauses of version: weight caches and epochs.
+Texts of found and expected values, for refusals by the clauses of version (weight caches, epochs).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Words that the explanations share: the call that was made, and entries of columns.
+Text that the explanations share: the name of the call that was made, and entries of columns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def domain_of(st: Any, a: Arguments) -> int:
 
 
 def asked(a: Arguments) -> str:
-    """Spell the call that was made: its action, and its key or stage."""
+    """Name the call that was made: its action, and its key or stage."""
     word = a["transition"].removeprefix("check_")
     word = {"forward": "F", "dgrad": "dI", "wgrad": "dW"}.get(word, word)
     if "key" in a:
@@ -57,15 +57,15 @@ def asked(a: Arguments) -> str:
 
 
 def skipped_keys(st: Any, stage: int) -> int:
-    """Return how many keys of a stage the walk under way leaves out."""
+    """Return how many keys of a stage the current walk (pass over the microbatches) leaves out."""
     now = st.weight_epoch[stage]
     return sum(cell[0] == stage and epoch == now for cell, epoch in entries_of(st.skipped))
 
 
 def with_skipped(st: Any, stages: Iterable[int]) -> str:
     """
-    Say that a count includes the keys that the walk leaves out; empty if the walk leaves out no
-    key.
+    Return text: a count includes the keys that the walk (pass over the microbatches) leaves out;
+    empty if the walk leaves out no key.
     """
     out = sum(skipped_keys(st, stage) for stage in stages)
     return f", counting {counted(out, 'key')} that the walk leaves out" if out else ""
@@ -82,7 +82,7 @@ def entries_of(column: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def nonzero_entries(column: Any) -> str:
-    """Spell the entries that are neither 0 nor -1, as ``index: value``."""
+    """Return the entries that are neither 0 nor -1 as text, ``index: value``."""
     return ", ".join(
         f"{index}: {value}" for index, value in entries_of(column) if value not in (0, -1)
     )
@@ -90,15 +90,15 @@ def nonzero_entries(column: Any) -> str:
 
 def other_indices(column: Any, usual: int = 0) -> str:
     """
-    Spell the indices whose entry differs from ``usual``; by default, the indices of set flags.
+    Return as text the indices whose entry differs from ``usual``; by default, those of set flags.
     """
     return ", ".join(str(index) for index, value in entries_of(column) if value != usual) or "none"
 
 
 def stages_of(st: Any, a: Arguments) -> list[int]:
     """
-    Return a call's stage (or its bucket's), and the stage that shares gradient destinations with
-    it.
+    Return a call's stage (or its bucket's stage), and the stage that shares gradient destinations
+    with that stage.
     """
     if "bucket" not in a:
         return list(dict.fromkeys((a["stage"], st.sharer_of[a["stage"]])))

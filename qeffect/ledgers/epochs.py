@@ -19,7 +19,7 @@ __all__ = ["Epochs"]
 
 class Epochs:
     """
-    Finalize, reductions and the update.
+    The calls that finalize stages, reduce buckets, and check and commit the update.
 
     Args:
         runner: Runs the transitions.
@@ -49,13 +49,13 @@ class Epochs:
         """
         Record that a bucket's reduction starts or has finished, on a caller's stream.
 
-        Without a link, the stream is the reader of the gradients, which the epoch's latest
-        `finalize` or `finish_reduction` named. Before the epoch's first such call, the stream is
+        If ``link`` is None, the stream is the one that reads the gradients, as the epoch's latest
+        `finalize` or `finish_reduction` named it. Before the epoch's first such call, the stream is
         the first caller's.
 
         Raises:
             ValueError: No bucket has that name, or no link has that index.
-            Refused: A clause of reduction or completion.
+            Refused: A guard of reduction or completion refused.
         """
         index = self._index(transition, bucket)
         if link is None:
@@ -97,7 +97,7 @@ class Epochs:
 
         Raises:
             TypeError, ValueError: No stage or link has that number.
-            Refused: A clause of completion or of the epoch.
+            Refused: A guard of completion or epoch refused.
         """
         self._runner.arguments.stage(transition, stage)
         self._runner.arguments.link(transition, link)
@@ -108,7 +108,8 @@ class Epochs:
         Record a fault of an epoch, by default the current one, that was seen late.
 
         Raises:
-            TypeError, ValueError: No such stage, or the epoch is not a natural number.
+            TypeError, ValueError: No stage has that number, or the epoch is not an int of at least
+                0.
             Refused: ``epoch.not-begun``.
         """
         self._runner.arguments.stage("fail", stage)
@@ -129,7 +130,7 @@ class Epochs:
         )
 
     def next_walk(self, epoch: int | None) -> int:
-        """Begin the epoch's next walk; return how many walks are over."""
+        """Begin the epoch's next walk (pass over the microbatches); return how many are over."""
         self._runner.run("next_walk", self._named("next_walk", epoch))
         return int(self._runner.memory.walk[0])
 
@@ -160,7 +161,7 @@ class Epochs:
         return current + 1
 
     def _require_moved(self, epoch: int, caller: int) -> None:
-        """Try the check and the commit of an update over a copy of the memory."""
+        """Run an update's check and commit on a copy of the memory, to see whether both pass."""
         runner, trial = self._runner, self._runner.memory.copy()
         name, given = "check_update", (epoch, caller)
         try:
@@ -176,7 +177,7 @@ class Epochs:
 
         Raises:
             TypeError, ValueError: No stage has that number.
-            Refused: A clause of order.
+            Refused: A guard of order refused.
         """
         runner = self._runner
         runner.arguments.stage("move_scales", stage)

@@ -21,7 +21,7 @@ def places_of(
     stages: Iterable[StageConfig], destination_of: Mapping[Cell, Sequence[Destination]]
 ) -> dict[Cell, int]:
     """
-    Return, by cell, the number of the place that the dW writes; device marks use the same numbers.
+    Return, by cell, the number of the memory that its dW writes; device marks use these numbers.
 
     Args:
         stages: The contract's stages.
@@ -41,16 +41,16 @@ class ExpectedCounts:
     Args:
         domains: Name of the state domain of each stage.
         slot_stage: Stage of each slot.
-        destinations: Where the dW of each key writes, as `qeffect.counts.located` numbers it; keys
-            that are left out have number 0.
+        destinations: By cell, the number of the memory that its dW writes, from
+            `qeffect.counts.located`; cells that are left out have number 0.
         late: Whether the counts of a commit are presented after that commit, before the next one.
             If not, they are presented with the commit itself.
 
     Attributes:
         awaited: Expected counts of the last commit, until they are presented; None if no commit
             awaits counts.
-        writes: By slot, how and where the dW that was checked last writes; this names the graph
-            that has to run.
+        writes: By slot, how and where the dW that was checked last writes; both determine which
+            captured graph has to run.
     """
 
     __slots__ = (
@@ -106,7 +106,7 @@ class ExpectedCounts:
         self.writes[slot] = writes, self._destinations.get(cell, 0)
 
     def ran(self, action: str, place: int) -> None:
-        """Count a committed action; its place is a slot, or the stage of a refresh."""
+        """Count a committed action; ``place`` is its slot or, for a refresh, its stage."""
         writes, where = self.writes[place] if action == "dW" else (OVERWRITES, 0)
         stage, domain, at, number = self._places[action, place, writes]
         if where:
@@ -130,7 +130,7 @@ class ExpectedCounts:
             self._numbers[stage] = [n + m for n, m in zip(self._numbers[stage], more, strict=True)]
 
     def own(self) -> dict[Hashable, DeviceCounts]:
-        """The counts of a device that ran exactly the committed actions in order."""
+        """Return the counts of a device that ran exactly the committed actions, in order."""
         return {
             domain: DeviceCounts(
                 digest,
@@ -200,7 +200,7 @@ class ExpectedCounts:
         own: Mapping[Hashable, DeviceCounts],
         counted: Mapping[Hashable, DeviceCounts] | None,
     ) -> None:
-        """Require that the counts agree; a refusal names the commit, also for late counts."""
+        """Require that the counts agree; a refusal names `check_update`, even for late counts."""
         if counted is None:
             raise refused(
                 "epoch.uncounted", "check_update", "no counts", "the counts of every state domain"

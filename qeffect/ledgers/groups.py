@@ -1,5 +1,5 @@
 """
-Grouped dW: the tapes that one dW takes beside its own, from its check to its commit or abort.
+Grouped dW: the further tapes of one dW besides its own, from its check to its commit or abort.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Groups:
     """
     The groups of all dW in flight; `Contract.check_wgrad` documents their refusals.
 
-    The observer may raise. So all transitions of a call run before the observer hears of the first.
+    The observer may raise. So the observer is called only after all transitions of a call have run.
 
     Args:
         runner: Runs the transitions.
@@ -46,14 +46,14 @@ class Groups:
         """
         Check a dW and take the other tapes of its group, on a copy of the memory.
 
-        So if a guard refuses one of these tapes, the check changes nothing.
+        If a guard refuses one of these tapes, the contract's own memory is unchanged.
 
         Args:
             check: The arguments of the dW's check.
             members: The other tapes of the dW's group.
 
         Raises:
-            Refused: A guard of the check, or of a member.
+            Refused: A guard refused the dW or another tape of the group.
         """
         copied = self._runner.memory.copy()
         functions = self._runner.transitions.functions
@@ -97,12 +97,12 @@ class Groups:
             self._runner.tell(name, arguments, None)
 
     def _drop(self, key: TapeKey, ref: TapeRef, events: _Events) -> None:
-        """Abort a member's tape, unless it was dropped before."""
+        """Abort a member's tape, unless the tape was dropped before."""
         if self._runner.memory.generation[ref.slot] == ref.generation:
             self._run("drop", (key, ref), events)
 
     def _end(self, key: TapeKey, ref: TapeRef, covered: Any, events: _Events) -> None:
-        """End a member's part; its slot is free afterwards if no reader holds it."""
+        """End the dW of a member's tape; its slot is then free unless a reader holds the slot."""
         self._run("ungroup_wgrad", (key, ref, covered), events)
         self._pool.reclaim(ref.slot)
 
@@ -119,7 +119,7 @@ class Groups:
 
     def members(self, group: Iterable[Any]) -> Members:
         """
-        Return a group's members.
+        Return the other tapes of a grouped dW, as checked (key, reference) pairs.
 
         Raises:
             Refused: ``ownership.unknown-key`` or ``ownership.unknown-slot``.

@@ -23,7 +23,7 @@ class Pool:
 
     Attributes:
         free: Free slots by stage.
-        reserved: Slot by the cell that reserved it.
+        reserved: By cell (a key without its epoch), the slot that it reserved.
     """
 
     __slots__ = ("_memory", "_slots", "free", "reserved")

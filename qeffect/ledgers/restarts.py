@@ -22,14 +22,14 @@ __all__ = ["Restarts"]
 
 class Restarts:
     """
-    Checkpoint and restore.
+    The calls that take checkpoints and restore them.
 
     Args:
         runner: Runs the transitions.
         pool: The free slots; all are free after a restore.
-        epochs: Gives the current epoch.
-        steps: Knows whether a step that was checked as a whole may be under way.
-        counted: Expected counts of the device, zero after a restore; None if nothing is counted.
+        epochs: The ledger that knows the current epoch.
+        steps: The ledger that knows whether a step checked in one call may be under way.
+        counted: Expected device counts, zero after a restore; None if devices count no actions.
     """
 
     __slots__ = ("_begun", "_counted", "_epochs", "_pool", "_runner", "_steps")
@@ -60,7 +60,7 @@ class Restarts:
             raise runner.failure(error, "checkpoint", ()) from None
 
     def checkpoint(self, own: Configuration, state: Any, recipe: Any) -> Checkpoint:
-        """Return the checkpoint; refused while anything is live."""
+        """Return the checkpoint; raise `Refused` while a tape is live or an action in flight."""
         self._require_compared()
         self._steps.require_none("checkpoint")
         self._runner.run("checkpoint")

@@ -1,5 +1,5 @@
 """
-The runner: one memory, the transitions over it, and the exceptions of refused transitions.
+The runner: runs transitions over a contract's memory, and builds the exceptions of refused ones.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Runner:
     Args:
         memory: The contract's memory.
         transitions: The composed transitions that run over it.
-        arguments: The names that a caller may use.
-        observer: Called after every accepted transition; None costs nothing.
+        arguments: Checks of the stages, slots, links and keys that a caller passes.
+        observer: Called after every accepted transition; None for no observer.
     """
 
     memory: Memory
@@ -61,7 +61,8 @@ class Runner:
         transition has happened.
 
         Raises:
-            Refused, TypeError, ValueError: As `run`.
+            Refused: A guard refused; what was found and expected is filled in.
+            TypeError, ValueError: An argument was never configured.
         """
         try:
             return self.transitions.functions[transition](self.memory, *arguments)
@@ -87,7 +88,7 @@ class Runner:
 
         Args:
             error: One of `FAILURES`, as the transition raised it.
-            transition: The transition.
+            transition: Name of the transition (contract call).
             arguments: The transition's arguments; None for an argument that the contract chooses
                 itself.
             memory: The memory that the transition would have changed; by default the contract's.

@@ -1,5 +1,5 @@
 """
-A trial of a recorded step: its transitions one by one over a copy of the contract's state.
+A trial of a recorded step: its transitions run one by one over a copy of the contract's state.
 
 The comparison of `qeffect.steps` accepts a step only if the state differs from the recorded start
 in nothing but risen counters. Other starts may be acceptable too: for example, the caller waited

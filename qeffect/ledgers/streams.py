@@ -20,7 +20,7 @@ class Streams:
         runner: Runs the transitions.
         callers: Names of the caller streams.
         domains: Domain index by name.
-        links: Link index by (caller, domain name).
+        links: By (caller, domain name), the index of the link between the two streams.
 
     Attributes:
         enter: Record that a link's caller enqueued work and that its graph stream waits for it.
@@ -70,7 +70,7 @@ class Streams:
         Return the index of a link.
 
         Raises:
-            ValueError: No such caller or domain is configured.
+            ValueError: No caller or no domain has that name.
         """
         try:
             return self._links[caller, domain]

@@ -120,14 +120,14 @@ class Tapes:
         return self._reference(slot)
 
     def skip(self, key: TapeKey) -> None:
-        """Leave a key out of the walk that has not begun."""
+        """Leave a key out of the walk (pass over the microbatches) that has not begun."""
         self._arguments.key("skip", key)
         self._runner.run("skip", key)
 
     def shorten(self, microbatches: int) -> None:
         """
-        Leave this microbatch and all later ones out of the walk; if one key is refused, leave out
-        none.
+        Leave this microbatch and all later ones out of the walk (pass over the microbatches); if
+        one key is refused, leave out none.
         """
         self._arguments.integer("shorten_walk", "microbatches", microbatches)
         most: dict[int, int] = {}
@@ -169,12 +169,12 @@ class Tapes:
         """
         Return a function that begins or ends a transfer, with its look-ups bound.
 
-        Each F and dI calls several of them, so each look-up would cost measurable time.
+        Each F and dI calls several such functions, so each look-up would cost measurable time.
 
         Args:
-            transition: The transition.
+            transition: Name of the transition (contract call).
             bits: Bits of the forward and of the backward message.
-            ends: Whether the slot may be free afterwards.
+            ends: Whether the call ends a transfer, after which the slot may be free.
         """
         runner, memory, reclaim = self._runner, self._memory, self._pool.reclaim
         arguments, function = runner.arguments, runner.transitions.functions[transition]

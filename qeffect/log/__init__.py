@@ -1,3 +1,3 @@
 """
-The event log: its format, the recorder, the reader and the replayer.
+Event logs: the format, the recorder, the reader and the replayer.
 """

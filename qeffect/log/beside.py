@@ -1,13 +1,13 @@
 """
-Event logs and rank logs of one run, compared with each other.
+Compare the event logs and the rank logs of one run.
 
-A worker writes both: its contract writes the event log; its channels, consent, checkpoints and
-launches write the rank log. So both record the same moves (commits and restores) in the same order,
-and between two moves the same receives in the same slots.
+A worker writes two logs. Its contract writes the event log; its channels, consent, checkpoints and
+launches write the rank log. Both logs must record the same commits and restores in the same order,
+and between them the same receives in the same slots.
 
-A log may end early if its process was killed. An event log, whose lines are written in blocks, is
-then compared up to its end. A rank log, whose lines are written at once, may lack only the move
-that was under way.
+A log may end early if its process was killed. An event log is written in blocks of lines, so it is
+then compared only up to its end. A rank log is written line by line without a buffer, so it may
+lack only the commit or restore that was in progress.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["compare_beside"]
 #: By event of a rank log that changes the epoch, the same event of an event log.
 _MOVES: Final[Mapping[str, str]] = {"commit": "commit", "rebuilt": "restore", "load": "restore"}
 _REMEDY: Final = (
-    "Give logs of one run. If all logs are of one run, a log was changed, or the process acted "
-    "without asking its contract."
+    "Give only logs of the same run. If all these logs are of the same run, a log was changed, or "
+    "the process acted without asking its contract."
 )
 
 
@@ -43,19 +43,19 @@ def compare_beside(
     rank_logs: Sequence[str | os.PathLike[str]],
 ) -> JointReport | None:
     """
-    Compare each event log with the rank log of the same worker: commits, restores, receives.
+    Compare the commits, restores and receives of each event log and the same worker's rank log.
 
-    A rank may have several rank logs, for example of the runs before a resume. One of these rank
-    logs must agree with the event log; a refusal is about the log that agrees longest. An event log
-    that names no rank is not compared.
+    A rank may have several rank logs, for example from runs before a resume. One of these rank logs
+    must agree with the event log. If none agrees, the report is about the rank log whose first
+    difference comes latest. An event log that names no rank is not compared.
 
     Args:
-        logs: For each event log the list of its files, oldest file first. A replay has accepted
-            each log, or found nothing but an early end.
-        rank_logs: The rank logs, which a replay has accepted.
+        logs: For each event log the list of its files, oldest file first. A replay must have
+            accepted each log, or must have found only that the log ends too early.
+        rank_logs: The paths of the rank logs. A replay must have accepted each.
 
     Returns:
-        The first difference, as a refusal; None if there is no difference.
+        A refusal that states the first difference; None if the logs agree.
     """
     told: dict[int, list[_RankRecord]] = {}
     for lines in joined(rank_logs):
@@ -76,14 +76,15 @@ def compare_beside(
 @attrs.frozen
 class _Span:
     """
-    The part of a log that ends with a commit or a restore.
+    A section of a log that ends with a commit or a restore.
 
     Args:
-        seq: Sequence number of the line that ends it.
-        name: ``commit``, ``restore``, ``closed``, or empty if the log ends without these.
-        epoch: The epoch that was committed or restored; -1 at an end.
-        receives: The receives that were posted: stage of the sender, microbatch, whether it is a
-            gradient, slot, generation. None if a launch posted them.
+        seq: Sequence number of the section's last line.
+        name: How the section ends: ``commit``, ``restore``, ``closed``, or empty if the log breaks
+            off.
+        epoch: The epoch that was committed or restored; -1 for the section at the log's end.
+        receives: The posted receives, each as the sender's stage, the microbatch, 1 for a gradient
+            or 0 for an activation, the slot and its generation. None if a graph launch posted them.
     """
 
     seq: int
@@ -95,7 +96,7 @@ class _Span:
 def _spans(
     files: Sequence[str | os.PathLike[str]], moves: Sequence[tuple[int, str, int]]
 ) -> list[_Span]:
-    """Return the spans of an event log; `moves` are its commits and restores."""
+    """Cut an event log into sections; `moves` are its commits and restores."""
     receives: list[tuple[int, tuple[int, ...]]] = []
     again: set[int] = set()
     seq, closed = 0, False
@@ -128,14 +129,16 @@ def _spans(
 @attrs.frozen
 class _RankRecord:
     """
-    What a rank log records about its worker's contract.
+    The entries of a rank log that its worker's event log must match.
 
     Args:
-        name: Its path.
-        spans: Commits and restores, each with the receives before it; the last may have no name.
-        under_way: Moves that the worker may have made before it could write the line.
-        closed: Whether the log was closed.
-        first: Whether the log has its first file.
+        name: The log's path.
+        spans: Commits and restores, each with the receives before it. The last span has an empty
+            name if the log breaks off.
+        under_way: ``commit`` or ``restore`` if the worker may have made it without a line in the
+            rank log.
+        closed: Whether the process closed the log.
+        first: Whether the log still has its first file.
     """
 
     name: str
@@ -181,7 +184,7 @@ class _RankRecord:
 
 @attrs.frozen
 class _Unlike:
-    """Where two logs differ, and behind how many moves."""
+    """The first difference of two logs, and the number of commits and restores before it."""
 
     alike: int
     epoch: int | None
@@ -217,8 +220,9 @@ def _first_unlike(
     """
     Return the first difference between an event log and a rank log of one worker.
 
-    If the beginning of a log was rotated away, the logs are compared from each place where the
-    first move of one is a move of the other; the place that agrees longest gives the difference.
+    If log rotation removed the beginning of a log, the logs may be aligned in several ways: each
+    way matches the first commit or restore of one log with an equal entry of the other log. The
+    alignment with the longest agreement gives the difference.
     """
     found: list[_Unlike] = []
     for own, others in _alignments(spans, whole, told):
@@ -232,7 +236,7 @@ def _first_unlike(
 def _alignments(
     spans: Sequence[_Span], whole: bool, told: _RankRecord
 ) -> Iterator[tuple[Sequence[_Span], Sequence[_Span]]]:
-    """Yield the parts of two logs that may record the same moves; at least one pair."""
+    """Yield, at least once, the parts of two logs that may record the same commits and restores."""
     others = told.spans
     yield spans, others if whole else others[max(0, len(others) - len(spans)) :]
     for log, other, late in ((others, spans, not whole), (spans, others, not told.first)):
@@ -250,7 +254,7 @@ def _unlike(
     told: _RankRecord,
     others: Sequence[_Span],
 ) -> _Unlike | None:
-    """Return the first difference between two logs whose first moves should be the same."""
+    """Return the first difference between two logs whose first entries should be equal."""
     closed = spans[-1].name == "closed"
     files = (name, told.name)
     for alike, (own, other) in enumerate(zip(spans, others, strict=False)):
@@ -292,7 +296,7 @@ def _unlike(
 
 
 def _said(span: _Span) -> str:
-    """A move in words."""
+    """Describe a commit or a restore in words."""
     if span.name == "commit":
         return f"a commit of epoch {span.epoch}"
     if span.name == "restore":
@@ -303,7 +307,7 @@ def _said(span: _Span) -> str:
 def _words(
     expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]], epoch: int
 ) -> Iterator[str]:
-    """The first receive in which two lists differ, in words: expected, then found."""
+    """Describe the first receive that differs in two lists: expected, then found."""
     pairs = enumerate(zip(expected, found, strict=False))
     place = next((n for n, (a, b) in pairs if a != b), min(len(expected), len(found)))
     for receives in (expected, found):

@@ -1,5 +1,6 @@
 """
-Limits of a header: its contract's memory must be made in seconds, even if the header is hostile.
+Limits on a log's header, so that even a malicious header cannot make the replayer build a contract
+for longer than seconds.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ DECLARED: Final = 1 << 24
 
 def require_affordable(header: Mapping[str, Any]) -> None:
     """
-    Refuse a header whose contract would cost more time or memory than replaying it is worth.
+    Refuse a header whose contract would cost too much time or memory.
 
-    A few bytes can configure many slots, and a number of cells is a product of three numbers. So
-    neither the header's length nor any single number limits the size of the contract.
+    A few bytes can configure many slots, and a stage's number of executions is the product of three
+    numbers (microbatches, blocks, invocations). So neither the header's length nor any single
+    number limits the size of the contract.
 
     Args:
-        header: A header of the right shape.
+        header: The parsed header; its fields already have the right types.
 
     Raises:
         ValueError: The header exceeds a limit; the message names the number and the limit.

@@ -18,10 +18,11 @@ __all__ = ["LogError", "check_closing", "check_event", "check_header", "parse"]
 
 class LogError(Exception):
     """
-    The input is not an event log, or another version wrote it; the text is one line for the user.
+    The input is not an event log, or another version wrote it. The message is one line for the
+    user.
 
     Args:
-        message: What is wrong; excerpts of the log are escaped and shortened.
+        message: The error text. Excerpts of the log in it are escaped and shortened.
     """
 
     def __init__(self, message: str) -> None:
@@ -30,12 +31,12 @@ class LogError(Exception):
 
 def parse(body: bytes, where: str) -> dict[str, Any]:
     """
-    Parse a line strictly: a JSON object in UTF-8, in the one spelling that a log uses, without a
-    repeated name or a fraction.
+    Parse a line strictly. The line must be a JSON object in UTF-8 with the exact spelling that a
+    recorder writes, without repeated names and without fractions.
 
     Args:
         body: The line without its digest and closing brace.
-        where: What to call the line in a message.
+        where: The line's name in error messages.
 
     Raises:
         LogError: The line is malformed.
@@ -102,12 +103,12 @@ def check_closing(closing: Mapping[str, Any], columns: Mapping[str, Any], where:
     Check the shape of a closing line.
 
     Args:
-        closing: The line.
+        closing: The parsed closing line.
         columns: The columns of the replayed state, by name.
-        where: What to call the line in a message.
+        where: The line's name in error messages.
 
     Raises:
-        LogError: A field is malformed, or the state has other columns.
+        LogError: A field is malformed, or the line's state has other columns than `columns`.
     """
     _check(closing, tuple(CLOSING), CLOSING, where)
     if differing := sorted(columns.keys() ^ closing["state"].keys()):

@@ -194,12 +194,13 @@ class Field:
     One field of a line.
 
     Args:
-        accepts: Whether a parsed value has the field's shape.
-        expected: The expected shape in words, for an error.
-        spelled: Regular expression for the recorder's usual spelling. The line is known to be JSON,
-            so it has no leading zeros. The checker accepts more: escapes and names beyond ASCII,
-            and destinations in full. Such lines take the reader's slow path.
-        choices: The allowed values, if they are few; empty otherwise.
+        accepts: Function that returns whether a parsed value has the field's shape.
+        expected: The expected shape in words, for error messages.
+        spelled: Regular expression for the recorder's usual spelling. The pattern need not exclude
+            leading zeros, because the line is already known to be JSON. The checker also accepts
+            escapes, names beyond ASCII, and destinations in full; lines with these are read by
+            slower code.
+        choices: The allowed values, if there are only a few; otherwise empty.
     """
 
     accepts: Check
@@ -229,7 +230,7 @@ EVENT: Final[Mapping[str, Field]] = {
     "seq": _NATURAL,
     "transition": Field(
         lambda value: type(value) is str and (value in TRANSITIONS or value in MARKS),
-        "a transition, or a line about a step",
+        "the name of a transition or of a step line",
     ),
     "key": Field(
         _key, "[epoch, stage, microbatch, block, invocation]", rf"\[{','.join([_NUMBER] * 5)}\]"
@@ -272,8 +273,8 @@ EVENT: Final[Mapping[str, Field]] = {
 
 def present(fields: tuple[str, ...], event: Mapping[str, Any]) -> tuple[str, ...]:
     """
-    Return the fields that a line must have: all except the optional fields after the last given
-    one.
+    Return the fields that a line must have: all fields, without the optional fields that follow the
+    last optional field in the line.
 
     >>> present(("queued", "draws", "weight", "parts"), {"queued": [], "draws": 3})
     ('queued', 'draws')

@@ -1,5 +1,5 @@
 """
-The event log's format: how an argument is written, and how the header describes a contract.
+The event log's format: how arguments are written, and how the header describes a contract.
 """
 
 from __future__ import annotations
@@ -186,12 +186,12 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def compact(value: Any) -> str:
-    """Return a value as JSON without spaces, the only spelling that a log uses."""
+    """Return a value as JSON without spaces; a log uses no other spelling."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def fingerprints(snapshot: Snapshot) -> dict[str, str]:
-    """Return a digest of every column of a state."""
+    """Return a digest of each column of a state, by the column's name."""
     plain = cache(attrs.asdict)  # many cells share a destination
     return {
         name: blake2b(
@@ -204,21 +204,21 @@ def fingerprints(snapshot: Snapshot) -> dict[str, str]:
 
 def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
     """
-    Return the header of a contract's log: all that a replayer needs to rebuild the contract.
+    Return the header of a contract's log. A replayer can rebuild the contract from the header.
 
     Args:
         contract: The contract, before its first transition.
-        rank: Rank of the process, for the reader of the log.
+        rank: Rank of the process; readers of the log use it, the contract does not.
 
     Raises:
         ValueError: A name is not printable; the name of a domain, pool or caller is neither text
-            nor an integer; or the contract is larger than a log may configure, or has already made
-            a transition.
+            nor an integer; the contract is larger than a log may configure; or the contract has
+            already made a transition.
     """
     header = header_of(contract, rank)
     if rebuild(json.loads(compact(header))).snapshot() != contract.snapshot():
         raise ValueError(
-            "a log has every transition of its contract: attach the recorder before the first "
+            "a log needs every transition of its contract: attach the recorder before the first "
             "transition (a restore is a transition too)"
         )
     return header
@@ -226,10 +226,10 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
 
 def upgraded(event: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return an event of the first version as the current version writes it.
+    Convert an event of log format 1 into the current format.
 
     Raises:
-        ValueError: The event has a field that the first version lacks.
+        ValueError: The event has a field that log format 1 lacks.
     """
     added = SINCE_FIRST.get(event.get("transition", ""), {})
     if added.keys() & event.keys():
@@ -241,10 +241,10 @@ def upgraded(event: Mapping[str, Any]) -> dict[str, Any]:
 
 def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return a header of the first version as the current version writes it.
+    Convert a header of log format 1 into the current format.
 
     Raises:
-        TypeError, ValueError: Not a header of the first version.
+        TypeError, ValueError: The header is not one of log format 1.
     """
     added = SINCE_FIRST["stage"]
     stages = []
@@ -264,12 +264,12 @@ def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upgraded_header_of_second(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a header of the second version as the current version writes it."""
+    """Convert a header of log format 2 into the current format."""
     return {**header, "version": VERSION}
 
 
 def header_of(contract: Contract, rank: int | None) -> dict[str, Any]:
-    """Return a contract's header. The contract has to be in its initial state."""
+    """Return the log header of a contract, which must be in its initial state."""
     return {
         "qeffect": MAGIC,
         "version": VERSION,
@@ -286,7 +286,7 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
 
     Raises:
         KeyError, TypeError, ValueError: The header does not describe a contract.
-        Refused: The header's gradient destinations are refused.
+        Refused: The contract refuses the header's gradient destinations.
     """
     unknown = [name for name in header["relations"] if name not in RELATIONS]
     if unknown:

@@ -1,19 +1,19 @@
 """
-The event logs of all ranks of a pipeline, checked together.
+Check the event logs of all ranks of a pipeline together.
 
-One log records what one process did, and is replayed alone first. A single log cannot show whether
-the ranks fit together. So the F, dI, dW and messages of each committed step are joined into the
-table that was in fact run, with one row per rank. This table is checked as `qeffect check` checks a
-table:
+Each log records the actions of one process, and is first replayed alone. A single log cannot show
+whether the actions of the ranks match. So the F, dI, dW and messages of each committed step are
+joined into a schedule table of what really ran, with one row per rank. This table is checked as
+`qeffect check` checks a table:
 
 * every message that arrived was sent, and every message that was sent arrived
   (`schedule.receive-without-send`, `schedule.send-without-receive`), and each receive ends after
   its send began (`schedule.deadlock` if the logs contradict each other);
-* between two ranks receives are posted in the order of their sends (`schedule.message-order`);
-* all ranks committed the same epochs, one after the other (`epoch.wrong-epoch`).
+* between two ranks, receives are posted in the order of their sends (`schedule.message-order`);
+* all ranks committed the same epochs in the same order (`epoch.wrong-epoch`).
 
-Logs have no common clock, so only orders that no clock could explain are refused. Actions of an
-epoch that never committed are left out: nothing depends on them.
+Logs have no common clock, so an order is refused only if no possible timing of the ranks explains
+it. The actions of an epoch that never committed are left out: no committed result depends on them.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _RECEIVED = {IN_BIT: "RECV_F", BACK_BIT: "RECV_B"}
 @attrs.frozen
 class JointReport:
     """
-    What a replay of all ranks' logs found.
+    The result of a joint replay of all ranks' logs.
 
     Args:
         verdict: ``accepted`` or ``refused``.
-        ranks: The replay of each rank's log alone, in the order of the logs.
-        epochs: Number of epochs that every rank committed and that were compared.
+        ranks: For each log, in the order of the logs, the report of its replay alone.
+        epochs: Number of epochs that were compared; every rank committed them.
         messages: Number of messages between ranks in these epochs.
         rank: Rank of the refused event. This and all fields below are None if nothing was refused.
         epoch: Epoch of the refused event.
@@ -112,18 +112,19 @@ _Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 def replay_together(paths: Sequence[_Files]) -> JointReport:
     """
-    Replay each log alone, then all of them together.
+    Replay each log alone, then all logs together.
 
     Args:
-        paths: The logs of all ranks of one pipeline, in any order; a log of several files is a
-            sequence of them, oldest first. If the beginning of a log was rotated away, only the
-            epochs that all logs have are compared.
+        paths: The logs of all ranks of one pipeline, in any order. A log with several files is
+            given as a sequence of its files, oldest first. If log rotation removed the beginning of
+            a log, only the epochs that all logs have are compared.
 
     Returns:
-        The verdict. If one log alone is refused, the verdict has that log's clause.
+        The report. If the replay of one log alone is refused, the report has the clause of that
+        refusal.
 
     Raises:
-        LogError: A file is not an event log, or the logs are not those of one whole pipeline.
+        LogError: A file is not an event log, or the logs do not cover exactly one whole pipeline.
     """
     if isinstance(paths, str | os.PathLike) or not paths:
         raise LogError(
@@ -187,9 +188,9 @@ class _Step:
 
     def rows(self, homes: Mapping[int, int]) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
         """
-        The step as two rows of a table, each entry with its place in the log.
+        Return the step as two table rows; each entry comes with its sequence number in the log.
 
-        In the first row a receive is placed where it ended, in the second where it was posted.
+        A receive is placed where it ended in the first row, and where it was posted in the second.
         """
         ended: list[tuple[int, str]] = []
         posted: list[tuple[int, str]] = []
@@ -221,8 +222,8 @@ class _Step:
 @attrs.frozen
 class _Log:
     """
-    The messages and commits of an accepted log; rank -1 if the log names no rank. `moves` are its
-    commits and restores, each with its line's sequence number and its epoch.
+    The messages and commits of an accepted log. The rank is -1 if the log names no rank. `moves`
+    are the log's commits and restores, each with the sequence number of its line and its epoch.
     """
 
     name: str
@@ -266,7 +267,7 @@ _Action = tuple[int, str, int, int, int]
 
 
 def _actions(event: Mapping[str, Any]) -> list[_Action | str]:
-    """Return what a line stands for in a step; text ends a walk."""
+    """Return the actions that a line records; a string ends a walk (a pass over the schedule)."""
     transition = event.get("transition")
     if transition in ("next_walk", "commit_update", "commit_epoch"):
         return [transition]
@@ -285,16 +286,18 @@ def _committed(
     moves: list[tuple[int, str, int]],
 ) -> list[tuple[int, _Step]]:
     """
-    Return every walk of the epochs that were committed and not undone by a restore.
+    Return every walk (pass over the schedule) of the epochs that were committed and not undone by a
+    restore.
 
     Args:
-        events: The lines after the header; a repeated step stands for the lines of that step.
-        epoch: The epoch in which the log begins.
-        kept: Recorded steps of earlier files.
-        moves: Takes each commit and each restore, in order.
+        events: The lines after the header. A line that repeats a recorded step stands for all lines
+            of that step.
+        epoch: The weight epoch at the beginning of the log.
+        kept: The recorded steps of earlier files, by the sequence number of their first line.
+        moves: List to which each commit and each restore is appended, in order.
 
     Returns:
-        Epoch and actions of each walk; an epoch of several walks comes once for each.
+        A pair of epoch and actions for each walk; an epoch may have several walks.
     """
     own: list[_Action] = []
     walks: list[_Step] = []  # of the epoch under way
@@ -338,7 +341,7 @@ def _files(given: _Files) -> tuple[str | os.PathLike[str], ...]:
 
 
 def _shared(logs: Sequence[_Log]) -> list[_Log]:
-    """Return the logs from the first epoch on that all of them have."""
+    """Cut the logs so that all begin at the first epoch that every log has."""
     first = max(log.epochs[0] if log.epochs else 0 for log in logs)
     found = []
     for log in logs:
@@ -349,7 +352,7 @@ def _shared(logs: Sequence[_Log]) -> list[_Log]:
 
 
 def _homes(logs: Sequence[_Log]) -> dict[int, int]:
-    """Return, for each stage, the position of its log."""
+    """Return, for each stage, the position of its log in the list of logs."""
     homes: dict[int, int] = {}
     for place, log in enumerate(logs):
         for stage in log.stages:
@@ -387,7 +390,7 @@ def _homes(logs: Sequence[_Log]) -> dict[int, int]:
 
 
 def _uneven(logs: Sequence[_Log]) -> JointReport | None:
-    """Return which rank committed other epochs, or other walks, than the first rank."""
+    """Return a refusal if a rank's committed epochs or walks differ from the first rank's."""
     for log in logs[1:]:
         if log.epochs != logs[0].epochs:
             clause = CLAUSES["epoch.wrong-epoch"]
@@ -401,10 +404,10 @@ def _uneven(logs: Sequence[_Log]) -> JointReport | None:
                 clause=clause.id,
                 action="commit_update",
                 message=f"rank {log.rank} committed {_span(theirs)}, rank {logs[0].rank} "
-                f"{_span(ours)}: all ranks must commit, or none.",
+                f"{_span(ours)}: all ranks must commit an epoch, or none.",
                 expected=_span(ours),
                 found=_span(theirs),
-                remedy="Commit only with the consent of all ranks; if one cannot commit, stop all.",
+                remedy="Commit only if all ranks consent; if a rank cannot commit, stop all ranks.",
             )
     return None
 
@@ -413,22 +416,22 @@ def moves_of(
     files: Sequence[str | os.PathLike[str]],
 ) -> tuple[int, tuple[tuple[int, str, int], ...], bool]:
     """
-    Return a log's rank, its commits and restores, and whether its beginning was given.
+    Return a log's rank, its commits and restores, and whether its first file was given.
 
     Args:
-        files: The log's files, oldest first; a replay has accepted the log.
+        files: The log's files, oldest first; a replay must have accepted the log.
 
     Returns:
-        Three values. The rank, or -1 if the log names none. Each commit and restore, as the
-        sequence number of its line, its name, and the epoch that it ended or restored. Whether the
-        log's first file was given.
+        Three values. First the rank, or -1 if the log names no rank. Second a tuple with one entry
+        per commit or restore: the sequence number of its line, its name, and the epoch that it
+        committed or restored. Third whether the log's first file was given.
     """
     log = _Log.of(files)
     return log.rank, log.moves, log.whole
 
 
 def _span(epochs: Sequence[int]) -> str:
-    """Return epochs in words; at most four are named."""
+    """Return a list of epochs in words, with at most four numbers."""
     if not epochs:
         return "no epoch"
     shown = ", ".join(map(str, epochs[:4])) + (", ..." if len(epochs) > 4 else "")
@@ -438,7 +441,7 @@ def _span(epochs: Sequence[int]) -> str:
 def _compare(
     logs: Sequence[_Log], steps: Sequence[_Step], homes: Mapping[int, int]
 ) -> tuple[Finding, int | None] | None:
-    """Check one epoch of all ranks; return the first finding and its event's place in its log."""
+    """Check one epoch of all ranks; return the first finding and the number of its log event."""
     both = [step.rows(homes) for step in steps]
     for place, checks in ((0, (check_messages, _contradicted)), (1, (check_message_order,))):
         rows = [rows[place] for rows in both]

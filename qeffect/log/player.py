@@ -1,8 +1,8 @@
 """
-The machine behind ``qeffect.log.replayer``: hashes, parses and applies one line after the other.
+The implementation of ``qeffect.log.replayer``: it hashes, parses and applies a log line by line.
 
-A valid line takes a fast path. A line that fails there is examined again, slowly, to say what is
-wrong; so the fast path only needs to notice that a line failed, not why.
+Fast code handles valid lines. A line that fails there is examined again by slower code, which finds
+the error; so the fast code only needs to notice that a line failed, not why.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ _TOO_MUCH: Final = (*_STUMBLES, MemoryError, OverflowError)
 
 class Violation(Exception):  # noqa: N818 - it ends a replay with a report
     """
-    A line that is well formed and refused.
+    The refusal of a well-formed line.
 
     Args:
-        clause: The clause.
-        line: Line of the log, counted from 1.
-        field: Field to look at first.
-        found: What the line presented, escaped and shortened.
-        expected: What was expected, escaped and shortened.
-        action: Transition of the refused event, if it is one.
+        clause: The violated clause.
+        line: Number of the line in its file, from 1.
+        field: The field of the line that most likely shows the error.
+        found: The value in the line, escaped and shortened.
+        expected: The expected value, escaped and shortened.
+        action: The transition of the refused line; None if the line records no transition.
     """
 
     def __init__(
@@ -97,16 +97,16 @@ class Player:
     One replay of one log.
 
     Args:
-        name: What to call the log in a message.
-        before: The finished replay of the file that this file continues. None: the state with which
-            a continuing file begins is taken on trust.
+        name: The log's name in error messages.
+        before: The finished replay of the file before this one. If None and this is a later file of
+            its log, the state at the beginning of this file is taken on trust.
 
     Attributes:
-        events: Events accepted so far, those of earlier files included.
-        part: Number of the file in its series.
+        events: Number of events accepted so far, including the events of earlier files.
+        part: Number of this file in its log.
         since: Number of events before this file.
-        began: Weight epoch with which the file begins.
-        rank: Rank that the header names.
+        began: Weight epoch at the beginning of this file.
+        rank: The rank in the header.
         digest: Digest of the last line.
     """
 
@@ -123,12 +123,12 @@ class Player:
 
     @property
     def first(self) -> bool:
-        """Whether the log is of the first version."""
+        """Whether the log has format version 1."""
         return self.version == FIRST
 
     @property
     def former(self) -> bool:
-        """Whether the log is of the first or the second version."""
+        """Whether the log has format version 1 or 2."""
         return self.version != VERSION
 
     @property
@@ -138,11 +138,11 @@ class Player:
 
     def play(self, lines: Iterable[bytes]) -> None:
         """
-        Apply a whole log.
+        Replay all lines of a log.
 
         Raises:
             LogError: The input is not an event log.
-            Violation: A line is refused.
+            Violation: A well-formed line is refused.
         """
         rest = iter(lines)
         chain = blake2b(digest_size=DIGEST_BYTES)
@@ -205,7 +205,7 @@ class Player:
     # A later file of a log in several files
 
     def _go_on(self, continues: Any, contract: Contract, where: str) -> None:
-        """Take the state with which a continuing file begins."""
+        """Load the state with which a later file of a log begins."""
         try:
             check_continues(continues)
             load_columns(contract.memory, continues["state"], every=True)
@@ -215,7 +215,7 @@ class Player:
         self.events = self.since
 
     def _take_steps(self, steps: StepReplay, contract: Contract, where: str) -> None:
-        """Take the recorded steps that lines of a continuing file may repeat."""
+        """Load the recorded steps that lines of a later file may repeat."""
         for kept in (self._continues or {"steps": ()})["steps"]:
             start = contract.memory.copy()
             try:
@@ -237,8 +237,8 @@ class Player:
         Require that this file continues the file that was replayed before it.
 
         Raises:
-            LogError: The other file is of another log, or is not the file before this one.
-            Violation: The file does not begin with the state with which the other file ended.
+            LogError: The two files belong to different logs, or are not consecutive.
+            Violation: This file does not begin with the state with which the earlier file ended.
         """
         assert self.contract is not None
         assert before.contract is not None
@@ -270,7 +270,7 @@ class Player:
             )
 
     def _follow(self, lines: Iterator[bytes], chain: blake2b, contract: Contract) -> None:
-        """Apply every line after the header; a replay spends its time in this loop."""
+        """Replay every line after the header; a replay spends most of its time in this loop."""
         st = contract.memory
         self.converters = converters = Converters(contract)
         former, first = self.former, self.first
@@ -341,7 +341,7 @@ class Player:
         self.digest = _digest(sealed)
 
     def _join(self, before: Player, steps: StepReplay, converters: Converters) -> None:
-        """Require the recorded steps of the earlier files, and take over their incarnations."""
+        """Require that the recorded steps equal those of earlier files; keep their incarnations."""
         assert before.steps is not None
         assert before.converters is not None
         converters.begun |= before.converters.begun
@@ -368,7 +368,7 @@ class Player:
             raise LogError(f"{where} is not a line of version {self.version}: {error}") from None
 
     def _as_now(self, number: int, body: bytes) -> bytes:
-        """Spell a line of a former version as this version does."""
+        """Convert a line of an older log format into the current format."""
         where = self._where(number)
         event = parse(body, where)
         if "events" in event:
@@ -389,7 +389,7 @@ class Player:
         return compact(event)[:-1].encode()
 
     def _as_update(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return a commit as the check of its update; the plan also commits the update."""
+        """Convert an old commit line into ``check_update``, whose replay then also commits."""
         assert self.contract is not None
         if [*event] != ["seq", "transition", "epoch", "caller"]:
             raise ValueError(f"its fields are {[*event]}")
@@ -397,7 +397,7 @@ class Player:
         return {**event, "transition": "check_update", "result": serial}
 
     def _of_bucket(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return a stage's reduction as its bucket's, on the stream that finalized the stage."""
+        """Convert a stage's reduction into its bucket's, on the stream that finalized the stage."""
         assert self.contract is not None
         early = {"seq": event["seq"], "transition": event["transition"]}
         if event.keys() - early.keys() - {"digest"} != {"stage"}:
@@ -407,7 +407,7 @@ class Player:
         return {**early, "bucket": bucket, **at}
 
     def _with_caller(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return a commit with its caller: the stream that waited for the gradients."""
+        """Add the caller to an old commit line: the stream that waited for the gradients."""
         assert self.contract is not None
         if [*event] != ["seq", "transition", "epoch"]:
             raise ValueError(f"its fields are {[*event]}")
@@ -490,7 +490,7 @@ class Player:
     def _stumbled(
         self, number: int, body: bytes, converters: Converters, steps: StepReplay
     ) -> None:
-        """Return if the line is the closing line; otherwise raise what is wrong with the line."""
+        """Accept a closing line; for any other line, raise an error that says what is wrong."""
         where = self._where(number)
         event = parse(body, where)
         if "events" in event:
@@ -501,7 +501,7 @@ class Player:
                     number,
                     "events",
                     "the end of the log while a step is being recorded",
-                    "a line that keeps or drops the step",
+                    "a line keep_step or drop_step before the end",
                 )
             return
         check_event(event, where)
@@ -548,7 +548,7 @@ class Player:
 
 
 def _field(clause: str, event: Mapping[str, Any]) -> str:
-    """Return the field to look at first; the transition if the call came at the wrong time."""
+    """Return the field that violates the clause; ``transition`` if the call came at a bad time."""
     argument = CLAUSES[clause].argument
     for name in (argument.partition(".")[0], argument.rpartition(".")[2]):
         if name in event:

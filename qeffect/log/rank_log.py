@@ -1,17 +1,17 @@
 """
-Rank logs: what the ranks of a job did together, one file for each rank and attempt.
+Rank logs: the interaction of a job's ranks, in one file for each rank and attempt.
 
 An event log (`qeffect.log.recorder`) records a contract's transitions. A rank log records what a
 contract does not see: how the ranks met, which messages they posted and received, their consents,
-their parts of checkpoints, and how they stopped. Every line is written at once, so that the log of
-a killed process ends with what the process did last. `qeffect replay` takes the logs of all ranks
-through the model of ranks.
+their parts of checkpoints, and how they stopped. Every line is written without a buffer, so that
+the log of a killed process ends with the last action of the process. `qeffect replay` checks the
+logs of all ranks against the model of ranks.
 
-A log may be written in several files; each later file begins after a commit. All ranks begin their
-later files at the same epochs. A rank removes an old file only two commits after it began the next
-file. By then every rank has begun that file, so the remaining files of all ranks have a commit in
-common. `RankPlace` is the state in the header of a later file; `qeffect.log.rank_series` joins the
-files.
+A log may have several files; each later file begins after a commit. All ranks begin their later
+files at the same epochs. A rank removes an old file only two commits after the rank began the next
+file. By then every rank has begun its next file, so the remaining files of all ranks have a commit
+in common. `RankPlace` is the state in the header of a later file; `qeffect.log.rank_series` joins
+the files.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ class RankLog:
     Writes one rank's log.
 
     Args:
-        file: A path, or None to keep the lines in memory; a `Rotation` writes several files.
+        file: A path; a `Rotation` for a log with several files; or None to keep the lines in
+            memory.
         header: The fields of `RANK_HEADER` except `began`.
 
     Attributes:
         lines: The lines, if they are kept in memory.
-        place: Slot and generation of the buffer of the next posted message.
-        ended: Whether the log was closed, or could not be written; later events are left out.
-        problem: Why the log could not be written; empty if all is well.
-        ends: Called once, with the error that ended the log; None calls nothing.
+        place: The buffer of the next posted message: its slot and generation.
+        ended: Whether the log was closed or could not be written. Later events are not written.
+        problem: Why the log could not be written; empty if no write failed.
+        ends: Function that is called once, with the write error that ended the log; or None.
 
     >>> log = RankLog(None, rank=0, world=1, attempt=None, worker=0, epoch=0, channels=[])
     >>> log("begin_step", epoch=0)
@@ -92,11 +93,11 @@ class RankLog:
 
     def __call__(self, event: str, **fields: Any) -> None:
         """
-        Write an event.
+        Write an event to the log.
 
         Args:
-            event: A name of `RANK_EVENTS`.
-            fields: Its fields, in the table's order.
+            event: The event's name, one of `RANK_EVENTS`.
+            fields: The event's fields, in the order of `RANK_EVENTS`.
         """
         assert fields.keys() == RANK_EVENTS[event][0].keys(), event
         with self._lock:
@@ -109,7 +110,7 @@ class RankLog:
                 self._rotate(self._rotation, line)
 
     def _rotate(self, files: Rotation, event: Mapping[str, Any]) -> None:
-        """After a commit, remove a file that is no longer kept, and begin the next if it is due."""
+        """After a commit, remove files that are too old, and begin the next file when it is due."""
         again = self._place.again
         committed = self._place.take(event)
         if again != self._place.again:  # commits of an earlier beginning may be undone
@@ -143,7 +144,7 @@ class RankLog:
         self(event, peer=peer, message=[*message], slot=slot, generation=generation)
 
     def close(self) -> None:
-        """Write that the process ended its work; a second call does nothing."""
+        """Write that the process ended normally, and close the log; a second call does nothing."""
         self("closed")
         with self._lock:
             self.ended = True
@@ -162,7 +163,7 @@ class RankLog:
                 self._end(error)
 
     def _end(self, error: OSError) -> None:
-        """Note that the log cannot be written; stopping a run must not fail because of its log."""
+        """Note a write error instead of raising it: a failed log must not prevent a clean stop."""
         self.ended, self.problem = True, error.strerror or str(error)
         if self.ends is not None:
             self.ends(error)
@@ -171,14 +172,14 @@ class RankLog:
 @attrs.frozen
 class RankLines:
     """
-    A rank log that was read.
+    The content of a rank log.
 
     Args:
         name: The path of the log, or of its first file.
-        header: Its header.
-        events: Its events, each with the fields of its kind.
-        last: The digest of its last line.
-        files: The first ``seq`` of each file, and the file's path.
+        header: The fields of the log's header.
+        events: The log's events; the name of an event determines its fields.
+        last: The digest of the log's last line.
+        files: For each file, the sequence number of its first event and its path.
     """
 
     name: str
@@ -188,7 +189,7 @@ class RankLines:
     files: tuple[tuple[int, str], ...] = ()
 
     def where(self, seq: int) -> tuple[str, int]:
-        """Return the path and the line of an event, or of the end after the last event."""
+        """Return the file and the line of an event; ``seq`` may also be one past the last event."""
         begun = (one for one in reversed(self.files) if one[0] <= seq)
         first, name = next(begun, self.files[0])
         return name, seq - first + 2
@@ -196,7 +197,8 @@ class RankLines:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RankLines:
         """
-        Read a log. A last line without a newline is left out: the process was killed in mid-line.
+        Read a log. A last line without a newline is ignored: the process was killed while it wrote
+        the line.
 
         Raises:
             LogError: The file is not a rank log, or a line is damaged.
@@ -272,7 +274,7 @@ def _check(
 
 
 def is_rank_log(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as a rank log does; a file that cannot be read does not."""
+    """Return whether a file begins like a rank log; False for a file that cannot be read."""
     mark = b'{"qeffect":"%s"' % RANK_MAGIC.encode()
     try:
         with Path(path).open("rb") as file:

@@ -1,5 +1,6 @@
 """
-The state of a rank after an event of its log; the header of a later file of the log holds it.
+The state of a rank at a point of its log. If a log has several files, the header of each later file
+holds this state.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ class RankPlace:
     Args:
         epoch: The weight epoch.
         again: Number of the worker's restarts, in place or from a checkpoint.
-        launches: Whether the rank runs each step as one launch of a CUDA graph. If so, the last
-            launch is still under way after a commit, and its votes are still to be read.
-        wrote: The epoch of the rank's newest part of a checkpoint; -1 before the first.
-        stepped: Whether a guarded step began since the worker began; if so, a load counts in
-            `again`.
+        launches: Whether the rank runs each step as one launch of a CUDA graph. If so, after a
+            commit the last launch is still running, and its votes are not yet read.
+        wrote: The epoch of the newest checkpoint part that the rank wrote; -1 before the first.
+        stepped: Whether a guarded step has begun since the worker began. If so, loading a
+            checkpoint increases `again`.
 
     >>> place = RankPlace(4)
     >>> place.take({"event": "commit", "epoch": 4}), place.epoch

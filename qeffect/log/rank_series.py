@@ -1,9 +1,10 @@
 """
-The files of each rank log are joined to one log; the logs are cut to begin at the same commit.
+Join the files of each rank log into one log, and cut the logs so that all begin at the same commit.
 
-If the first files of a log were removed, the log begins in mid-run. The ranks' state there, which
-its header states, is taken on trust. If a rank was killed, the logs of one attempt may begin at
-different places. Logs that begin earlier are then cut at the first commit that all logs have.
+If the first files of a log were removed, the log begins in the middle of the run. The state at that
+point comes from the file's header and is taken on trust. If a rank was killed, the logs of one
+attempt may begin at different commits. The logs that begin earlier are then cut at the first commit
+that all logs have.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from .rotation import CONTINUES
 __all__ = ["TAKEN_ON_TRUST", "begun_together", "joined"]
 
 TAKEN_ON_TRUST: Final = "continues"
-"""The event that stands at the beginning of a log without its first file."""
+"""The event that is inserted at the beginning of a log whose first file is missing."""
 
 
 def joined(paths: Iterable[str | os.PathLike[str]]) -> list[RankLines]:
     """
-    Read rank logs, and join the files of each.
+    Read rank logs, and join the files of each log.
 
     Args:
         paths: The files, in any order.
 
     Raises:
-        LogError: A file is not a rank log, is missing between two others, or does not continue the
-            one before it.
+        LogError: A file is not a rank log or does not continue the file before it, or a file
+            between two given files is missing.
     """
     found: dict[str, dict[int, RankLines]] = {}
     for path in paths:
@@ -51,7 +52,7 @@ def joined(paths: Iterable[str | os.PathLike[str]]) -> list[RankLines]:
 
 
 def _own(log: RankLines) -> str:
-    """The part of the header that all files of one log have in common."""
+    """Return the header fields that all files of one log have in common, as text."""
     return repr([(k, v) for k, v in log.header.items() if k not in (CONTINUES, "digest")])
 
 
@@ -78,16 +79,16 @@ def _join(files: Sequence[RankLines]) -> RankLines:
 
 def begun_together(logs: Sequence[RankLines]) -> list[RankLines]:
     """
-    If a log lacks its first file, cut the logs of one attempt so that all begin at the same place.
+    If a log lacks its first file, cut the logs of one attempt so that all begin at the same commit.
 
     Args:
         logs: The log of each rank.
 
     Returns:
-        The logs; if a log lacks its first file, each begins with the event `TAKEN_ON_TRUST`.
+        The logs. If any log lacks its first file, every log begins with the event `TAKEN_ON_TRUST`.
 
     Raises:
-        LogError: The logs have no place in common.
+        LogError: The logs have no commit in common at which all of them can begin.
     """
     late = [log for log in logs if CONTINUES in log.header]
     if not late:
@@ -111,7 +112,7 @@ def _key(place: RankPlace) -> tuple[int, int]:
 
 
 def _places(log: RankLines) -> dict[tuple[int, int], tuple[RankPlace, int]]:
-    """The places at which a log can begin, and how many events lie before each."""
+    """Return the points at which a log can begin, with the number of events before each."""
     place = RankPlace.beginning(log.header)
     found = {_key(place): (attrs.evolve(place), 0)} if CONTINUES in log.header else {}
     for before, event in enumerate(log.events, 1):

@@ -1,5 +1,5 @@
 """
-From the fields of an event log's line to the arguments of a transition.
+Convert the fields of an event log's line into the arguments of a transition.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Converters", "Plan", "spelling"]
 
 
 class _Reused:
-    """A key or a reference, overwritten for each line; transitions only read it."""
+    """One object that serves as key or reference of every line; transitions do not keep it."""
 
     __slots__ = ("cell", "epoch", "generation", "incarnation", "slot", "stage")
 
@@ -36,7 +36,7 @@ class _Reused:
 
 
 class _Incarnations(dict[str, int]):
-    """Incarnations by their spelling; a log has few."""
+    """Cache of parsed incarnations, by their text in the log; a log has only a few."""
 
     def __missing__(self, spelled: str) -> int:
         self[spelled] = number = int(spelled, 16)
@@ -45,7 +45,7 @@ class _Incarnations(dict[str, int]):
 
 @cache
 def spelling(transition: str) -> Callable[[str], Any]:
-    """Return a function that says whether a transition's line has the recorder's usual spelling."""
+    """Return a function that tests a transition's line for the recorder's usual spelling."""
     fields = "".join(
         f',"transition":"{transition}"'
         if name == "transition"
@@ -74,16 +74,16 @@ Plan = tuple[
 
 
 def _unreported(function: Any, optional: int) -> Callable[..., Any]:
-    """Return a transition whose optional arguments are `NEVER` where a line lacks them."""
+    """Return a copy of a transition function in which optional arguments default to `NEVER`."""
     parts = function.__code__, function.__globals__, function.__name__
     return FunctionType(*parts, (NEVER,) * optional, function.__closure__)
 
 
 class Converters:
     """
-    Convert the fields of a line into a transition's arguments, for one contract.
+    Converts the fields of a line into a transition's arguments, for one contract.
 
-    A converted field has the right shape: its spelling or ``check_event`` has established that.
+    Before a field is converted, a test of its spelling or ``check_event`` has checked its shape.
     """
 
     def __init__(self, contract: Contract) -> None:
@@ -111,11 +111,11 @@ class Converters:
         self, marks: Mapping[str, Callable[..., Any]], *, former: bool = False
     ) -> dict[str, Plan]:
         """
-        Return how to apply each line.
+        Return, for each transition, how to convert and apply its lines.
 
         Args:
-            marks: By kind of line about a recorded step, the function that applies the line.
-            former: Whether the log is of an earlier version, in which the check of an update also
+            marks: The functions that apply the lines about recorded steps, by the line's kind.
+            former: Whether the log has an older format, in which the check of an update also
                 commits the update.
         """
         converts: dict[str, Callable[[Any], Any]] = {
@@ -158,7 +158,7 @@ class Converters:
 
     def commit_epoch(self, st: Any, epoch: int, caller: int) -> int:
         """
-        Check and commit an update that an earlier version logged: in one line, without a ticket.
+        Check and commit an update; older log formats have one line for both and no ticket.
 
         Raises:
             Refused: The check refuses the update.
@@ -171,13 +171,15 @@ class Converters:
 
     def restore(self, st: Any, epoch: int, incarnation: int) -> None:
         """
-        Restore into an incarnation that is new to the log.
+        Replay a restore, and require that its incarnation is new to the log.
 
-        The transition compares with the current incarnation only. Without this check, references of
-        an earlier incarnation would become valid again.
+        The contract's transition compares the new incarnation only with the current incarnation.
+        Without the stricter check here, references of an earlier incarnation would become valid
+        again.
 
         Raises:
-            Refused: By the contract, or ``log.incarnation``.
+            Refused: The contract refuses the restore, or the incarnation was used before
+                (``log.incarnation``).
         """
         self.contract.transitions.functions["restore"](st, epoch, incarnation)
         if incarnation in self.begun:
@@ -186,7 +188,7 @@ class Converters:
 
     def allowed(self, transition: str, field: str) -> frozenset[int]:
         """
-        Return the values that a field may have; calls that claim a slot may also have NO_SLOT.
+        Return the values that a field may have. In calls that claim a slot, NO_SLOT is allowed too.
         """
         claims = field == "slot" and transition in ("reserve", "check_forward")
         return self.members[field] | ({NO_SLOT} if claims else set())
@@ -198,7 +200,7 @@ class Converters:
         return key
 
     def claiming_key(self, raw: Any) -> Any:
-        """Convert the key of a call without a reference; no guard compares it with a tape's key."""
+        """Convert the key of a call that has no reference, and check that the key is configured."""
         key = self.key(raw)
         if key.cell not in self.cells:
             raise ValueError(raw)
@@ -219,7 +221,7 @@ class Converters:
         return tuple(Destination(**described) for described in raw)
 
     def arguments(self, event: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return a well-formed event's arguments as the public API takes them."""
+        """Return the arguments of a well-formed event in the form that the public API takes."""
         slow: dict[str, Callable[[Any], Any]] = {
             "key": lambda raw: TapeKey(*raw),
             "ref": lambda raw: TapeRef(raw[0], raw[1], int(raw[2], 16)),
@@ -237,7 +239,8 @@ class Converters:
 
     def unknown(self, event: Mapping[str, Any]) -> tuple[str | None, str, str]:
         """
-        Return the clause (if any), the field and the bounds that a well-formed event violates.
+        Return why a well-formed event does not fit the header: the clause (or None), the field, and
+        the allowed values.
         """
         slots = self.members["slot"]
         within = f"a slot from 0 to {len(slots) - 1}"

@@ -1,7 +1,8 @@
 """
-The event log's recorder: one line per accepted transition, each ending in a digest of the log.
+The event log's recorder: it writes one line per accepted transition. Each line ends in a digest of
+the log up to this line.
 
-In a contract without a recorder, the hook for recorders costs one comparison per transition.
+If a contract has no recorder, the hook for recorders costs one comparison per transition.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _REPORTS: Final = frozenset(name for name, fields in FIELDS.items() if fields[-1
 
 def seal(body: str, chain: blake2b) -> str:
     """
-    Return a line of a log: its body, its digest and a newline.
+    Return a complete log line: the body, the digest and a newline.
 
     Args:
         body: The JSON object without its closing brace.
-        chain: Digest of everything before; it is advanced over the line.
+        chain: Running digest of all earlier lines; this call adds the new line to it.
     """
     chain.update(body.encode())
     end = f',"digest":"{chain.hexdigest()}"}}\n'
@@ -51,22 +52,23 @@ class Recorder:
     Writes a contract's event log while it is attached.
 
     A line is written after its transition was accepted. If writing fails, for example on a full
-    disk, the caller of the transition gets the error. The transition has then happened: the ticket
-    of a check is among ``Contract.outstanding()``, and the log is incomplete. If `ends` is set, the
-    log ends there instead, and the caller gets no error.
+    disk, the caller of the transition gets the error, although the transition has taken effect: the
+    ticket of a check is among ``Contract.outstanding()``, and the log is incomplete. If `ends` is
+    set, the caller gets no error, and the log ends at this line.
 
     Args:
         contract: The contract to observe, before its first transition.
-        file: Where to write: a path, a binary file, or None to keep the lines in memory; a
-            `Rotation` writes several files, one after the other.
-        rank: Rank of the process, for the log's readers.
+        file: Where to write: a path, a binary file, a `Rotation` for a log with several files, or
+            None to keep the lines in memory.
+        rank: Rank of the process, written to the header for readers of the log.
 
     Attributes:
-        ends: Called once, with the error that ended the log; with None the error is raised.
-        ended: Whether the log ended with an error; later transitions are not written.
+        ends: Function that is called once, with the error that ended the log. If None, the error is
+            raised.
+        ended: Whether the log ended with an error. Later transitions are not written.
 
     Raises:
-        TypeError: Not a file object, or opened in text mode.
+        TypeError: The file is neither a path nor a file object, or was opened in text mode.
         ValueError: The contract already has an observer, has made a transition, or has a name
             that JSON cannot hold.
 
@@ -124,11 +126,11 @@ class Recorder:
         *,
         rank: int | None = None,
     ) -> Recorder:
-        """Begin to record a contract; the same as constructing a recorder."""
+        """Begin to record a contract; this call is the same as constructing a recorder."""
         return cls(contract, file, rank=rank)
 
     def __call__(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
-        """Record one accepted transition; the contract calls this."""
+        """Record one accepted transition; the contract calls this method."""
         self.events += 1
         body = f'{{"seq":{self.events},"transition":"{transition}"'
         last = len(arguments)
@@ -153,7 +155,7 @@ class Recorder:
                 self._rotate()
 
     def begin_step(self) -> int:
-        """Write that a recorded step begins; return the line's sequence number."""
+        """Write that the recording of a step begins; return the line's sequence number."""
         self("begin_step", (), None)
         if self._rotation is not None:
             self._recorded, self._start = [], columns_of(self.contract.memory)
@@ -161,11 +163,11 @@ class Recorder:
 
     def keep_step(self, began: int, step: RecordedStep) -> None:
         """
-        Write that a step was recorded; only the last few kept steps can be repeated.
+        Write that a step was recorded. Only the most recently recorded steps can be repeated.
 
         Args:
-            began: What `begin_step` returned.
-            step: The step.
+            began: The sequence number that `begin_step` returned.
+            step: The recorded step.
         """
         self("keep_step", (), None)
         self._steps[step] = began
@@ -178,23 +180,23 @@ class Recorder:
         self._rotate()
 
     def drop_step(self, began: int) -> None:
-        """Write that the step that began is not kept."""
+        """Write that the step whose recording began is discarded."""
         self("drop_step", (), None)
         self._recorded = None
         self._rotate()
 
     def repeats(self, step: RecordedStep) -> bool:
-        """Whether a step can be written in one line."""
+        """Return whether the log can write this step as one line, because it was recorded."""
         return step in self._steps
 
     def repeat_step(self, step: RecordedStep) -> None:
-        """Write that a step was committed in one call."""
+        """Write one line for a recorded step that the contract committed in one call."""
         self("repeat_step", (self._steps[step],), None)
         self._taken += 1
         self._rotate()
 
     def _rotate(self) -> None:
-        """Begin the next file, if this one has its steps."""
+        """Begin the next file, if the current file has its number of steps."""
         rotation = self._rotation
         if rotation is None or self._taken < rotation.steps or self.ended:
             return
@@ -238,7 +240,7 @@ class Recorder:
         Detach from the contract and write the closing line; a second call does nothing.
 
         Returns:
-            The log's lines when they were kept in memory, else nothing.
+            The log's lines if they were kept in memory; otherwise an empty list.
         """
         recording = self.contract.observer
         if isinstance(recording, Recording) and recording.observer is self:
@@ -253,10 +255,10 @@ class Recorder:
 
     def _end(self, error: OSError) -> None:
         """
-        End the log with an error.
+        End the log because of an error, and pass the error to `ends`.
 
         Raises:
-            OSError: Nothing takes the error.
+            OSError: The given error, if `ends` is None or the log has already ended.
         """
         if self.ends is None or self.ended:
             raise error
@@ -278,7 +280,7 @@ class Recorder:
         self.close()
 
     def _destination(self, key: TapeKey, found: Any) -> str:
-        """Write configured destinations as their buffer's index, others in full."""
+        """Return configured destinations as the index of their buffer, and others in full."""
         st = self.contract.memory
         if found == st.destination_of[key.cell]:
             return str(st.buffer_of[key.cell])
@@ -305,7 +307,7 @@ class Recorder:
 
 
 def _since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of an earlier state that differ from those of a later one."""
+    """Return the columns of an earlier state that differ in the later state."""
     return {name: column for name, column in before.items() if now[name] != column}
 
 

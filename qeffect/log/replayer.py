@@ -1,8 +1,9 @@
 """
-The replayer: an event log's transitions, run again through the functions that guard a runtime.
+The replayer: it runs the transitions of an event log again, through the same functions that guard a
+runtime.
 
-A replay's time is linear in the number of transitions, those of repeated steps included. Its memory
-use does not grow with the log, except by one number per restore.
+The time of a replay is linear in the number of transitions, including the transitions of repeated
+steps. Its memory use does not grow with the log, except by one number per restore.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ __all__ = ["LogError", "ReplayReport", "replay", "replay_lines"]
 @attrs.frozen
 class ReplayReport:
     """
-    What a replay found.
+    The result of a replay.
 
     Args:
         verdict: ``accepted`` or ``refused``.
         events: Number of events that were replayed and accepted.
-        epoch: Weight epoch after them.
-        rank: Rank that the header names.
+        epoch: Weight epoch after these events.
+        rank: The rank in the log's header; None if the header names no rank.
         clause: Clause of the refusal. This and all fields below are None if nothing was refused.
         step: Sequence number of the refused event.
-        action: Its transition.
-        line: Line of the log, counted from 1.
-        field: Field of that line to look at first.
-        found: What the guard found in the line.
-        expected: What was expected.
+        action: Transition of the refused event.
+        line: Number of the refused line in its file, from 1.
+        field: The field of that line that most likely shows the error.
+        found: The value that the guard found in the line.
+        expected: The value that the guard expected.
         cause: The likely cause.
         remedy: What to do.
-        file: The refused file, in a log of several files; otherwise None.
+        file: The file with the refused line, if the log has several files; otherwise None.
         trusted: Number of events before the first file that was given, according to that file.
             These events were not replayed, and the contract's state after them is taken on trust.
         trusted_epoch: The weight epoch of that state; None if nothing is taken on trust.
@@ -96,14 +97,14 @@ def replay(path: str | os.PathLike[str], *further: str | os.PathLike[str]) -> Re
     Replay an event log.
 
     Args:
-        path: The log, or its oldest file.
-        further: The later files of a log of several files (`qeffect.log.rotation`), in order.
+        path: The log's file, or its oldest file if it has several (`qeffect.log.rotation`).
+        further: The later files of the log, in order.
 
     Returns:
-        The verdict, and where and why the log was refused.
+        A report with the verdict and, after a refusal, its place and reason.
 
     Raises:
-        LogError: The file cannot be read, or is not an event log.
+        LogError: A file cannot be read, or is not an event log.
     """
     first = player = None
     for one in (path, *further):
@@ -128,7 +129,7 @@ def _replay(path: str | os.PathLike[str], player: Player) -> ReplayReport:
     Replay one file.
 
     Raises:
-        LogError: As `replay`.
+        LogError: The file cannot be read, or is not an event log.
     """
     try:
         with Path(path).open("rb") as file:
@@ -143,14 +144,14 @@ def _replay(path: str | os.PathLike[str], player: Player) -> ReplayReport:
 
 def replay_lines(lines: Iterable[bytes | str], name: str = "log") -> ReplayReport:
     """
-    Replay the lines of an event log, each with its newline.
+    Replay an event log that is given as a list of lines.
 
     Args:
-        lines: The lines.
-        name: What to call the log in a message.
+        lines: The lines, each with its newline.
+        name: The log's name in error messages.
 
     Returns:
-        The verdict, and where and why the log was refused.
+        A report with the verdict and, after a refusal, its place and reason.
 
     Raises:
         LogError: The lines are not an event log.

@@ -1,10 +1,11 @@
 """
-Event logs in several files: each file ends in a closing line, and the next one continues it.
+Event logs in several files: each file ends in a closing line, and the next file continues the log.
 
-The first line of each later file is a header with one more field, ``continues``. The field has the
-number of the file, the number of events before the file, and the digest of the last line before the
-file. The field also has the contract's state at that point, and the recorded steps that a later
-line may repeat. So a file can be replayed alone; its initial state is then taken on trust.
+The first line of each later file is a header with the additional field ``continues``. This field
+contains the number of the file, the number of events before the file, and the digest of the last
+line before the file. It also contains the contract's state at that point, and the recorded steps
+that a later line may repeat. So a file can be replayed alone; its initial state is then taken on
+trust.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 CONTINUES: Final = "continues"
-"""The header field that only later files have."""
+"""The header field that only the second and later files of a log have."""
 _FIELDS: Final = ("part", "events", "after", "state", "steps")
 _KEPT: Final = ("began", "state", "events")
 #: No number of a state is as large: generations and incarnations have 64 bits.
@@ -42,10 +43,11 @@ _MOST: Final = 1 << 64
 @frozen
 class Rotation(os.PathLike[str]):
     """
-    The files of an event log that is written in several files.
+    How an event log is split into several files.
 
     Args:
-        path: The first file; file n is beside it, with n in five digits before the suffix.
+        path: Path of the first file. The path of file n also has n, in five digits, before the
+            suffix.
         steps: Committed steps per file.
         keep: Number of files to keep, including the file being written; 0 keeps all.
     """
@@ -59,7 +61,7 @@ class Rotation(os.PathLike[str]):
 
     def part(self, number: int) -> Path:
         """
-        Return the path of a file.
+        Return the path of a file of the log.
 
         >>> Rotation(Path("rank0.jsonl"), 100).part(2).name
         'rank0.00002.jsonl'
@@ -69,7 +71,7 @@ class Rotation(os.PathLike[str]):
         return self.path.with_name(f"{self.path.stem}.{number:05d}{self.path.suffix}")
 
     def clear(self) -> None:
-        """Remove the later files that an earlier log left at this path."""
+        """Remove the second and later files that an older log left at this path."""
         stem, suffix = re.escape(self.path.stem), re.escape(self.path.suffix)
         named = re.compile(rf"{stem}\.[0-9]{{5,}}{suffix}")
         for path in self.path.parent.iterdir():
@@ -77,7 +79,7 @@ class Rotation(os.PathLike[str]):
                 path.unlink()
 
     def forget(self, newest: int) -> None:
-        """Remove the files that are no longer kept once a newest file was begun."""
+        """Remove the files that are too old to keep, now that the file `newest` has begun."""
         if self.keep and newest >= self.keep:
             with suppress(FileNotFoundError):
                 self.part(newest - self.keep).unlink()
@@ -85,11 +87,12 @@ class Rotation(os.PathLike[str]):
 
 def columns_of(memory: Memory, since: Mapping[str, list[Any]] | None = None) -> dict[str, Any]:
     """
-    Return a memory's state as plain data, a list for each column.
+    Return a memory's state as plain data, with one list per column.
 
     Args:
-        memory: The memory.
-        since: Columns of another moment; only columns that differ from these are returned.
+        memory: The memory of a contract.
+        since: An earlier result of this function. If given, only columns that differ from it are
+            returned.
     """
     found = {}
     for name in memory._names:
@@ -106,13 +109,14 @@ def load_columns(memory: Memory, columns: Mapping[str, Any], *, every: bool) -> 
     Write a state into a memory.
 
     Args:
-        memory: The memory.
+        memory: The memory of a contract; its columns are overwritten.
         columns: The state, as `columns_of` returns it.
-        every: If True, `columns` must have every column of the state; if False, missing columns
-            stay as they are.
+        every: If True, `columns` must have every column of the state. If False, the memory's other
+            columns stay unchanged.
 
     Raises:
-        ValueError: A column is missing, unknown, of another length, or has other entries.
+        ValueError: A column is missing or unknown, has the wrong length, or has an entry of the
+            wrong kind.
     """
     known = [name for name in memory._names if name in STATE]
     if odd := [name for name in columns if name not in known]:
@@ -135,7 +139,7 @@ def load_columns(memory: Memory, columns: Mapping[str, Any], *, every: bool) -> 
 
 
 def _fits(memory: Memory, sort: str, entry: Any, cells: set[Any]) -> bool:
-    """Whether an entry is a value of its column's sort."""
+    """Return whether an entry is a valid value for the given sort of column."""
     if sort == "cell":
         return entry is None or entry in cells
     if type(entry) is not int or not -_MOST < entry < _MOST:
@@ -153,7 +157,7 @@ def _fits(memory: Memory, sort: str, entry: Any, cells: set[Any]) -> bool:
 
 
 def differing(one: Memory, other: Memory) -> str:
-    """Return the first column in which two states differ; empty if none differs."""
+    """Return the name of the first column in which two states differ; empty if they are equal."""
     for name in one._names:
         if name in STATE and getattr(one, name) != getattr(other, name):
             return name
@@ -162,10 +166,10 @@ def differing(one: Memory, other: Memory) -> str:
 
 def check_continues(value: Any) -> None:
     """
-    Check the shape of a field ``continues``.
+    Check the shape of the header field ``continues``.
 
     Raises:
-        ValueError: A part is missing, unknown or of the wrong type.
+        ValueError: An entry of the field is missing, unknown or of the wrong type.
     """
     _require_fields(value, _FIELDS)
     for name, least in (("part", 1), ("events", 0)):

@@ -1,5 +1,5 @@
 """
-The files of rotated event logs, put in order: each log's files together, oldest first.
+Group the files of rotated event logs by log, and sort them, oldest first.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ __all__ = ["series_of"]
 
 def series_of(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
     """
-    Group paths into logs.
+    Group files by the log that they belong to.
 
     Files whose headers are equal, except for the field ``continues``, belong to one log. A file
-    that cannot be read as an event log forms a log of its own, so that its replay says what is
-    wrong.
+    that cannot be read as an event log is returned as a log of its own; its replay then reports the
+    error.
 
     Args:
         paths: Files of event logs, in any order.
 
     Returns:
-        The files of each log, oldest first; logs in the order of their first path.
+        For each log its files, oldest first. The logs are in the order of their first given path.
 
     Raises:
-        LogError: A log has two files of one number.
+        LogError: A log has two files with the same number.
     """
     found: dict[str, dict[int, Path]] = {}
     for path in paths:
@@ -46,7 +46,7 @@ def series_of(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
 
 
 def _place(path: Path) -> tuple[str, int]:
-    """Return what names a file's log, and the file's number."""
+    """Return a string that identifies a file's log, and the file's number in that log."""
     try:
         with path.open("rb") as file:
             header: Any = json.loads(file.readline(MAX_LINE))

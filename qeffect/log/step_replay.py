@@ -1,9 +1,11 @@
 """
-Steps that a log writes in one line: kept when they were recorded, expanded where they are repeated.
+The replay of steps that a log repeats in one line. The replayer keeps each recorded step, and runs
+its transitions again for each line that repeats it.
 
-A contract that commits a recorded step as one (`qeffect.steps`) writes one line to its log. For
-this line the replayer runs every transition of the recorded step, one by one, with every guard. The
-replayer does not use the comparison that lets the contract skip the transitions.
+A contract that commits a recorded step in one call (`qeffect.steps`) writes one line to its log.
+For this line the replayer runs every transition of the recorded step, one by one, with every guard.
+The contract skips these transitions after a comparison of states; the replayer does not rely on
+that comparison.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ __all__ = ["RepeatError", "StepReplay"]
 
 class RepeatError(Exception):
     """
-    A refused line about a recorded step.
+    The refusal of a line about a recorded step.
 
     Args:
-        clause: The clause: ``log.step``, or the clause of a refused transition of the step.
-        found: What the line presented.
-        expected: What was expected.
-        action: The refused transition; by default the line's own.
+        clause: The violated clause: ``log.step``, or the clause of a refused transition of the
+            step.
+        found: The value in the line.
+        expected: The expected value.
+        action: The refused transition of the step; None if the line itself is refused.
     """
 
     def __init__(self, clause: str, found: str, expected: str, action: str | None = None) -> None:
@@ -42,7 +45,7 @@ class RepeatError(Exception):
 
 @frozen
 class _StepRecord:
-    """A recorded step: the memory before it, and its transitions."""
+    """A recorded step: the contract's memory before the step, and the step's transitions."""
 
     start: Memory
     events: tuple[Event, ...]
@@ -55,10 +58,10 @@ class StepReplay:
     Args:
         contract: The replayed contract.
         arguments: Converts a well-formed event into the arguments of its transition.
-        seq: Returns the sequence number of the line that is being applied.
+        seq: Function that returns the sequence number of the current line.
 
     Attributes:
-        events: The transitions since the step that is being recorded began; None between steps.
+        events: The transitions so far of the step that is being recorded; None if no step is.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class StepReplay:
         self._steps: dict[int, _StepRecord] = {}
 
     def functions(self) -> dict[str, Callable[..., None]]:
-        """Return, by kind of line about a step, the function that applies the line."""
+        """Return the functions that apply the lines about steps, by the line's kind."""
         return {
             "begin_step": self.begin,
             "keep_step": self.keep,
@@ -86,18 +89,18 @@ class StepReplay:
 
     def take(self, began: int, start: Memory, events: Sequence[Mapping[str, Any]]) -> None:
         """
-        Take a step that an earlier file recorded.
+        Add a step that an earlier file recorded.
 
         Args:
-            began: Sequence number of the line that began it.
-            start: The memory before it.
-            events: Its well-formed transitions.
+            began: Sequence number of the line that began the step.
+            start: The contract's memory before the step.
+            events: The step's transitions, as well-formed log lines.
         """
         known = tuple((event["transition"], self._arguments(event)) for event in events)
         self._keep(began, start, known)
 
     def same(self, other: StepReplay) -> bool:
-        """Whether another replay keeps the same steps."""
+        """Return whether another replay has the same recorded steps."""
         return [*self._steps] == [*other._steps] and all(
             kept.events == other._steps[began].events
             and kept.start.snapshot() == other._steps[began].start.snapshot()
@@ -105,7 +108,7 @@ class StepReplay:
         )
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """Add an accepted line to the step that is being recorded."""
+        """Add an accepted transition to the step that is being recorded, if there is one."""
         name = event["transition"]
         if name not in MARKS and self.events is not None:
             self.events.append((name, self._arguments(event)))
@@ -113,7 +116,7 @@ class StepReplay:
     def begin(self, st: Memory) -> None:
         """Begin to record a step."""
         if self.events is not None:
-            raise RepeatError("log.step", "a second step begins", "the first step's end before it")
+            raise RepeatError("log.step", "a second step begins", "the end of the first step")
         self.events, self._start, self._began = [], st.copy(), self._seq()
 
     def drop(self, st: Memory) -> None:
@@ -123,7 +126,7 @@ class StepReplay:
         self.events = None
 
     def keep(self, st: Memory) -> None:
-        """Keep the step that is being recorded; only the last few kept steps are remembered."""
+        """Finish and keep the step that is being recorded; only the last few steps are kept."""
         if self.events is None or self._start is None:
             raise RepeatError("log.step", "a step that never began is kept", "a step that began")
         events, self.events = tuple(self.events), None
@@ -141,8 +144,8 @@ class StepReplay:
 
     def repeat(self, st: Memory, step: int) -> None:
         """
-        Run a kept step's transitions; their numbers move by as much as the contract's counters have
-        risen.
+        Run the transitions of a recorded step again. Epochs, generations and similar numbers in
+        their arguments are increased by as much as the contract's counters have risen since then.
         """
         kept = self._steps.get(step)
         if kept is None or kept.start.incarnation[0] != st.incarnation[0]:

@@ -1,3 +1,3 @@
 """
-The relations and ledgers: the guards and the writes of every transition, and nothing else.
+The relations: for each, its guards (checks) and writes in every transition, and nothing else.
 """

@@ -1,7 +1,7 @@
 """
 Capture memory: graphs that share a memory pool must be replayed in the order of their capture.
 
-A later graph uses, as its scratch memory, the memory of tensors that an earlier graph freed.
+A later graph uses memory that an earlier graph freed as its own scratch memory.
 """
 
 from __future__ import annotations

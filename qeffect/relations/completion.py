@@ -97,7 +97,7 @@ def replayed(st: State, d):
 
 
 def require_vacated(st: State, slot, d, link):
-    """Require that the caller's stream has waited for the work of the slot's last tenant."""
+    """Require that the caller's stream has waited for the work of the slot's last tape."""
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.vacated[slot]:
@@ -105,7 +105,7 @@ def require_vacated(st: State, slot, d, link):
 
 
 def require_one_end(st: State, slot, d, link):
-    """Require that the slot's latest transfer ended on this link, or that its end was awaited."""
+    """Require that the slot's last transfer ended on this link, or the graph stream awaited it."""
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
     if st.ended_on[slot] != link and st.joined[st.ended_on[slot]] < st.ended_at[slot]:

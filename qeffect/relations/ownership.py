@@ -46,7 +46,7 @@ STATE = {
 
 
 def release(st: State, slot):
-    """Free a slot for its next tenant; every outstanding reference to the slot becomes stale."""
+    """Free a slot for its next tape; every outstanding reference to the slot becomes stale."""
     st.slot_of[st.cell_at[slot]] = NO_SLOT
     st.consumers[slot] = 0
     st.arrived[slot] = 0

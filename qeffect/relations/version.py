@@ -21,7 +21,7 @@ STATE = {
 
 
 def left_out(st: State):
-    """Refuse the relation's own transitions: the stage left the relation out."""
+    """Refuse this relation's own transitions, because the contract leaves the relation out."""
     raise Refused("version.left-out")
 
 

@@ -1,13 +1,13 @@
 """
-Actions, entries and schedules: the vocabulary that every reader produces and every check consumes.
+Actions, entries and schedules: the types that every reader returns and every check takes.
 
 An *entry* is the content of a schedule table for one rank and one step: idle, or one `Action`. An
 action is an action of `torch.distributed.pipelining`: a computation on one stage and one
 microbatch, a message, a sharding step, a reduction, or an overlapped pair of computations. Tables
 of torch 2.15 also say where a rank waits for the end of a send or of a reduction.
 
-Entries are matched whole. torch's own pattern is not anchored and reads ``0F0xyz`` as ``0F0``; here
-such an entry is refused, because a checker must not guess the meaning of an entry.
+The text of an entry must match completely. torch's own pattern is not anchored and reads ``0F0xyz``
+as ``0F0``; here this entry is refused, because a checker must not guess the meaning of an entry.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MAX_INDEX_DIGITS = 6
 
 class ScheduleError(ValueError):
     """
-    A schedule that cannot be read; a schedule that can be read but is wrong gets findings instead.
+    A schedule cannot be read. A readable schedule with wrong actions gets findings instead.
 
-    The message is one line. The place is also kept as attributes, so that a command can print it as
-    a record.
+    The message is one line. The attributes also have the place of the error, so that a command can
+    print the place as JSON.
 
     Args:
         message: What was expected, what was found, and what to do.
-        rank: The rank (row) concerned, if any.
-        step: The step (column) concerned, if any.
-        entry: The text of the entry concerned, if any.
+        rank: The rank (row) with the error; None if the error is in no single row.
+        step: The step (column) with the error; None if the error is in no single column.
+        entry: The text of the wrong entry; None if no single entry is wrong.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ _EXPECTED = (
 
 
 class Atom(NamedTuple):
-    """One indivisible step of an action: `BACKWARD` is split into its dgrad and its wgrad."""
+    """One indivisible part of an action: a `BACKWARD` has two, its dI and its dW."""
 
     kind: Kind
     stage: int
@@ -125,8 +125,8 @@ class Action:
 
     Args:
         kind: Kind of the action.
-        stage: The pipeline stage, counted over all ranks; -1 for an overlap, whose parts have
-            stages.
+        stage: The pipeline stage, counted over all ranks; -1 for an overlap, whose parts have their
+            own stages.
         microbatch: The microbatch; -1 for an overlap and for an action of a whole stage.
         parts: The computations of an overlap, in the order in which torch runs them.
     """
@@ -189,11 +189,11 @@ class Action:
         return self.kind in COMPUTE or self.kind is Kind.OVERLAP_F_B
 
     def leaves(self) -> tuple[Action, ...]:
-        """The parts of an overlap; the action alone otherwise."""
+        """The parts of an overlap; for any other action, the action itself."""
         return self.parts or (self,)
 
     def atoms(self, step: int = 0) -> Iterator[Atom]:
-        """The indivisible steps in order: overlaps flattened, `B` as `I` then `W`."""
+        """The indivisible parts in order: an overlap's computations, and `B` as `I` then `W`."""
         for leaf in self.leaves():
             if leaf.kind is Kind.BACKWARD:
                 yield Atom(Kind.DGRAD, leaf.stage, leaf.microbatch, step, self)
@@ -227,8 +227,8 @@ class Schedule:
         source: Origin of the table, for messages.
         complete: Whether all ranks are present. If not, messages from missing ranks are unchecked.
         notes: Facts about the source that a user should know.
-        buffers: The slot of each stage and microbatch, if the source names it; by default each
-            tape takes a free slot.
+        buffers: The slot of each pair of stage and microbatch, if the source names slots; by
+            default each tape takes a free slot.
     """
 
     rows: tuple[Row, ...]
@@ -242,7 +242,7 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the table, idle ones included."""
+        """Number of ranks in the table, including idle ranks."""
         return len(self.rows)
 
     @property
@@ -252,7 +252,7 @@ class Schedule:
 
     @cached_property
     def num_actions(self) -> int:
-        """Entries that are not idle."""
+        """Number of entries that are not idle."""
         return sum(action is not None for row in self.rows for action in row)
 
     @cached_property
@@ -282,12 +282,12 @@ class Schedule:
 
     @property
     def format(self) -> str:
-        """torch's name for the table's format."""
+        """torch's name of the table's format."""
         return "compute_comms" if self.has_comms else "compute_only"
 
     @cached_property
     def atoms(self) -> tuple[tuple[Atom, ...], ...]:
-        """Per rank, the indivisible steps in order."""
+        """For each rank, the indivisible parts of its actions in order."""
         return tuple(
             tuple(
                 atom

@@ -1,16 +1,16 @@
 """
 Check whether a table is right for every way to carry messages, not only for the assumed way.
 
-For each way to share queues (`qeffect.schedule.transport.QUEUES`) two questions are answered. Does
-every receive get the message that it names, if a queue's messages arrive in the order of their
-sends? And does every rank reach the end of its row under rendezvous semantics, where a send ends
-only when its receive is posted?
+This module answers two questions for each way to share queues
+(`qeffect.schedule.transport.QUEUES`). Does every receive get the message that it names, if a
+queue's messages arrive in the order of their sends? And does every rank reach the end of its row
+under rendezvous semantics, where a send ends only when its receive is posted?
 
-More queues never make a table wrong. Take a table whose ranks all finish with buffered sends, and
-whose messages are in order in one-way queues. Its ranks also finish under rendezvous semantics if a
-send blocks only its queue: in a one-way queue only earlier sends can delay a send, and their
-receives come earlier in the other rank's row. So two cases remain to be checked: queues that carry
-both directions, and sends that block their rank.
+More queues never make a correct table wrong. Take a table whose ranks all finish with buffered
+sends, and whose messages are in order in one-way queues. Its ranks also finish under rendezvous
+semantics if a send blocks only its queue: in a one-way queue only earlier sends can delay a send,
+and their receives come earlier in the other rank's row. So two cases remain to be checked: queues
+that carry both directions, and sends that block their rank.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ _ASKED = frozenset({"schedule.message-order", "schedule.outstanding-sends"})
 @attrs.frozen
 class Channel:
     """
-    The answers for a table and one way to share queues.
+    The results for a table with one way to share queues.
 
     Args:
         queues: Which messages share a queue; one of `QUEUES`.
-        exchanged: The first receive that gets another message than it names, if any.
-        deadlocks: For each of `RENDEZVOUS`, the deadlock, if any.
+        exchanged: The finding for the first receive that gets another message than it names; None
+            if every receive gets its message.
+        deadlocks: For each value of `RENDEZVOUS`, the finding for the deadlock; None if all ranks
+            finish.
     """
 
     queues: str
@@ -55,7 +57,7 @@ class Channel:
         return self.deadlocks[held] is not None
 
     def record(self) -> dict[str, Any]:
-        """The answers as plain data for JSON."""
+        """The results as plain data for JSON."""
         return {
             "queues": self.queues,
             "one_queue_for": QUEUES[self.queues],
@@ -73,15 +75,15 @@ class Channel:
 
 def channels(schedule: Schedule, findings: tuple[Finding, ...]) -> tuple[Channel, ...]:
     """
-    Answer the questions about a table for every way to share queues.
+    Check message order and deadlocks of a table for every way to share queues.
 
     Args:
         schedule: The schedule.
         findings: The findings of `qeffect.schedule.ranks.check_ranks` for the table.
 
     Returns:
-        An answer for each of `QUEUES`; empty if the table names no messages, lacks ranks, or has a
-        finding that makes the table wrong for every way.
+        A result for each of `QUEUES`; empty if the table names no messages, lacks ranks, or has a
+        finding that makes the table wrong for every way to share queues.
     """
     if not schedule.complete or not schedule.has_comms:
         return ()
@@ -103,5 +105,5 @@ def channels(schedule: Schedule, findings: tuple[Finding, ...]) -> tuple[Channel
 
 
 def _blocks(found: Finding) -> bool:
-    """Whether the finding is a deadlock that occurs only under rendezvous semantics."""
+    """Return whether the finding is a deadlock that occurs only under rendezvous semantics."""
     return found.clause == "schedule.deadlock" and found.message.startswith("under rendezvous")

@@ -1,9 +1,9 @@
 """
-The verdict on a schedule: checks of the table alone, then every action through the contract.
+The full check of a schedule: first of the table alone, then of every action under the contract.
 
-Each rank becomes one process with one `Contract`. Its stages share a state domain, as Transformer
-Engine's modules do. Each stage has the number of slots that the plan computes, and more if an input
-is received long before its forward. The rank's row then runs as in a runtime:
+Each rank becomes one simulated process with one `Contract`. Its stages share one state domain, as
+Transformer Engine's modules do. Each stage has the number of slots that the plan computes, and more
+slots if an input is received long before its forward. The rank's row then runs as in a runtime:
 
 - a refresh comes before a stage's first forward;
 - before and after every replay, the caller's stream and the graph stream wait for each other;
@@ -15,10 +15,10 @@ is received long before its forward. The rank's row then runs as in a runtime:
   row's end; a reduction ends where the table waits for it, or at the row's end;
 - commit, drain and checkpoint end the step.
 
-The row runs for two optimizer steps: a table is run repeatedly, so a step must leave the contract
-ready for the next one.
+The row runs for two optimizer steps: training repeats a table, so each step must leave the contract
+ready for the next step.
 
-Under another pairing than `contract`, dW presents the reference that the pairing would pick, and
+If the pairing is not `contract`, a dW presents the tape reference that the pairing would pick, and
 the contract refuses a wrong reference.
 """
 
@@ -64,13 +64,14 @@ class Verdict:
     Args:
         verdict: `accepted` or `refused`.
         source: The schedule's source.
-        pairing: The pairing discipline of the check.
+        pairing: The rule of the check for which retained work a dW gets; a name of
+            `qeffect.schedule.pairing`.
         findings: The reasons for a refusal, the cause first; empty if the schedule is accepted.
         counts: Number of actions of each kind that the contract accepted, over all ranks and steps.
-        plan: The resources that the schedule needs; `None` if the table alone is refused.
+        plan: The resources that the schedule needs; `None` if the check of the table alone fails.
         transport: The assumed way in which the runtime carries messages.
-        channels: The answer for each way to share queues; empty if the table names no messages or
-            is wrong under all ways.
+        channels: The result for each way to share queues; empty if the table names no messages or
+            is wrong for every way.
     """
 
     verdict: str
@@ -84,7 +85,7 @@ class Verdict:
 
     @property
     def finding(self) -> Finding | None:
-        """The first finding, if the schedule was refused."""
+        """The first finding; None if the schedule is accepted."""
         return self.findings[0] if self.findings else None
 
     @property
@@ -114,7 +115,7 @@ class Verdict:
 
     @property
     def slots_text(self) -> str:
-        """The slots of each stage as text."""
+        """The number of slots of each stage, as text."""
         if self.plan is None:
             return "unknown"
         return ", ".join(f"{stage}: {slots}" for stage, slots in sorted(self.plan.slots.items()))
@@ -153,7 +154,8 @@ def check(
     Args:
         schedule: The schedule, or a schedule object of torch.distributed.pipelining (of torch's own
             classes or a subclass).
-        pairing: How the runtime pairs dW with retained work; see `qeffect.schedule.pairing`.
+        pairing: How the runtime chooses the retained work (the operands that a dI leaves) for a dW;
+            a name of `qeffect.schedule.pairing`.
         steps: Number of optimizer steps to run.
         shared_pool: If True, all graphs of a rank share one capture-memory pool, in which all F are
             captured first, then all dI, then all dW. If False, each slot has its own pool.
@@ -161,8 +163,8 @@ def check(
 
     Raises:
         ScheduleError: An argument has the wrong type; the pairing is unknown; `steps` is below one;
-            outstanding sends are limited, but the table does not say when its sends end; or sends
-            block, but the table does not name them.
+            the transport limits outstanding sends, but the table does not say when its sends end;
+            or the transport lets sends block, but the table does not name its sends.
     """
     if not isinstance(schedule, Schedule):
         schedule = read_object(schedule)
@@ -211,7 +213,7 @@ def check(
 
 
 class _Process:
-    """One rank as a process: its contract, and its references to live tapes."""
+    """The simulated process of one rank: its contract, and its references to live tapes."""
 
     def __init__(
         self, schedule: Schedule, rank: int, needs: Plan, rule: Discipline, shared_pool: bool
@@ -257,14 +259,14 @@ class _Process:
         self.evidence = self.contract.stages[0].matrices
 
     def _slots(self, stage: int, needed: int) -> int:
-        """Return how many slots a stage has: as many as needed, or the buffers of its source."""
+        """Return a stage's number of slots: the needed number, or one per buffer of the source."""
         if self.schedule.buffers is None:
             return needed
         named = (slot for (own, _), slot in self.schedule.buffers.items() if own == stage)
         return max(named, default=0) + 1
 
     def _slot(self, work: Work) -> int | None:
-        """Return the slot that the schedule's source names for a tape, if it names one."""
+        """Return the slot that the schedule's source names for a tape; None if it names no slot."""
         if self.schedule.buffers is None or work not in self.schedule.buffers:
             return None
         # A contract numbers the slots of all its stages, one stage after the other.
@@ -272,12 +274,12 @@ class _Process:
         return before + self.schedule.buffers[work]
 
     def _fed(self, stage: int, sends: Container[tuple[Kind, int]]) -> int | None:
-        """Return the stage of this rank that a stage feeds without a message."""
+        """Return the next stage if it is on this rank and gets its input without a message."""
         local = stage + 1 in self.stages and (Kind.SEND_F, stage) not in sends
         return stage + 1 if local else None
 
     def _peaks(self, begins: frozenset[Kind]) -> dict[int, int]:
-        """Count the peak of live tapes per stage; a tape becomes live at one of these actions."""
+        """Return each stage's peak of live tapes; a tape becomes live at an action in `begins`."""
         ends = {Kind.WGRAD, *(SEND_WAITS if self.schedule.awaits_sends else SENDS)}
         left = Counter((atom.stage, atom.microbatch) for atom in self.atoms if atom.kind in ends)
         live: set[Work] = set()
@@ -387,7 +389,7 @@ class _Process:
         self.counts["dW"] += 1
 
     def _receive(self, key: TapeKey, gradient: bool) -> None:
-        """Post a receive at its place in the table; it ends just before its computation."""
+        """Post a receive at its place in the table; it ends when its computation begins."""
         work = (key.stage, key.microbatch)
         if not gradient:
             ref = self.refs[work] = self.contract.reserve(key, self._slot(work))
@@ -414,11 +416,11 @@ class _Process:
 
     def explain(self, refused: Refused, pairing: str) -> Finding:
         """
-        Turn a refusal of the contract into a finding at the refused action.
+        Convert a refusal of the contract into a finding at the refused action.
 
         Args:
             refused: The refusal.
-            pairing: The pairing discipline of the check.
+            pairing: The name of the rule that chose the retained work of each dW.
         """
         record = refused.record()
         atom = self.at

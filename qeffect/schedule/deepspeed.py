@@ -1,24 +1,24 @@
 """
-DeepSpeed's instruction streams as tables, read from its schedule classes without an engine.
+Read DeepSpeed's instruction streams as tables, from its schedule classes and without its engine.
 
 `deepspeed.runtime.pipe.schedule.PipeSchedule.steps()` yields the instructions of one rank, and each
-instruction names a buffer, not a microbatch. So this reader follows what the buffers hold:
+instruction names a buffer, not a microbatch. So this reader tracks the content of the buffers:
 
 * A receive, or a load on the first stage, puts the stage's next microbatch into its buffer.
-* ForwardPass takes the oldest input of its buffer, and leaves a tape there.
+* ForwardPass takes the oldest input of its buffer, and leaves a tape in the buffer.
 * BackwardPass takes the oldest tape of its buffer; RecvGrad receives the gradient of that tape.
 * SendActivation and SendGrad send what the last ForwardPass or BackwardPass left in the buffer.
 
-A buffer is a slot of its stage. `qeffect.schedule.check` gives every tape the slot that its buffer
-names, so a write into a buffer that still holds a tape is refused as `ownership.slot-busy`.
+A buffer counts as a slot of its stage. `qeffect.schedule.check` gives every tape the slot of its
+buffer, so a write into a buffer that still holds a tape is refused as `ownership.slot-busy`.
 
-`phase=1` of an instruction means the second stage of a rank (DualPipeV): stage
-`2 * stages - 1 - rank`. With CommitP2P, sends and receives are queued; they are in the table at the
-CommitP2P that launches them, sends first, since no message of a batch waits for another one.
-Messages that are queued and never launched are not in the table.
+An instruction with `phase=1` belongs to the second stage of a rank (DualPipeV): stage
+`2 * stages - 1 - rank`. A class with CommitP2P first queues its sends and receives. The table lists
+them at the CommitP2P that launches them, sends first, since no message of a batch waits for another
+message of the batch. Messages that are queued and never launched are not in the table.
 
-Instructions are known by the name of their class or of a base class, so subclasses are read too.
-ReduceGrads reduces all stages of the rank. ReduceTiedGrads is not in the table.
+The reader recognizes an instruction by the name of its class or of a base class, so it also reads
+subclasses. ReduceGrads reduces all stages of the rank. ReduceTiedGrads is not in the table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MESSAGES = {
     "SendGrad": Kind.SEND_B,
     "RecvGrad": Kind.RECV_B,
 }
-_BATCHES = "CommitP2P launches its messages together, so no send of a batch holds its rank"
+_BATCHES = "CommitP2P launches its messages together, so no send of a batch blocks its rank"
 _BUFFERED = {*_MESSAGES, "LoadMicroBatch", "ForwardPass", "BackwardPass"}
 #: Names of the instructions that the reader knows.
 INSTRUCTIONS = {*_BUFFERED, "CommitP2P", "ReduceGrads", "ReduceTiedGrads", "OptimizerStep"}
@@ -54,14 +54,14 @@ def deepspeed_schedule(name: str | type, *, stages: int, microbatches: int) -> S
     Return the table of a DeepSpeed schedule class.
 
     Args:
-        name: `module:Class`, the name alone of a class of `deepspeed.runtime.pipe.schedule`, or
+        name: `module:Class`, the plain name of a class in `deepspeed.runtime.pipe.schedule`, or
             the class itself.
-        stages: Number of pipeline ranks, as DeepSpeed's own `stages`.
+        stages: Number of pipeline ranks; DeepSpeed calls it `stages` too.
         microbatches: Number of microbatches per step.
 
     Raises:
-        ScheduleError: DeepSpeed is missing, the class is unknown or refuses these numbers, it has
-            no backward passes, or one of its instructions cannot be read.
+        ScheduleError: DeepSpeed is missing; the class is unknown, refuses these numbers, or has no
+            backward passes; or one of its instructions cannot be read.
     """
     for what, number in (("stages", stages), ("microbatches", microbatches)):
         if type(number) is not int or number < 1:
@@ -106,7 +106,7 @@ def deepspeed_schedule(name: str | type, *, stages: int, microbatches: int) -> S
 
 
 class _Stream:
-    """The instructions of one rank, and what its buffers hold while they are read."""
+    """Reads the instructions of one rank, and tracks the content of the rank's buffers."""
 
     def __init__(
         self, cls: type[Any], source: str, rank: int, stages: int, microbatches: int
@@ -129,7 +129,7 @@ class _Stream:
     def _instructions(
         self, cls: type[Any], microbatches: int
     ) -> tuple[list[list[tuple[str, dict[str, Any]]]], int]:
-        """Return the instructions by step, and the number of buffers that the class asks for."""
+        """Return the instructions of each step, and the number of buffers that the class needs."""
         read: list[list[tuple[str, dict[str, Any]]]] = []
         total = 0
         try:
@@ -184,11 +184,11 @@ class _Stream:
         Read the rank's row.
 
         Args:
-            queued: Whether messages wait for a CommitP2P.
+            queued: Whether the class queues messages until a CommitP2P.
 
         Raises:
-            ScheduleError: A buffer does not exist, is shared by two stages, or an instruction
-                follows the update.
+            ScheduleError: A buffer does not exist or is used by two stages at once, or an
+                instruction follows OptimizerStep.
         """
         row: list[Action] = []
         batch: list[Action] = []
@@ -221,7 +221,7 @@ class _Stream:
             yield 2 * self.stages - 1 - self.rank
 
     def _place(self, given: dict[str, Any]) -> tuple[int, int]:
-        """Return stage and buffer of an instruction."""
+        """Return the stage and the buffer of an instruction."""
         buffer = given["buffer_id"]
         if buffer >= self.buffers:
             raise self._error(
@@ -234,8 +234,8 @@ class _Stream:
             if held[0] != stage:
                 raise self._error(
                     *self._at,
-                    f"stages {held[0]} and {stage} use buffer {buffer} at once; slots are checked "
-                    "for each stage: give the two phases buffers of their own",
+                    f"stages {held[0]} and {stage} use buffer {buffer} at once, but slots are "
+                    "checked per stage; give each of the two phases its own buffers",
                 )
         return stage, buffer
 

@@ -1,9 +1,9 @@
 """
-Durations of actions and messages: the input of the step-time simulator, and its file.
+Durations of actions and messages: the input of the step-time simulator, and the file that has them.
 
 The file is one JSON object; its schema is ``durations.schema.json`` beside this module. Every
-number is a time in the file's `unit`. F, I and W are required; `stages`, `ranks` and `links` give
-other times for single stages, ranks and links:
+number is a time in the file's `unit`. F, I and W are required. `stages`, `ranks` and `links` (pairs
+of ranks) replace these times for single stages, ranks and links:
 
 >>> given = {"unit": "ms", "F": 0.3, "I": 0.3, "W": 0.2, "stages": {"0": {"F": 1}}}
 >>> durations = parse_durations(given)
@@ -63,12 +63,13 @@ class Durations:
         times: Times by name: `F`, `I`, `W`, and any of `refresh`, `message`, `reduce`, `update`,
             `consent`, `host` and `launch`; zero if left out.
         unit: The unit of every time: s, ms or us.
-        stages: By stage, times that replace the general times: `F`, `I`, `W`, `refresh`, `reduce`.
-        ranks: By rank, times that replace the general times: `update`, `host`, `launch`.
-        links: By directed pair of ranks, the time of a message, in place of the general time.
-        grouped: By number of microbatches, the time of one product over the dW of that many
-            microbatches of a stage; it includes the packing of the operands.
-        grouped_stages: By stage, times that replace those of `grouped`.
+        stages: For single stages, times that replace the general `F`, `I`, `W`, `refresh` and
+            `reduce`.
+        ranks: For single ranks, times that replace the general `update`, `host` and `launch`.
+        links: For directed pairs of ranks, times that replace the general `message`.
+        grouped: For each number of microbatches, the time of one matrix product that computes the
+            dW of so many microbatches of a stage, including the packing of the operands.
+        grouped_stages: For single stages, times that replace those of `grouped`.
     """
 
     times: Mapping[str, Time]
@@ -80,16 +81,16 @@ class Durations:
     grouped_stages: Mapping[int, Mapping[int, Time]] = attrs.field(factory=dict)
 
     def of(self, kind: Kind, stage: int) -> Time:
-        """Time of an F, I or W of a stage."""
+        """Return the time of a stage's F, I or W."""
         return self.stages.get(stage, {}).get(kind.value, self.times[kind.value])
 
     def product(self, stage: int, group: int) -> Time | None:
         """
-        Time of one product over the dW of `group` microbatches of a stage.
+        Return the time of one matrix product that computes a stage's dW of `group` microbatches.
 
-        `None` if the durations do not give this time: neither for the stage, nor for all stages. A
-        stage with its own `W` also needs its own product time, because the general product time
-        belongs to the general `W`.
+        The result is `None` if the durations give this time neither for the stage nor for all
+        stages. A stage with its own `W` also needs its own product time, because the general
+        product time belongs to the general `W`.
         """
         own = self.grouped_stages.get(stage, {}).get(group)
         if own is not None or Kind.WGRAD.value in self.stages.get(stage, {}):
@@ -97,31 +98,32 @@ class Durations:
         return self.grouped.get(group)
 
     def refresh(self, stage: int) -> Time:
-        """Time in which a stage quantizes its weights, before its first F of a step."""
+        """Return the time in which a stage quantizes its weights, before its first F of a step."""
         return self.stages.get(stage, {}).get("refresh", self.times.get("refresh", 0))
 
     def message(self, source: int, target: int) -> Time:
-        """Time of a message from one rank to another."""
+        """Return the time of a message from one rank to another."""
         return self.links.get((source, target), self.times.get("message", 0))
 
     def reduction(self, stage: int) -> Time:
-        """Time of the reduction of a stage's gradients."""
+        """Return the time of the reduction of a stage's gradients."""
         return self.stages.get(stage, {}).get("reduce", self.times.get("reduce", 0))
 
     def on(self, rank: int, name: str) -> Time:
-        """Time of a rank's `update`, `host` or `launch`."""
+        """Return the time of a rank's `update`, `host` or `launch`."""
         return self.ranks.get(rank, {}).get(name, self.times.get(name, 0))
 
     @property
     def consent(self) -> Time:
         """
-        Time in which all ranks agree before any update; zero means that no rank waits for another.
+        The time that all ranks take to agree before any update. If it is zero, no rank waits for
+        the other ranks before its update.
         """
         return self.times.get("consent", 0)
 
     def require(self, schedule: Schedule) -> None:
         """
-        Require that the schedule has every stage, rank and link that the durations name.
+        Refuse a schedule that lacks a stage, rank or link that the durations name.
 
         Raises:
             ScheduleError: The schedule lacks a stage, rank or link; the message names it.
@@ -142,8 +144,8 @@ class Durations:
         for source, target in self.links:
             if source == target:
                 raise ScheduleError(
-                    f"durations: links: expected two ranks, found {source}->{target}; stages of "
-                    "one rank hand over without a message: leave it out"
+                    f"durations: links: expected two ranks, found {source}->{target}; leave it "
+                    "out, since stages of one rank pass tensors to each other without a message"
                 )
 
 
@@ -179,8 +181,8 @@ def parse_durations(given: object, *, source: str = "durations") -> Durations:
     Make durations from plain data that follows `durations.schema.json`.
 
     Args:
-        given: The object of a file.
-        source: Name of the data in messages.
+        given: The parsed JSON object of a file.
+        source: Name of the data in error messages.
 
     Raises:
         ScheduleError: The data violates the schema.

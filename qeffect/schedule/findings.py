@@ -1,8 +1,9 @@
 """
-Findings: the violations that a check of a schedule reports, each with the id of its clause.
+Findings: the violations that a check of a schedule reports, each with the id of the violated
+clause (a rule of the contract).
 
-The clauses of schedules (`schedule.*`) are in `qeffect.spec.clauses.schedule`; a new clause needs
-only an entry there.
+The clauses for schedules (`schedule.*`) are in `qeffect.spec.clauses.schedule`. To add a clause,
+add an entry there.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ __all__ = ["SCHEDULE_CLAUSES", "Finding", "Place", "finding", "place"]
 @attrs.frozen
 class Place:
     """
-    An entry that is related to a finding.
+    A table entry that is related to a finding.
 
     Args:
         rank: Rank of the entry.
         step: Step of the entry.
         action: Text of the entry.
-        role: Relation to the finding: `first`, `needs`, `peer`, `owner`, `picked`, `awaited` or
-            `waits`.
+        role: The entry's relation to the finding: `first`, `needs`, `peer`, `owner`, `picked`,
+            `awaited` or `waits`.
     """
 
     rank: int
@@ -43,15 +44,15 @@ class Finding:
     One violation: where, which clause, what was expected and what was found.
 
     Args:
-        clause: The clause id.
-        rank: The rank at fault; `None` if no single rank is.
+        clause: The id of the violated clause.
+        rank: The rank at fault; `None` if no single rank is at fault.
         step: The step of the refused entry; `None` if an entry is missing.
         action: Text of the refused entry.
         message: The violation in one sentence.
-        expected: What the clause requires here.
-        found: What the table has here.
+        expected: What the clause requires at this entry.
+        found: What the table has at this entry.
         remedy: What to do.
-        related: Other entries that a picture should show.
+        related: Other entries that a picture of the finding should show.
     """
 
     clause: str
@@ -65,7 +66,7 @@ class Finding:
     related: tuple[Place, ...] = ()
 
     def __str__(self) -> str:
-        """One line: the place, the clause and the message."""
+        """The finding as one line: its place, its clause and its message."""
         place = ""
         if self.rank is not None:
             place = f"rank {self.rank}"
@@ -93,13 +94,13 @@ def finding(
     Return a finding of the clause `schedule.<name>`, with the clause's remedy.
 
     Args:
-        name: The clause without its leading "schedule.".
-        message: One sentence.
-        rank: The rank at fault.
+        name: The clause id without its leading "schedule.".
+        message: The violation in one sentence.
+        rank: The rank at fault; `None` if no single rank is at fault.
         atom: The refused action; `None` if an action is missing.
-        expected: What the clause requires here.
-        found: What the table has here.
-        related: Other entries that a picture should show.
+        expected: What the clause requires at this action.
+        found: What the table has at this action.
+        related: Other entries that a picture of the finding should show.
     """
     clause = SCHEDULE_CLAUSES[f"schedule.{name}"]
     return Finding(
@@ -116,5 +117,5 @@ def finding(
 
 
 def place(rank: int, atom: Atom, role: str) -> Place:
-    """Return the `Place` of an indivisible step's entry."""
+    """Return the `Place` of the entry that an indivisible part of an action belongs to."""
     return Place(rank, atom.step, str(atom.action), role)

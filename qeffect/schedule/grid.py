@@ -1,5 +1,5 @@
 """
-A schedule as torch prints it: a row per step, a column per rank, with the refused entry marked.
+Print a schedule as torch does: a row per step, a column per rank, with the refused entry marked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROLE_MARKS = {
 _LEGEND = {
     ">": "the refused entry, marked >..<",
     "+": "the expected entry, the first of two entries, or a needed entry",
-    "!": "the entry taken instead, or another entry that waits",
+    "!": "the entry that was used instead, or another entry that waits",
 }
 
 
@@ -32,11 +32,11 @@ def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | N
     Print a schedule as a grid.
 
     The refused entry is marked `>..<`. Other entries of the finding are marked `+` (the expected,
-    first or needed entry) or `!` (the entry taken instead, or another entry that waits).
+    first or needed entry) or `!` (the entry that was used instead, or another entry that waits).
 
     Args:
         schedule: The schedule.
-        finding: The finding to mark.
+        finding: The finding whose entries are marked; `None` marks nothing.
         context: Number of steps to show before and after the refused step; `None` shows all steps.
 
     Returns:

@@ -1,5 +1,6 @@
 """
-Compare grouped dW for several group sizes: the cost in live tapes and slots, the gain in time.
+Compare the cost of grouped dW (live tapes and slots) and its gain (step time) for several group
+sizes. With grouped dW, one matrix product computes the weight gradients of a group of microbatches.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ _RANKS = 4
 @attrs.frozen
 class GroupPlan:
     """
-    The needs and the step time of a table with grouped dW.
+    The resources and the step time of a table with grouped dW.
 
     Args:
-        group: Microbatches in each group.
-        ranks: The needs of each rank.
-        slots: By stage, the slots in QEffect's own runtime; None if that runtime cannot run the
+        group: Number of microbatches in each group.
+        ranks: The resources that each rank needs.
+        slots: The slots of each stage in QEffect's own runtime; None if that runtime cannot run the
             table.
-        timed: The simulated step, if there are durations.
-        untimed: Stages without a time, in the durations, for their product of grouped dW.
+        timed: The simulated step; None without durations.
+        untimed: Stages for which the durations lack the time of the grouped dW product.
     """
 
     group: int
@@ -52,17 +53,17 @@ class GroupPlan:
         transport: Transport = DEFAULT,
     ) -> GroupPlan:
         """
-        Plan and time a table with grouped dW.
+        Group the dW of a table, and plan and time the result.
 
         Args:
             schedule: The table without groups.
-            group: Microbatches in each group.
-            durations: The times of its actions and messages; None plans without times.
-            transport: How messages are carried.
+            group: Number of microbatches in each group.
+            durations: The times of the table's actions and messages; None plans without times.
+            transport: How the runtime carries messages.
 
         Raises:
-            ScheduleError: The group does not divide the number of microbatches, or the durations
-                are for another schedule.
+            ScheduleError: The group size does not divide the number of microbatches, or the
+                durations are for another schedule.
         """
         table = group_wgrads(schedule, group)
         timed, untimed = None, []
@@ -75,29 +76,29 @@ class GroupPlan:
 
     @property
     def rank_slots(self) -> tuple[int, ...] | None:
-        """Slots of each rank in QEffect's own runtime."""
+        """Number of slots of each rank in QEffect's own runtime."""
         if self.slots is None:
             return None
         return tuple(sum(self.slots[s.stage] for s in rank.stages) for rank in self.ranks)
 
     @property
     def bubble(self) -> float:
-        """The idle share of the step, over all ranks."""
+        """The share of the step in which ranks are idle, over all ranks."""
         ranks = () if self.timed is None else self.timed.ranks
         whole = sum(rank.busy + rank.idle for rank in ranks)
         return float(sum(rank.idle for rank in ranks) / whole) if whole else 0.0
 
     def over(self, first: GroupPlan) -> float | None:
         """
-        Step time divided by another group's step time; None if a time is unknown, or the divisor is
-        0.
+        Return this step time divided by the step time of another plan; None if a time is unknown or
+        the divisor is 0.
         """
         if self.timed is None or first.timed is None or not first.timed.time:
             return None
         return float(self.timed.time / first.timed.time)
 
     def record(self, first: GroupPlan) -> dict[str, Any]:
-        """The comparison with the first group as plain data, for JSON."""
+        """Return this plan and its comparison with the first plan as plain data, for JSON."""
         totals = self.rank_slots
         ranks = [
             {
@@ -129,10 +130,11 @@ class GroupPlan:
 
 def fastest(plans: Sequence[GroupPlan]) -> GroupPlan | None:
     """
-    The plan with the shortest step; among equally short ones, the plan with the smallest group.
+    Return the plan with the shortest step; among equally short plans, the one with the smallest
+    group.
 
-    None if fewer than two plans have all their times. A plan is ignored if the durations lack the
-    time of one of its products.
+    A plan is ignored if the durations lack the time of one of its dW products. The result is None
+    if fewer than two plans remain.
     """
     timed = [one for one in plans if one.timed is not None and not one.untimed]
     if len(timed) < 2:
@@ -142,10 +144,10 @@ def fastest(plans: Sequence[GroupPlan]) -> GroupPlan | None:
 
 def comparison_lines(found: Sequence[GroupPlan], schedule: Schedule) -> Iterator[str]:
     """
-    Lines that compare each plan with the plan of group 1, which comes first.
+    Yield lines that compare each plan with the plan of group size 1.
 
     Args:
-        found: The plans by group, ascending.
+        found: The plans in ascending order of group size; the first has group size 1.
         schedule: The table without groups.
     """
     first = found[0]
@@ -179,8 +181,8 @@ def comparison_lines(found: Sequence[GroupPlan], schedule: Schedule) -> Iterator
         yield "live tapes, deferred dW and slots: by rank, rank 0 first"
     if first.rank_slots is not None:
         yield (
-            "runtime slots: in QEffect's own runtime, where a receive takes the slot, and other "
-            "stages of the rank also read the tape"
+            "runtime slots: slots in QEffect's own runtime; a receive already takes the slot, and "
+            "other stages of the rank also read the tape"
         )
     elif schedule.complete:
         yield (
@@ -195,7 +197,7 @@ def comparison_lines(found: Sequence[GroupPlan], schedule: Schedule) -> Iterator
 
 
 def _untimed(one: GroupPlan) -> Iterator[str]:
-    """A line that says which products the durations give no time for, if any."""
+    """Yield a line that names the dW products without a time in the durations, if there are any."""
     if not one.untimed:
         return
     group, missing = one.group, f"no time for a product of {one.group} microbatches"
@@ -213,7 +215,7 @@ def _untimed(one: GroupPlan) -> Iterator[str]:
 
 
 def _by_rank(numbers: Iterable[int]) -> str:
-    """The numbers of all ranks; for many ranks the smallest and the largest."""
+    """Return the numbers of all ranks as text; for many ranks the smallest and the largest."""
     every = list(numbers)
     if len(every) > _RANKS:
         least, most = min(every), max(every)

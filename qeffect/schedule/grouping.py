@@ -2,7 +2,7 @@
 Grouped dW: one product computes the weight gradients of several microbatches of a stage.
 
 Groups are blocks of consecutive microbatches, so they do not depend on the order of a table. The
-dW of a group waits for the group's last dI, so a rank keeps more tapes live and has less dW to fill
+dW of a group wait for the group's last dI, so a rank keeps more tapes live and has less dW to fill
 its bubbles.
 """
 
@@ -21,25 +21,25 @@ _SOURCE_OF = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
 
 def require_group(group: int, microbatches: int) -> None:
     """
-    Require a number of microbatches that can be divided into groups.
+    Refuse a group size that does not divide the number of microbatches.
 
     Args:
-        group: Microbatches in each group.
+        group: Number of microbatches in each group.
         microbatches: Number of microbatches of the table.
 
     Raises:
-        ScheduleError: The group is not a positive divisor of the number of microbatches.
+        ScheduleError: The group size is not a positive divisor of the number of microbatches.
     """
     if type(group) is not int or group < 1 or microbatches % group:
         raise ScheduleError(
-            f"group: expected a divisor of the {microbatches} microbatches of a walk, found "
+            f"group: expected a divisor of the {microbatches} microbatches of the schedule, found "
             f"{group!r}; 1 computes the weight gradient of each microbatch by itself"
         )
 
 
 def group_of(microbatch: int, group: int) -> tuple[int, ...]:
     """
-    Return all microbatches whose weight gradient is computed with that of `microbatch`, ascending.
+    Return the microbatches in the group of `microbatch`, in ascending order.
 
     >>> group_of(5, 4)
     (4, 5, 6, 7)
@@ -50,13 +50,13 @@ def group_of(microbatch: int, group: int) -> tuple[int, ...]:
 
 def group_wgrads(schedule: Schedule, group: int) -> Schedule:
     """
-    Return a table in which the dW of each group run one after another, behind the group's last dI.
+    Return a table in which the dW of each group run one after another, after the group's last dI.
 
     The dW of a group run in ascending order of microbatches, at the place of the group's last dW in
-    the table. One product can then replace these dW: the product takes the place of the first.
+    the table. One matrix product can then replace these dW; it runs at the place of the first.
 
-    Each full backward becomes its dI, its sends and then its dW, and each send follows the action
-    that produces what it sends. Idle entries and the sharding of parameters are left out.
+    Each full backward becomes its dI, its sends and then its dW. Each send directly follows the
+    action that computes the sent tensor. Idle entries and sharding actions are left out.
 
     >>> from .infer import from_actions
     >>> table = from_actions([["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]])
@@ -65,10 +65,10 @@ def group_wgrads(schedule: Schedule, group: int) -> Schedule:
 
     Args:
         schedule: The table.
-        group: Microbatches in each group; 1 only splits the full backwards.
+        group: Number of microbatches in each group; 1 only splits the full backwards.
 
     Raises:
-        ScheduleError: The group does not divide the number of microbatches.
+        ScheduleError: The group size does not divide the number of microbatches.
     """
     require_group(group, schedule.num_microbatches)
     rows = tuple(tuple(grouped_row(_split(row), group)) for row in schedule.rows)
@@ -76,7 +76,7 @@ def group_wgrads(schedule: Schedule, group: int) -> Schedule:
 
 
 def _split(row: Iterable[Action | None]) -> Iterator[Action]:
-    """Split full backwards, and move each send directly behind the action that produces it."""
+    """Split full backwards; move each send directly behind the action that computes its tensor."""
     done: list[Action] = []
     latest: list[Action] = []  # the latest computation, and its sends so far
     for action in row:
@@ -96,11 +96,11 @@ def _split(row: Iterable[Action | None]) -> Iterator[Action]:
 
 def grouped_row(row: Iterable[Action], group: int) -> Iterator[Action]:
     """
-    Hold back each dW of a row until all dW of its group have come.
+    Yield a row in which each dW is delayed until the last dW of its group.
 
     Args:
         row: The row, without full backwards.
-        group: Microbatches in each group.
+        group: Number of microbatches in each group.
     """
     held: dict[tuple[int, int], list[Action]] = {}
     for action in row:

@@ -1,5 +1,6 @@
 """
-The positions of all events of a schedule, found in one pass; the checks compare positions.
+An index of the positions of all actions of a schedule, made in one pass; the checks compare these
+positions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Event = tuple[Kind, int, int]
 
 
 class Occurrence(NamedTuple):
-    """The place of an indivisible step: its rank, and its position among the rank's steps."""
+    """The place of an indivisible action: its rank, and its position in the rank's row."""
 
     rank: int
     position: int
@@ -26,15 +27,15 @@ class Occurrence(NamedTuple):
 @attrs.frozen
 class Index:
     """
-    The first occurrence of every event, and the steps that cannot be indexed.
+    The first occurrence of every action, and the actions that cannot be indexed.
 
     Args:
         schedule: The indexed schedule.
-        first: The first occurrence of each (kind, stage, microbatch), rows taken in rank order.
-        repeated: Later occurrences of messages, waits for sends and computations, each with its
-            first occurrence.
+        first: The first occurrence of each (kind, stage, microbatch); rows are read in rank order.
+        repeated: Later occurrences of messages, waits for sends and computations, each with the
+            first occurrence of the same action.
         stray_stages: Actions of stages that the pipeline does not have.
-        misplaced: Actions on another rank than the rank of their stage.
+        misplaced: Actions that are not on the rank of their stage.
         stray_microbatches: Actions of microbatches beyond the configured number.
         per_stage: UNSHARD, RESHARD, REDUCE_GRAD and WAIT_REDUCE_GRAD, in order of position within
             each rank.
@@ -51,15 +52,15 @@ class Index:
     transport: Transport = DEFAULT
 
     def get(self, kind: Kind, stage: int, microbatch: int) -> Occurrence | None:
-        """The first occurrence of an event; `None` without one."""
+        """Return the first occurrence of an action; `None` if the action does not occur."""
         return self.first.get((kind, stage, microbatch))
 
     def home(self, stage: int) -> int | None:
-        """The rank of a stage; `None` if the pipeline or this table lacks the stage."""
+        """Return the rank of a stage; `None` if the pipeline or this table lacks the stage."""
         return self.schedule.stage_to_rank.get(stage)
 
     def before(self, earlier: Occurrence | None, later: Occurrence) -> bool:
-        """Whether both steps are on the same rank, and `earlier` comes first."""
+        """Return whether both actions are on the same rank, and `earlier` comes first."""
         return (
             earlier is not None and earlier.rank == later.rank and earlier.position < later.position
         )

@@ -1,11 +1,11 @@
 """
-Inference of the number of stages and microbatches of a table, and of the rank of each stage.
+Infer the number of stages and microbatches of a table, and the rank of each stage.
 
-If a table is wrong in one entry, that entry should be reported, not a hundred missing entries. So
-the counts follow the majority of entries, not the largest number. The number of microbatches is the
-most frequent number of distinct microbatches that a stage forwards. A stage exists if it has at
-least half the computations of the median stage. A stage belongs to the rank with most of its
-computations.
+If a table has one wrong entry, the check should report this entry, not a hundred missing entries.
+So the inferred numbers follow the majority of entries, not the largest number in the table. The
+number of microbatches is the most common number of distinct microbatches per stage. A stage exists
+if it has at least half the computations of the median stage. A stage belongs to the rank with most
+of its computations.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def schedule_of(
         complete: Whether all ranks are present; inferred by default (a single row whose stages are
             not exactly 0, 1, 2, ... is one rank of a larger pipeline).
         notes: Facts about the source that a user should know.
-        buffers: The slot of each stage and microbatch, if the source names it.
+        buffers: The slot of each pair of stage and microbatch, if the source names slots.
 
     Raises:
         ScheduleError: The table has no computation, exceeds a limit, or contradicts the given
@@ -118,11 +118,11 @@ def from_actions(
     Args:
         rows: The entries.
         source: Origin of the entries, for messages.
-        num_stages: As in `schedule_of`.
-        num_microbatches: As in `schedule_of`.
-        stage_to_rank: As in `schedule_of`.
-        complete: As in `schedule_of`.
-        notes: As in `schedule_of`.
+        num_stages: Number of stages of the pipeline; inferred by default.
+        num_microbatches: Number of microbatches; inferred by default.
+        stage_to_rank: Rank of each stage; inferred by default.
+        complete: Whether all ranks are present; inferred by default.
+        notes: Facts about the source that a user should know.
 
     Raises:
         ScheduleError: An entry is not an action, or the rows are not numbered 0, 1, 2, ...
@@ -155,7 +155,7 @@ def from_actions(
 
 def parse_entry(text: str, rank: int, step: int) -> Action | None:
     """
-    Read one entry of a table; the error for a wrong entry names its place.
+    Read one entry of a table; the error for a wrong entry names its rank and step.
 
     Raises:
         ScheduleError: The entry is neither blank nor exactly one action.

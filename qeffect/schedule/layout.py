@@ -1,10 +1,10 @@
 """
-The place in time of each entry of a schedule, for timelines and traces.
+The start time and length of each entry of a schedule, for timelines and traces.
 
-A compute-only table is drawn as it stands, one column per step, because its idle entries show the
-waits. A compute+comms table has no idle entries, so its times come from a dry run: F, I and W take
-one unit, `B` two, messages none, and a receive is drawn where its message arrives. `timed_layout`
-draws a schedule whose step was timed (`qeffect.schedule.steptime`) to scale.
+A compute-only table is drawn as written, one column per step, because its idle entries show the
+waits. A compute+comms table has no idle entries, so its times come from a dry run. In this run F, I
+and W take one unit, `B` two units and messages no time; a receive is drawn where its message
+arrives. `timed_layout` uses the simulated times of `qeffect.schedule.steptime` instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .steptime import Span, StepTime
 @attrs.frozen
 class TimedEntry:
     """
-    An entry and its place in time.
+    A table entry with its start time and length.
 
     Args:
         rank: Rank of the entry.
@@ -47,8 +47,8 @@ class Layout:
     Args:
         entries: The entries, by rank and then step.
         unit: Unit of time: `step`, `time`, or the unit of the durations.
-        end: End of the last entry, or of the step if the step was timed.
-        timed: The simulated times, if the entries are drawn to scale.
+        end: End time of the last entry, or of the step if the step was simulated with durations.
+        timed: The simulated times; `None` unless the entries are drawn to scale.
     """
 
     entries: tuple[TimedEntry, ...]
@@ -59,9 +59,9 @@ class Layout:
 
 def layout(schedule: Schedule) -> Layout:
     """
-    Place every entry of a schedule in time.
+    Give every entry of a schedule a start time and a length.
 
-    Entries after a deadlock are placed one after the other and marked as not run.
+    Entries that a deadlock keeps from running follow one after the other, marked as not run.
 
     Args:
         schedule: The schedule.
@@ -93,13 +93,13 @@ def layout(schedule: Schedule) -> Layout:
 
 def timed_layout(timed: StepTime) -> Layout:
     """
-    Place every computation of a schedule at its simulated time.
+    Give every computation of a schedule its simulated start time and length.
 
     An entry of several computations, such as B, extends from the start of the first to the end of
-    the last. Messages, reductions and updates are only in `timed`: a row has no boxes for them.
+    the last. Messages, reductions and updates get no entry here; only `timed` has their times.
 
     Args:
-        timed: The times of the schedule's step.
+        timed: The simulated times of the schedule's step.
     """
     parts: dict[tuple[int, int], list[Span]] = {}
     for span in timed.spans:

@@ -1,37 +1,39 @@
 """
-The table of a step of Megatron-core, written from its algorithm; Megatron-core is not imported.
+Make the table of one step of Megatron-core from its algorithm, without importing Megatron-core.
 
-Megatron-core makes no table. `forward_backward_pipelining_without_interleaving` and
+Megatron-core itself makes no table. `forward_backward_pipelining_without_interleaving` and
 `forward_backward_pipelining_with_interleaving` in `megatron/core/pipeline_parallel/schedules.py`
-run loops over lists of tensors. Here the same loops run over lists of names, rank by rank:
+run loops over lists of tensors. This module runs the same loops over lists of names, rank by rank:
 
 * Rank r runs `2 * (PP - r - 1) + (VPP - 1) * N` forwards first, or `PP - r - 1` without virtual
   stages. Then it alternates F and B, and runs the remaining B at the end. N is the number of
   consecutive microbatches of a virtual stage (`microbatch_group_size_per_vp_stage`).
-* F goes through the groups of N microbatches, in each group through the virtual stages, in each of
-  these through the group's microbatches. B does the same with the virtual stages reversed.
+* The F run group by group (N microbatches), within a group virtual stage by virtual stage, and
+  within a virtual stage microbatch by microbatch. The B do the same, with the virtual stages in
+  reverse order.
 * Virtual stage c of rank r is stage `c * PP + r`.
 
-An *exchange* is the messages that a rank posts together (`megatron/core/pipeline_parallel/
+An *exchange* is a set of messages that a rank posts together (`megatron/core/pipeline_parallel/
 p2p_communication.py`). Within an exchange the table lists the sends first, since no message of an
-exchange waits for another one. The manner of exchange decides what is posted together and in which
-order:
+exchange waits for another message of it. Megatron's options decide which messages form an exchange,
+and in which order they are posted:
 
 * `batched` (`batch_p2p_comm=True`, the default of Megatron-core): one `batch_isend_irecv` for F and
-  B together; the backward neighbour comes before the forward neighbour.
-* `plain` (`batch_p2p_comm=False`): the same exchanges, posted one by one; even ranks post their
-  send to the forward neighbour first, odd ranks their receive from the backward neighbour.
-* `overlapped` (`overlap_p2p_comm=True`, `batch_p2p_comm=False`): one exchange after F and another
-  one after B, posted one by one, in interleaved schedules only.
-* `prefetched` (`overlap_p2p_comm_warmup_flush=True` too): as `overlapped`; but before the first B
-  and after the last F, ranks receive the next tensor while they compute.
+  B together, with the previous rank's messages before the next rank's.
+* `plain` (`batch_p2p_comm=False`): the same exchanges, with messages posted one by one. Even ranks
+  first post their send to the next rank, odd ranks their receive from the previous rank.
+* `overlapped` (`overlap_p2p_comm=True`, `batch_p2p_comm=False`): one exchange after F and one after
+  B, with messages posted one by one; in interleaved schedules only.
+* `prefetched` (with `overlap_p2p_comm_warmup_flush=True`): like `overlapped`, but before the first
+  B and after the last F, ranks receive the next tensor while they compute.
 
-Megatron gives messages no names. A send is named by the F or B that made its tensor, and a receive
-by the F or B that later takes its tensor out of Megatron's lists. With two ranks both neighbours
-are the same rank, so the order within an exchange decides which tensor a receive gets.
+Megatron gives messages no names. This module names a send after the F or B that made its tensor,
+and a receive after the F or B that later takes its tensor out of Megatron's lists. With two ranks
+both neighbours are the same rank, so the order within an exchange decides which tensor a receive
+gets.
 
-The tables equal recorded runs of Megatron-core 0.16.1 and 0.19.2. Not covered:
-`overlap_moe_expert_parallel_comm` and forward-only runs.
+Tests compare the tables with recorded runs of Megatron-core 0.16.1 and 0.19.2; they are equal. The
+module does not cover `overlap_moe_expert_parallel_comm` and forward-only runs.
 """
 
 from __future__ import annotations
@@ -71,8 +73,9 @@ def megatron_schedule(
         pp: Number of pipeline ranks, at least 2.
         vpp: Virtual stages of each rank (model chunks); 1 or `None` for 1F1B without interleaving.
         microbatches: Number of microbatches per step.
-        messages: The manner of exchange, one of `MESSAGES`.
-        group: `microbatch_group_size_per_vp_stage`; by default `pp`, as in Megatron-core.
+        messages: Megatron's options for messages, one of `MESSAGES`.
+        group: Megatron's `microbatch_group_size_per_vp_stage`; by default `pp`, as in
+            Megatron-core.
 
     Raises:
         ScheduleError: Megatron-core refuses this combination, or an argument is out of range.
@@ -93,20 +96,20 @@ def megatron_schedule(
 def _notes(shape: _Shape) -> list[str]:
     notes = [
         "Megatron-core posts the messages of an exchange together and waits afterwards, so no send "
-        "holds its rank"
+        "blocks its rank"
     ]
     if shape.pp == 2 and shape.vpp > 1 and shape.messages == "batched":
         notes.append(
-            "with two ranks both neighbours are the same rank, and a batch has a send to each of "
-            "them: their order decides which tensor arrives; set overlap_p2p_comm=True and "
-            "batch_p2p_comm=False (--messages overlapped)"
+            "with two ranks the previous and the next rank are the same rank, so a batch has two "
+            "sends to it, and their order decides which receive gets which tensor; set "
+            "overlap_p2p_comm=True and batch_p2p_comm=False (--messages overlapped)"
         )
     return notes
 
 
 def schedule_table(microbatches: int, vpp: int, group: int) -> list[tuple[int, int]]:
     """
-    Return the order of a rank's forwards, as Megatron-core's `get_schedule_table`.
+    Return the order of a rank's forwards, as Megatron-core's `get_schedule_table` does.
 
     >>> schedule_table(5, 2, 3)
     [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
@@ -114,10 +117,10 @@ def schedule_table(microbatches: int, vpp: int, group: int) -> list[tuple[int, i
     Args:
         microbatches: Number of microbatches per step.
         vpp: Virtual stages of each rank.
-        group: Consecutive microbatches of a virtual stage.
+        group: Number of consecutive microbatches of a virtual stage.
 
     Returns:
-        Pairs of a microbatch and a virtual stage.
+        The forwards in order, each as a pair of microbatch and virtual stage.
     """
     return [
         (microbatch, chunk)
@@ -178,8 +181,8 @@ class _Shape:
             )
         if self.given_group is not None:
             raise ScheduleError(
-                f"Megatron-core {self}: without virtual stages there are no groups; leave out the "
-                "group, or give a vpp of at least 2"
+                f"Megatron-core {self}: a group needs virtual stages; leave out the group, or give "
+                "a vpp of at least 2"
             )
 
     def _check_interleaved(self) -> None:
@@ -199,14 +202,14 @@ class _Shape:
 
 @attrs.define(eq=False)
 class _Receive:
-    """A posted receive; the computation that takes its tensor names it."""
+    """A posted receive; the computation that takes its tensor later gives it its name."""
 
     kind: Kind
     work: Work | None = None
 
 
 class _Rank:
-    """What both loops share: the row so far, and Megatron's lists of tensors."""
+    """The common state of both loops: the row so far, and Megatron's lists of tensors."""
 
     def __init__(self, shape: _Shape, rank: int) -> None:
         self.shape = shape
@@ -226,7 +229,7 @@ class _Rank:
         return self.rank == self.shape.pp - 1
 
     def compute(self, kind: Kind, work: Work, taken: _Receive | None) -> Work:
-        """Record a computation, and name the receive of its tensor after it."""
+        """Record a computation, and name the receive of its input after the computation."""
         if taken is not None:
             taken.work = work
         self.row.append(Action(kind, *work))
@@ -245,16 +248,16 @@ class _Rank:
         recv_next: bool = False,
     ) -> tuple[_Receive | None, _Receive | None]:
         """
-        Post messages together, as `P2PCommunicator._communicate`.
+        Post messages together, as `P2PCommunicator._communicate` does.
 
         Args:
-            output: What is sent to the forward neighbour: the output of this F.
-            gradient: What is sent to the backward neighbour: the gradient of this B.
-            recv_prev: Whether an input is received from the backward neighbour.
-            recv_next: Whether a gradient is received from the forward neighbour.
+            output: The F whose output is sent to the next rank; `None` sends no output.
+            gradient: The B whose input gradient is sent to the previous rank; `None` sends none.
+            recv_prev: Whether an input is received from the previous rank.
+            recv_next: Whether a gradient is received from the next rank.
 
         Returns:
-            The receive of an input, and the receive of a gradient.
+            The receive of an input, and the receive of a gradient; each may be `None`.
         """
         to_next = None if output is None else Action(Kind.SEND_F, *output)
         to_prev = None if gradient is None else Action(Kind.SEND_B, *gradient)
@@ -266,7 +269,7 @@ class _Rank:
         return from_prev, from_next
 
     def actions(self) -> Iterator[Action]:
-        """Yield the row, every receive with its name."""
+        """Yield the actions of the row, with a name for every receive."""
         for step, entry in enumerate(self.row):
             if isinstance(entry, Action):
                 yield entry
@@ -412,12 +415,12 @@ class _Interleaved(_Rank):
         return chunk if forward else self.shape.vpp - chunk - 1
 
     def _released(self, k: int, chunk: int) -> int:
-        """Return how many inputs of a virtual stage were taken out by a B, before the k-th F."""
+        """Return how many inputs of a virtual stage were released by its B before the k-th F."""
         before = self.table[: max(k - self.warmup, 0)]
         return sum(self.shape.vpp - other - 1 == chunk for _, other in before)
 
     def _expects(self, k: int, *, forward: bool) -> tuple[bool, int]:
-        """Return whether a tensor is received after the k-th F or B, and for which stage."""
+        """Return whether a tensor is received after the k-th F or B, and its virtual stage."""
         leading = self.first if forward else self.last
         step = 1 if forward else -1
         if not leading:
@@ -429,7 +432,7 @@ class _Interleaved(_Rank):
         return k >= ahead and chunk != final, chunk + step
 
     def _forward(self, k: int) -> Work | None:
-        """Run the k-th F; return what is sent to the next stage."""
+        """Run the k-th F; return it if its output is sent to the next stage, else `None`."""
         microbatch, chunk = self.table[k]
         work = (chunk * self.shape.pp + self.rank, microbatch)
         if work[0] == 0 and len(self.inputs[0]) == len(self.outputs[0]):
@@ -439,7 +442,7 @@ class _Interleaved(_Rank):
         return None if work[0] == self.shape.pp * self.shape.vpp - 1 else work
 
     def _backward(self, k: int) -> Work | None:
-        """Run the k-th B; return whose gradient is sent to the previous stage."""
+        """Run the k-th B; return it if its gradient is sent to the previous stage, else `None`."""
         chunk = self._chunk(k, forward=False)
         if self.last and chunk == self.shape.vpp - 1 and not self.gradients[chunk]:
             self.gradients[chunk].append(None)

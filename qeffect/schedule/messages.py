@@ -1,9 +1,11 @@
 """
-Checks of messages: inputs arrive before use, sends are received, and queues keep their order.
+Checks of messages: inputs arrive before use, every send is received, and messages within a queue
+stay in order.
 
-A forward input of stage s comes from stage s-1, a gradient from stage s+1. If both stages are on
-one rank, the tensor needs no message. Otherwise a compute+comms table shows a send and a receive. A
-compute-only table shows neither; the simulation then checks arrival across ranks.
+The input of stage s comes from stage s-1, the gradient of its output from stage s+1. If both stages
+are on one rank, the tensor needs no message. Otherwise a compute+comms table shows a send and a
+receive. A compute-only table shows neither; the dry run then checks that inputs from other ranks
+arrive in time.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ def check_inputs(index: Index) -> Iterator[Finding]:
 
 def check_messages(index: Index) -> Iterator[Finding]:
     """
-    Yield a finding for each message that lacks a counterpart, precedes its computation, or stays on
-    its rank.
+    Yield a finding for each send without a receive, receive without a send, send before its
+    computation, and message within one rank.
     """
     if not index.schedule.complete:
         return
@@ -122,8 +124,8 @@ def check_messages(index: Index) -> Iterator[Finding]:
 
 def check_message_order(index: Index) -> Iterator[Finding]:
     """
-    Yield, for each queue, a finding for the first receive that would get another message than it
-    names.
+    Yield, for each queue, a finding for the first receive that would get a different message than
+    the one that it names.
     """
     if not index.schedule.complete:
         return

@@ -1,5 +1,5 @@
 """
-A user's own schedule class, named by ``module:Class``.
+Import a user's own schedule class by its name ``module:Class``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _BASES = {"PipelineScheduleSingle": "ScheduleGPipe", "PipelineScheduleMulti": "S
 
 def own_class(name: str) -> type:
     """
-    Import a schedule class of torch's kind; the working folder is searched too.
+    Import a subclass of torch's schedule classes; modules in the working folder are found too.
 
     Args:
-        name: ``module:Class``.
+        name: The class as ``module:Class``.
 
     Raises:
-        ScheduleError: The name has another form, the module cannot be imported, or it has no such
-            schedule class.
+        ScheduleError: The name has another form, the module cannot be imported, or the module has
+            no such schedule class.
     """
     found = import_class(name)
     base_name(found)
@@ -39,18 +39,18 @@ def own_class(name: str) -> type:
 
 def import_class(name: str, missing: str = "") -> type:
     """
-    Import a class; the working folder is searched too.
+    Import a class; modules in the working folder are found too.
 
-    What the module prints while it is imported goes to standard error, so that a command's own
-    output stays whole.
+    Text that the module prints during its import goes to standard error, so that it does not mix
+    with a command's own output.
 
     Args:
-        name: ``module:Class``.
-        missing: What to do if a package is not installed, for the message.
+        name: The class as ``module:Class``.
+        missing: Advice for the error message if a package is not installed.
 
     Raises:
-        ScheduleError: The name has another form, the module cannot be imported, or it has no such
-            class.
+        ScheduleError: The name has another form, the module cannot be imported, or the module has
+            no such class.
     """
     if not _NAME.fullmatch(name):
         raise ScheduleError(
@@ -85,8 +85,8 @@ def base_name(own: type, known: tuple[str, ...] = ()) -> str:
     Return the name of the torch class that takes the same stages as the given class.
 
     Args:
-        own: The class.
-        known: torch's concrete schedule classes.
+        own: The user's class.
+        known: Names of torch's concrete schedule classes.
 
     Raises:
         ScheduleError: The class is not a subclass of torch's schedules.

@@ -1,12 +1,12 @@
 """
-A verdict on a schedule as one HTML file: the timeline to step through and zoom, and the reasons.
+A verdict on a schedule as one HTML file: an interactive timeline, and the reasons for the verdict.
 
-The file needs no network and no other file, and can be read without its script. The picture is
-the whole picture of `qeffect.schedule.timeline`, with an element for each action, including
-messages and reductions. The script moves through the actions in the order of the picture, shows
-which tape each slot holds at that moment, and names an action's slot and its message's other end.
+The file needs no network and no other file, and can be read without its script. It shows the
+uncut picture of `qeffect.schedule.timeline`, with an element for each action, including messages
+and reductions. With the script, the user moves through the actions in time order and sees which
+tape each slot holds at that moment, the slot of an action, and the other end of a message.
 
-The file also holds the checker's result as JSON: the same object as ``qeffect check --json``.
+The file also contains the checker's result as the JSON object that ``qeffect check --json`` prints.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _TICK_WIDTH, _TICK_HEIGHT, _TICK_GAP, _TICK_BELOW = 4.0, 9.0, 1.5, 33.0
 
 def page(schedule: Schedule, said: Mapping[str, Any], finding: Finding | None = None) -> str:
     """
-    Return the HTML of a verdict.
+    Return the HTML page of a verdict.
 
     Args:
         schedule: The schedule.
-        said: The checker's result as plain data; it is embedded unchanged.
-        finding: The finding to mark; without it the page says that nothing was refused.
+        said: The checker's result as plain data; the page contains it unchanged.
+        finding: The finding to mark; if `None`, the page says that nothing was refused.
 
     Raises:
         ScheduleError: The schedule has more than `MOST_ACTIONS` actions.
@@ -64,7 +64,7 @@ def page(schedule: Schedule, said: Mapping[str, Any], finding: Finding | None = 
 
 def require_small(schedule: Schedule) -> None:
     """
-    Require a schedule that a page can show.
+    Refuse a schedule that is too large for an HTML page.
 
     Raises:
         ScheduleError: The schedule has more than `MOST_ACTIONS` actions.
@@ -77,7 +77,7 @@ def require_small(schedule: Schedule) -> None:
 
 
 class _Facts:
-    """What a pointer over an action shows: its tape's slot and its message's other end."""
+    """The facts that the page shows about an action: its tape's slot, its message's other end."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -112,14 +112,14 @@ class _Facts:
             self.tapes.append([rank, *tape, slot, step, end])
 
     def other_end(self, kind: Kind, stage: int, microbatch: int) -> tuple[int, int] | None:
-        """Return rank and step of a message's other end."""
+        """Return the rank and step of a message's other end: its send or its receive."""
         if kind not in COUNTERPART:
             return None
         counterpart, offset = COUNTERPART[kind]
         return self.places.get((counterpart, stage + offset, microbatch))
 
     def words(self, entry: TimedEntry) -> list[str]:
-        """Return lines about an entry."""
+        """Return lines that describe an entry for the user."""
         action = entry.action
         lines = [f"rank {entry.rank}, step {entry.step}: {action}"]
         for leaf in action.leaves():
@@ -140,7 +140,7 @@ class _Facts:
 
 
 class _Interactive(Picture):
-    """The picture with an element for each action."""
+    """The picture of a schedule in which each action is an HTML element."""
 
     name_below = 21
 
@@ -170,7 +170,7 @@ class _Interactive(Picture):
         return f' id="{_id(entry.rank, entry.step)}" class="action{state}" tabindex="0"{mark}'
 
     def _instant(self, entry: TimedEntry) -> Iterator[str]:
-        """Draw an entry that takes no time as a tick below its row, beside ticks of equal time."""
+        """Draw an entry without length as a tick below its row, beside other ticks at that time."""
         here = (entry.rank, entry.start)
         number = self.drawn.get(here, 0)
         self.drawn[here] = number + 1
@@ -269,7 +269,7 @@ class _Page:
         yield "</div>"
 
     def _actions(self) -> Iterator[dict[str, Any]]:
-        """Yield the actions in the order of the picture's time, each rank's in its row's order."""
+        """Yield all actions by start time; the actions of one rank stay in the order of its row."""
         begins: dict[tuple[int, int], float] = {}
         earliest: dict[int, float] = {}
         for entry in reversed(self.picture.layout.entries):

@@ -1,7 +1,7 @@
 """
-The fixed parts of a page: its style, and the script that steps, zooms and shows.
+The fixed parts of the HTML page: its style, and its script for stepping and zooming.
 
-The script writes text only with `textContent`, so no name in a table can become markup.
+The script writes text only with `textContent`, so no text of a table can become markup.
 """
 
 from __future__ import annotations

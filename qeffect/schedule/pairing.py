@@ -1,19 +1,20 @@
 """
 Pairing disciplines: how a runtime decides which retained work a weight gradient consumes.
 
-An input gradient leaves deferred work, which a later weight gradient consumes. A runtime that names
-work by key cannot take the wrong work. A runtime without keys takes the work that its data
-structure offers:
+The computation of an input gradient (dI) leaves work (the operands of the deferred dW), and a later
+weight gradient (dW) consumes this work. A runtime that finds work by its key cannot take the wrong
+work. A runtime without keys takes the work that its data structure offers:
 
 - `contract`: the work of the weight gradient's own stage and microbatch.
-- `fifo`: the oldest work of the stage, as from a module's own queue of deferred work.
+- `fifo`: the oldest work of the stage, as in a module with its own queue of deferred work.
 - `latest`: the work of the stage's most recent input gradient, as in Transformer Engine's graph
   API.
 - `global`: the oldest work of the rank, with one queue for all stages.
 
-Whether the offered work is right depends on the schedule alone, so `qeffect.schedule.check` decides
-it before anything runs: dW presents the reference of the picked work, and the contract refuses the
-reference of another tape. `B` is `I` then `W`, so a full backward may consume older deferred work.
+Whether the offered work is right depends only on the schedule, so `qeffect.schedule.check` can test
+it before anything runs: dW presents the reference of the offered work, and the contract refuses the
+reference of another tape. `B` is `I` then `W`, so the dW of a full backward may also consume older
+work.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ Work = tuple[int, int]
 
 
 class Discipline(Protocol):
-    """How one rank pairs weight gradients with retained work."""
+    """A rule by which one rank chooses the retained work for each weight gradient."""
 
     def retain(self, work: Work) -> None:
-        """Retain the work that an input gradient left."""
+        """Store the work that an input gradient left."""
 
     def pick(self, work: Work) -> Work | None:
-        """The work that the weight gradient of `work` consumes; `None` if no work is left."""
+        """Return the work that the dW of this stage and microbatch gets; `None` if none is left."""
 
 
 class ByContract:
-    """Work by key: a weight gradient gets its own work."""
+    """Pairing by key: each weight gradient gets the work of its own stage and microbatch."""
 
     def __init__(self) -> None:
         self._retained: set[Work] = set()
 
     def retain(self, work: Work) -> None:
-        """Remember the work under its key."""
+        """Store the work under its key."""
         self._retained.add(work)
 
     def pick(self, work: Work) -> Work | None:
         """
-        The weight gradient's own work; `None` if that work is missing or was already consumed.
+        Return the weight gradient's own work; `None` if it is missing or was already consumed.
         """
         if work not in self._retained:
             return None
@@ -61,48 +62,48 @@ class ByContract:
 
 
 class OldestOfStage:
-    """A queue per stage."""
+    """Pairing with one queue of retained work per stage."""
 
     def __init__(self) -> None:
         self._queues: dict[int, deque[Work]] = defaultdict(deque)
 
     def retain(self, work: Work) -> None:
-        """Queue the work behind the stage's other work."""
+        """Append the work to the stage's queue."""
         self._queues[work[0]].append(work)
 
     def pick(self, work: Work) -> Work | None:
-        """The stage's oldest work."""
+        """Remove and return the stage's oldest work."""
         queue = self._queues[work[0]]
         return queue.popleft() if queue else None
 
 
 class LatestOfStage:
-    """One item of work per stage, which every input gradient overwrites."""
+    """Pairing with one stored item of work per stage; every input gradient overwrites the item."""
 
     def __init__(self) -> None:
         self._latest: dict[int, Work] = {}
 
     def retain(self, work: Work) -> None:
-        """Overwrite the stage's former work."""
+        """Overwrite the stage's stored work."""
         self._latest[work[0]] = work
 
     def pick(self, work: Work) -> Work | None:
-        """The stage's latest work, even if it was already consumed."""
+        """Return the stage's latest work, even if it was already consumed."""
         return self._latest.get(work[0])
 
 
 class OldestOfRank:
-    """One queue for all stages of a rank."""
+    """Pairing with one queue of retained work for all stages of a rank."""
 
     def __init__(self) -> None:
         self._queue: deque[Work] = deque()
 
     def retain(self, work: Work) -> None:
-        """Queue the work behind all other work."""
+        """Append the work to the rank's queue."""
         self._queue.append(work)
 
     def pick(self, work: Work) -> Work | None:
-        """The rank's oldest work."""
+        """Remove and return the rank's oldest work."""
         return self._queue.popleft() if self._queue else None
 
 
@@ -118,10 +119,10 @@ DISCIPLINES: Mapping[str, Callable[[], Discipline]] = MappingProxyType(
 
 def discipline(pairing: str) -> Discipline:
     """
-    Return a new discipline for one rank.
+    Return a new pairing discipline for one rank.
 
     Raises:
-        ScheduleError: The discipline is unknown.
+        ScheduleError: No discipline has this name.
     """
     if not isinstance(pairing, str) or pairing not in DISCIPLINES:
         raise ScheduleError(

@@ -2,25 +2,25 @@
 The resources that a schedule needs: live tapes, deferred weight gradients, slots, captured graphs
 and gradient memory.
 
-Two ways to provision are compared (paper, Section IV, "Static binding and resource cost"). The
-paper captures one F, dI and dW graph for every microbatch of every local stage, `3 * M * L`, and
-gives every matrix one destination for every microbatch, `M * sum(W)`. With generation-checked
-slots, each stage needs as many slots as it has tapes live at once, and the graphs of these slots.
-Every matrix needs one destination: the first weight gradient of a step overwrites it, and the
-others accumulate.
+The plan compares two ways to provision graphs and memory (paper, Section IV, "Static binding and
+resource cost"). The paper captures one F, dI and dW graph for every microbatch of every local
+stage, `3 * M * L`, and gives every matrix one gradient destination for every microbatch,
+`M * sum(W)`. With generation-checked slots, each stage needs as many slots as it has live tapes at
+once, and the graphs of these slots. Every matrix then needs only one destination: the first weight
+gradient of a step overwrites the destination, and the later ones accumulate into it.
 
 A tape is live from its forward until its last reader is done. The readers are its weight gradient
-and, if the table shows messages, the sends of its output and of its input gradient. A send ends
-where the table awaits it (torch 2.15), and at once in a table that awaits none. The default tables
-of torch 2.15 await every send of a gradient at the end of the row, which keeps the tapes of all
-microbatches live; `max_outstanding_sends` reduces this. torch's own
-`analyze_pipeline_activation_liveness` leaves sends out: it counts the tapes that computations keep
+and, if the table shows messages, the sends of its output and of its input gradient. A send ends at
+its wait in the table (torch 2.15); in a table without waits for sends, a send ends at once. The
+default tables of torch 2.15 wait for every gradient send at the end of the row, which keeps the
+tapes of all microbatches live; `max_outstanding_sends` reduces their number. torch's own
+`analyze_pipeline_activation_liveness` ignores sends: it counts the tapes that computations keep
 live, `StagePlan.peak_live - StagePlan.held_by_sends`.
 
-QEffect's own runtime keeps a tape live for longer (`runtime_slots`). A tape there begins with the
-receive of its input. If a stage hands over to the next stage on the same rank without a message,
-each of the two stages reads the other stage's results directly, and so is a reader of the other
-stage's tape.
+QEffect's own runtime keeps a tape live for longer (`runtime_slots`): there a tape begins with the
+receive of its input. If two successive stages are on the same rank without a message between them,
+each stage reads the results of the other stage directly, and so is a reader of the other stage's
+tape.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GRAPHS_PER_TAPE = 3
 @attrs.frozen
 class Layers:
     """
-    The layers of one stage, for the size of their matrix gradients.
+    The layers of one stage, from which the size of the matrix gradients follows.
 
     A transformer layer with fused QKV has four matrices: QKV `3h x h`, projection `h x h`, FC1
     `ffn x h` and FC2 `h x ffn`.
@@ -53,8 +53,8 @@ class Layers:
     Args:
         hidden: The hidden size h.
         ffn: The feed-forward size.
-        per_stage: Transformer layers in each stage.
-        dtype: The gradients' type: bf16, fp16 or fp32.
+        per_stage: Number of transformer layers in each stage.
+        dtype: The data type of the gradients: bf16, fp16 or fp32.
     """
 
     hidden: int
@@ -86,22 +86,22 @@ class Layers:
 
     @property
     def bytes_per_stage(self) -> int:
-        """Bytes of the gradients of all matrices of a stage, each once."""
+        """Bytes of one gradient for each matrix of a stage."""
         return sum(self.matrices.values()) * self.per_stage * DTYPE_BYTES[self.dtype]
 
 
 @attrs.frozen
 class StagePlan:
     """
-    The needs of one stage.
+    The resources that one stage needs.
 
     Args:
         stage: The stage.
         forwards: Number of forwards per step.
-        peak_live: Peak number of live tapes: forwards whose last consumer has yet to run.
+        peak_live: Peak number of live tapes: the forward ran, and the last reader has yet to run.
         peak_deferred: Peak number of deferred weight gradients: dI ran, and dW has yet to run.
-        held_by_sends: Part of `peak_live` that exists only because sends read a tape after its
-            weight gradient ran.
+        held_by_sends: How many tapes of `peak_live` are live only because a send still reads them
+            after their weight gradient ran.
     """
 
     stage: int
@@ -118,8 +118,8 @@ class Provision:
 
     Args:
         graphs: Number of captured graphs.
-        tapes: Number of tapes with storage of their own.
-        arena_bytes: Bytes of gradient destinations; `None` without layer dimensions.
+        tapes: Number of tapes that have their own storage.
+        arena_bytes: Bytes of all gradient destinations; `None` without layer sizes.
     """
 
     graphs: int
@@ -130,21 +130,21 @@ class Provision:
 @attrs.frozen
 class RankPlan:
     """
-    The needs of one rank.
+    The resources that one rank needs.
 
     Args:
         rank: The rank.
-        stages: Its stages.
+        stages: The plans of the rank's stages.
         peak_live: Peak number of live tapes over all stages of the rank.
         peak_deferred: Peak number of deferred weight gradients over all stages of the rank.
         delayed: Number of weight gradients that do not directly follow their own input gradient.
-        slots: Slots to provide: the sum of the stages' peaks, because a slot's graphs belong to one
-            stage.
+        slots: Number of slots to provide: the sum of the stages' peaks of live tapes, because a
+            slot's graphs belong to one stage.
         paper: Cost with one tape and one destination per microbatch.
         live_slots: Cost with one tape per slot, one cache refresh per stage and accumulating
             destinations.
-        outstanding_sends: Peak number of sends posted and not yet awaited; `None` if the table does
-            not say when sends end.
+        outstanding_sends: Peak number of sends that are posted and not yet awaited; `None` if the
+            table does not say when sends end.
     """
 
     rank: int
@@ -161,13 +161,13 @@ class RankPlan:
 @attrs.frozen
 class Plan:
     """
-    The needs of a schedule.
+    The resources that a schedule needs.
 
     Args:
         source: The schedule's source.
         num_microbatches: Number of microbatches per step.
-        ranks: The needs of each rank.
-        layers: The given dimensions of a stage's layers, if any.
+        ranks: The resources that each rank needs.
+        layers: The layer sizes of each stage; `None` if they were not given.
     """
 
     source: str
@@ -177,7 +177,7 @@ class Plan:
 
     @property
     def slots(self) -> dict[int, int]:
-        """Number of slots by stage."""
+        """Number of slots of each stage."""
         return {stage.stage: stage.peak_live for rank in self.ranks for stage in rank.stages}
 
     def record(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def plan(schedule: Schedule, layers: Layers | None = None) -> Plan:
 
     Args:
         schedule: A schedule without findings of `check_ranks`.
-        layers: The layers of each stage; without them the byte counts are `None`.
+        layers: The layer sizes of each stage; without them the byte counts are `None`.
     """
     return Plan(
         source=schedule.source,
@@ -203,18 +203,19 @@ def plan(schedule: Schedule, layers: Layers | None = None) -> Plan:
 
 def runtime_slots(schedule: Schedule) -> dict[int, int] | None:
     """
-    Return the slots of each stage in QEffect's own runtime, with live provisioning.
+    Return the number of slots of each stage in QEffect's own runtime, which reuses slots.
 
-    A tape takes its slot at the receive of its input, or at its forward. The slot is free after the
-    tape's weight gradient, its sends, the forward of the stage that it feeds on the same rank, and
-    the dI of the stage that feeds it on the same rank.
+    A tape takes its slot at the receive of its input or, without a receive, at its forward. The
+    slot becomes free after the tape's weight gradient and sends. If the next stage is on the same
+    rank, the next stage's forward must also have run; if the previous stage is on the same rank,
+    the previous stage's dI must also have run.
 
     Args:
         schedule: A table that `qeffect.schedule.grouping.group_wgrads` returned.
 
     Returns:
-        The slots by stage; `None` if the runtime cannot run the table, because ranks or messages
-        are missing.
+        The number of slots of each stage; `None` if the runtime cannot run the table, because ranks
+        or messages are missing.
     """
     several = len(set(schedule.stage_to_rank.values())) > 1
     if not schedule.complete or (several and not schedule.has_comms):
@@ -227,7 +228,7 @@ def runtime_slots(schedule: Schedule) -> dict[int, int] | None:
 
 
 def _outstanding(schedule: Schedule, rank: int) -> int | None:
-    """Peak number of a rank's sends posted and not awaited; `None` if the table has no waits."""
+    """Return a rank's peak number of unawaited sends; `None` if the table never awaits a send."""
     if not schedule.awaits_sends:
         return None
     posted = most = 0

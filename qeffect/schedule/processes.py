@@ -1,5 +1,5 @@
 """
-The event engine of the dry runs: processes that run until they wait for an event.
+The event engine of the dry runs: each process runs until it waits for an event.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ E = TypeVar("E", bound=Hashable)
 
 class Processes(Generic[E]):
     """
-    Processes that wait for each other's events.
+    Runs processes that wait for each other's events.
 
-    A process is an iterator. It yields an event that has not happened, and is advanced again after
-    that event happens. Processes run in the order in which they became ready, each until it waits
-    or ends, so equal input gives an equal run.
+    A process is an iterator. It yields an event that has not happened yet, and continues after that
+    event has happened. Processes run in the order in which they became ready, each until it waits
+    or ends. So equal input gives an equal run.
 
     >>> engine = Processes[str]()
     >>> def first():
@@ -40,7 +40,7 @@ class Processes(Generic[E]):
         self._waiting: dict[E, list[int]] = defaultdict(list)
 
     def happen(self, event: E) -> None:
-        """Make the processes that wait for an event ready, in the order of their waits."""
+        """Mark an event as happened; its waiting processes become ready in the order of arrival."""
         self._ready.extend(self._waiting.pop(event, ()))
 
     def run(self, processes: Iterable[Iterator[E]]) -> dict[int, E]:
@@ -48,8 +48,8 @@ class Processes(Generic[E]):
         Run processes until each has ended or waits for an event that never happens.
 
         Returns:
-            For each process that has not ended, in rising order, its position and the event that it
-            waits for.
+            For each process that has not ended, by its position in `processes`, the event that the
+            process waits for.
         """
         every = list(processes)
         self._ready.extend(range(len(every)))

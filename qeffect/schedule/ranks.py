@@ -1,9 +1,9 @@
 """
 All checks of a schedule that do not run the contract, in time linear in the schedule's actions.
 
-The first finding is the cause, and later findings may be its consequences. The order is: wrong
-places, repeated and missing actions, order on a rank, messages and waits for them, deadlock,
-message order, reductions and waits for them, outstanding sends.
+The first finding is the cause, and later findings may be its consequences. The checks run in this
+order: actions on a wrong rank, repeated and missing actions, order on a rank, messages and waits
+for sends, deadlock, message order, reductions and waits for reductions, outstanding sends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def check_ranks(schedule: Schedule, transport: Transport | None = None) -> tuple
         transport: How the runtime carries messages; by default as torch does.
 
     Returns:
-        The findings, causes before consequences and then by step and rank; empty without findings.
+        The findings, with causes before consequences, and otherwise by step and rank; empty if the
+        schedule passes all checks.
     """
     index = index_of(schedule, transport)
     found: list[Finding] = []

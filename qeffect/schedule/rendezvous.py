@@ -2,20 +2,20 @@
 A dry run in which a send ends only when its receive is posted.
 
 A rank runs its row in order and posts each message at its place in the table. A queue joins two
-ranks, and holds the posted messages of each. Only the first message of each rank (its head) can
-move: if one head is a send and the other head a receive, both messages end. So a send that is not
-yet received blocks all messages behind it. A rank stops at a computation whose input has not
+ranks, and holds the posted messages of each rank. Only the first message of each rank (its head)
+can proceed: if one head is a send and the other head a receive, both messages end. So a send that
+is not yet received blocks all messages behind it. A rank stops at a computation whose input has not
 arrived, at a wait for a send that has not ended, and at its row's end until all its messages have
-ended. If a send blocks its rank, the rank also stops at the send.
+ended. If the transport lets a send block its rank, the rank also stops at the send.
 
-Suppose that two ranks have both posted a send first. With one queue for both directions they wait
-for each other; with buffered sends, or one queue per direction, they do not. A table with such
-sends *can* deadlock: whether a runtime blocks depends on the size of its buffers and on the
-messages that it posts together, which no table states.
+Suppose that two ranks have both posted a send first. With one queue for both directions the ranks
+wait for each other. With buffered sends, or with one queue per direction, they do not wait. A table
+with such sends *can* deadlock: whether a runtime blocks depends on the size of its buffers and on
+the messages that it posts together, and a table states neither.
 
-A rank waits for one message at a time, and each queue joins only two ranks. So the run takes time
-linear in the table, and following the waits of a stopped rank leads either to two heads that do not
-match or into a cycle of ranks.
+A rank waits for one message at a time, and each queue joins only two ranks. So the time of the run
+is linear in the size of the table. If ranks stop, following their waits leads either to two heads
+that do not match or into a cycle of ranks.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _MESSAGES = SENDS | RECEIVES
 @attrs.frozen
 class Stop:
     """
-    A rank that stopped.
+    A rank that stopped before the end of the step.
 
     Args:
-        rank: The rank.
-        atom: The step that the rank cannot run; `None` at the end of its row.
-        message: The rank's own message for which it waits.
-        head: First message on the rank's side of that queue: `message` itself, or an earlier
-            message.
+        rank: The rank that stopped.
+        atom: The action that the rank cannot run; `None` at the end of its row.
+        message: The rank's own message that must end first.
+        head: The rank's first message in the queue of `message`: `message` itself, or an earlier
+            message that blocks it.
         peer: The other rank of the queue.
-        across: First message of the other rank in that queue; `None` if the other rank posted
-            nothing.
+        across: The other rank's first message in the queue; `None` if the other rank has posted
+            nothing there.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class Stop:
     across: Occurrence | None
 
     def __str__(self) -> str:
-        """The stop as one clause of a sentence."""
+        """The stop in words, as a part of a sentence."""
         where = "the end of its row" if self.atom is None else _named(self.atom)
         own = self.message.atom
         what = "" if own == self.atom else f", for {_named(own)}"
@@ -77,12 +77,13 @@ def rendezvous(index: Index, transport: Transport) -> tuple[Stop, ...]:
     Run all ranks of an indexed schedule until they end or stop.
 
     Args:
-        index: The schedule. Messages without counterpart and repeated actions are ignored:
+        index: The indexed schedule. Messages without counterpart and repeated actions are ignored;
             other checks report them.
-        transport: Which messages share a queue, and what a send holds up.
+        transport: Which messages share a queue, and whether a send blocks its queue or its rank.
 
     Returns:
-        The ranks that wait for each other, each for the next; empty if all ranks reached the end.
+        The ranks that wait for each other, each for the next rank in the tuple; empty if all ranks
+        reached the end.
     """
     return _Run(index, transport).stops()
 
@@ -107,7 +108,7 @@ def check_rendezvous(index: Index) -> Iterator[Finding]:
         atom=atom,
         expected=f"the counterpart of {first.head.atom.action} to be posted on rank {first.peer}",
         found=(
-            f"nothing of rank {first.peer} in that queue"
+            f"no message of rank {first.peer} in that queue"
             if first.across is None
             else f"{first.across.atom.action} before it"
         ),
@@ -175,7 +176,7 @@ class _Run:
         return (*ranks, forward) if self.transport.by_kind else ranks
 
     def stops(self) -> tuple[Stop, ...]:
-        """The ranks that wait for each other, beginning with the first two unmatched heads."""
+        """Return the ranks that wait for each other, starting at the first two unmatched heads."""
         found = {rank: stop for rank in range(len(self.rows)) if (stop := self._stop(rank))}
         if not found:
             return ()

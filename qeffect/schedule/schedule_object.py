@@ -20,16 +20,16 @@ def read_object(schedule: Any) -> Schedule:
     Read the table of a schedule object of one of torch's classes or a subclass.
 
     Args:
-        schedule: The object; its ``pipeline_order_with_comms`` is read, else its
-            ``pipeline_order``. For a class with one stage per rank, its loop runs on recording
-            stages.
+        schedule: The object. The table is its ``pipeline_order_with_comms``, otherwise its
+            ``pipeline_order``. A class with one stage per rank executes a loop instead; the loop
+            then runs on stages that only record their calls.
 
     Raises:
-        ScheduleError: The object has neither a table nor such a loop.
+        ScheduleError: The object has neither a table nor a loop of torch's single-stage classes.
     """
     if isinstance(schedule, type):
         raise ScheduleError(
-            f"{schedule.__name__}: expected a schedule object, found a class; name the class and "
+            f"{schedule.__name__}: expected a schedule object, found a class; pass the class and "
             "its sizes to qeffect.schedule.torch_tables.torch_schedule"
         )
     cls = type(schedule)
@@ -53,7 +53,7 @@ def read_object(schedule: Any) -> Schedule:
 
 
 def _remedy(given: Any) -> str:
-    """Say how to make a schedule from input of another kind."""
+    """Return advice on how to make a schedule from the given kind of input."""
     if isinstance(given, str | PathLike):
         return "; read a file with qeffect.schedule.tables.read_table"
     if isinstance(given, Mapping | list | tuple):

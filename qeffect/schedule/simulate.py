@@ -4,15 +4,15 @@ A dry run of all ranks at once: each rank runs its row in order and waits for ot
 In a compute+comms table a receive blocks until its send has run; sends do not block. A wait for a
 send blocks until the other rank reaches the receive of that message (pytorch pull request 194121: a
 badly placed wait deadlocks at replay). In a compute-only table a computation blocks until the
-neighbour stage's computation has run. A wait for a step that is missing from the table, or later in
-the same row, does not block: other checks report it. So ranks that stop early wait for each other,
-and following one rank's wait leads into a cycle.
+neighbour stage's computation has run. An action does not block if it needs an action that is
+missing from the table or later in the same row: other checks report that. So ranks that stop early
+wait for each other, and following one rank's wait leads into a cycle.
 
-The run takes time linear in the table. It also yields start times: F, I and W take one unit each,
-as in torch's visualizer, and messages take none. torch's runtime posts a receive and waits only
-where its tensor is used, so a run that does not block on receives has torch's times. A schedule
-that also ends with blocking receives is safe on NCCL, which runs the messages of a pair of ranks in
-order.
+The time of the run is linear in the size of the table. The run also yields start times: F, I and W
+take one unit each, as in torch's visualizer, and messages take no time. torch's runtime posts a
+receive and waits only where the received tensor is used, so a run that does not block on receives
+has torch's times. A schedule that also ends with blocking receives is safe on NCCL, which runs the
+messages of a pair of ranks in order.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _UNIT = frozenset({Kind.FORWARD, Kind.DGRAD, Kind.WGRAD})
 @attrs.frozen
 class Wait:
     """
-    A rank that stopped.
+    A rank that stopped before the end of its row.
 
     Args:
-        rank: The rank.
-        atom: The step that the rank cannot run.
-        needs: The step of another rank that it waits for.
+        rank: The rank that stopped.
+        atom: The action that the rank cannot run.
+        needs: The action of another rank that must run first.
     """
 
     rank: int
@@ -56,8 +56,8 @@ class Run:
     Args:
         start: Start time of each entry that ran, by (rank, step).
         finish: End time of each entry that ran, by (rank, step).
-        waits: The ranks that stopped early; empty if all reached the end.
-        cycle: The ranks that wait for each other, each for the next, the last for the first.
+        waits: The ranks that stopped early; empty if all ranks reached the end.
+        cycle: The ranks that wait for each other: each for the next rank, the last for the first.
     """
 
     start: dict[tuple[int, int], int]
@@ -71,9 +71,9 @@ def simulate(index: Index, *, blocking: bool = True) -> Run:
     Run all ranks of an indexed schedule until they end or stop.
 
     Args:
-        index: The schedule.
-        blocking: If True, ranks wait at a receive; if False, at the computation that uses the
-            message.
+        index: The indexed schedule.
+        blocking: If True, a rank waits for a message at the receive; if False, at the computation
+            that uses the message.
     """
     rows = index.schedule.atoms
     ran = [0] * len(rows)
@@ -136,7 +136,7 @@ def check_deadlock(run: Run) -> Iterator[Finding]:
 
 
 def _needs(index: Index, rank: int, atom: Atom, blocking: bool) -> Occurrence | None:
-    """Return what a step waits for on another rank, or `None`."""
+    """Return the action on another rank that must run before this action, or `None`."""
     if atom.kind in RECEIVES and blocking:
         kind, offset = _SEND_OF[atom.kind]
     elif atom.kind in SEND_WAITS:
@@ -152,7 +152,7 @@ def _needs(index: Index, rank: int, atom: Atom, blocking: bool) -> Occurrence | 
 
 
 def _event(atom: Atom) -> Event:
-    """Return the event of an atom: its kind, stage and microbatch."""
+    """Return the kind, stage and microbatch of an action, which name its event in the dry run."""
     return atom.kind, atom.stage, atom.microbatch
 
 

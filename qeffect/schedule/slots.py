@@ -1,9 +1,9 @@
 """
-The slot of each tape, and the peak of live tapes: one pass over a rank's steps, for every planner.
+Assign a slot to each tape and count the peak of live tapes, in one pass over a rank's actions.
 
 A tape is live from its forward, or from the receive of its input into its slot, until its last
-reader has run. The caller names the readers: always the weight gradient, a send of the output if
-the table shows messages, the next local stage if one stage feeds another. Slots belong to a stage,
+reader has run. The caller names the readers. The weight gradient is always a reader; others are the
+sends, if the table shows messages, and a neighbour stage on the same rank. Slots belong to a stage,
 because the captured graphs of a slot belong to a stage.
 """
 
@@ -22,18 +22,18 @@ Tape = tuple[int, int]
 """A stage and a microbatch."""
 
 Readers = Mapping[Event, Sequence[Tape]]
-"""The tapes that each step reads; a tape is free after all steps that read it."""
+"""The tapes that each action reads; a tape's slot is free after all actions that read the tape."""
 
 
 @attrs.frozen
 class Assignment:
     """
-    The slots and peaks that a pass over one rank's steps finds.
+    The slots and the peaks of live tapes of one rank.
 
     Args:
-        slot_of: The slot of each tape, counted within its stage.
+        slot_of: The slot of each tape, counted within the tape's stage.
         num_slots: Number of slots of each stage that has a forward.
-        peaks: Peak number of live tapes of each such stage.
+        peaks: Peak number of live tapes of each stage that has a forward.
         peak: Peak number of live tapes of all stages together.
     """
 
@@ -45,11 +45,11 @@ class Assignment:
 
 def own_readers(steps: Iterable[Event], kinds: Iterable[Kind] = (Kind.WGRAD,)) -> Readers:
     """
-    Return readers that each read the tape of their own stage and microbatch.
+    Return a table of readers in which each reader reads the tape of its own stage and microbatch.
 
     Args:
-        steps: The rank's steps.
-        kinds: The kinds of steps that are readers.
+        steps: The rank's actions.
+        kinds: The kinds of actions that are readers.
     """
     wanted = frozenset(kinds)
     return {(kind, stage, m): ((stage, m),) for kind, stage, m in steps if kind in wanted}
@@ -63,7 +63,7 @@ def assign(
     begins: Iterable[Kind] = (Kind.FORWARD,),
 ) -> Assignment:
     """
-    Go through one rank's steps: F takes the lowest free slot, and the last reader frees the slot.
+    Assign slots to one rank's tapes: F takes the lowest free slot, and the last reader frees it.
 
     Because F takes the lowest free slot, a stage needs exactly as many slots as its peak of live
     tapes.
@@ -75,11 +75,11 @@ def assign(
     ([0, 1, 0], {0: 2}, 2)
 
     Args:
-        steps: The rank's steps in order; steps that neither take a slot nor read are ignored.
-        readers: The tapes that each step reads. A tape without readers stays live.
+        steps: The rank's actions in order; actions that neither take nor read a slot are ignored.
+        readers: The tapes that each action reads. A tape without readers stays live.
         reuse: Whether slots are reused; without reuse each microbatch has its own slot, as in the
             paper.
-        begins: Kinds of steps that take a slot; a tape takes its slot at the first of them.
+        begins: Kinds of actions that take a slot; a tape takes its slot at the first of them.
     """
     takes = frozenset(begins)
     left = Counter(tape for read in readers.values() for tape in read)
@@ -112,16 +112,17 @@ def assign(
 
 def assign_walked(steps: Sequence[Event], *, awaits_sends: bool, reuse: bool = True) -> Assignment:
     """
-    Go through a rank's steps as QEffect's own runtime does.
+    Assign slots to one rank's tapes as QEffect's own runtime does.
 
-    A tape takes its slot at the receive of its input, or at its forward. The slot is free after the
-    tape's weight gradient, its sends, the forward of the stage that it feeds on the same rank, and
-    the dI of the stage that feeds it on the same rank.
+    A tape takes its slot at the receive of its input or, without a receive, at its forward. The
+    slot becomes free after the tape's weight gradient and sends. If the next stage is on the same
+    rank, the next stage's forward must also have run; if the previous stage is on the same rank,
+    the previous stage's dI must also have run.
 
     Args:
         steps: The rank's computations and messages, in order.
-        awaits_sends: Whether the table says where a send has ended; otherwise a send ends where it
-            is posted.
+        awaits_sends: Whether the table says where sends end; otherwise a send ends where it is
+            posted.
         reuse: Whether slots are reused.
     """
     ends = SEND_WAITS if awaits_sends else SENDS

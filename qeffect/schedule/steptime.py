@@ -3,11 +3,12 @@ The time and the critical path of one step of a schedule, from the durations of 
 
 A dry run gives a time to every action and message (`step_time`). It assumes:
 
-* A rank computes its row in order, one F, I or W at a time; B is I, then W, and an overlap is its
-  parts, one after the other. A computation waits until the computation before it on its rank has
-  ended and its inputs have arrived, and then takes `launch` to begin. Stages of one rank hand over
-  in no time.
-* A stage's `refresh` comes before its first F in the row, and waits for no message.
+* A rank computes its row in order, one F, I or W at a time; B is I, then W, and an overlap runs its
+  parts one after the other. A computation waits until the rank's previous computation has ended and
+  its own inputs have arrived; then it takes the time `launch` to begin. A tensor between two stages
+  of one rank takes no time.
+* A stage's `refresh` (the quantization of its weights) comes before its first F in the row, and
+  waits for no message.
 * A message takes no computation time. A message is sent at its place in the row. If this place
   directly follows the entry that computes the tensor, the message is sent as soon as the tensor is
   computed: the input gradient of a B leaves before B's W. In a table that names no messages, each
@@ -19,20 +20,20 @@ A dry run gives a time to every action and message (`step_time`). It assumes:
   `rendezvous`, a message starts only when its receive is also reached; with `rendezvous` of `rank`,
   the message also blocks its sender's row until it has arrived. A WAIT_SEND blocks its row until
   the message has arrived and the receive is reached, as in the deadlock check.
-* Reductions run beside computations, one at a time on a rank. A reduction starts at its place in
-  the row or, in a table without reductions, after the last W of its stage. WAIT_REDUCE_GRAD and the
-  update wait for the reduction.
-* A rank's `host` issues one F, I or W after the other, ahead of the device; the device waits until
-    an action is issued.
+* Reductions run in parallel with computations, one at a time on a rank. A reduction starts at its
+  place in the row or, in a table without reductions, after the last W of its stage.
+  WAIT_REDUCE_GRAD and the update wait for the reduction.
+* A rank's `host` issues one F, I or W after the other, ahead of the device; the device cannot begin
+  an action before the host has issued it.
 * With grouped dW, one product computes the dW of g microbatches. Each of these dW takes 1/g of the
   product's time, and only the first dW has a `host` and a `launch`. If the durations give no time
   for the product, each dW takes W and has its own `host` and `launch`.
-* A rank's `update` follows its row and its reductions; with `consent`, it follows the rows and
-  reductions of all ranks, and the agreement. Sharding takes no time.
+* A rank's `update` follows its row and its reductions. With `consent`, it follows the rows and
+  reductions of all ranks and the time `consent` in which the ranks agree. Sharding takes no time.
 
 The simulated step is as short as its schedule allows: more queues, faster messages or a shorter
-action never make it longer. With measured durations, the simulated step is a lower bound for the
-measured step.
+action never make the step longer. With measured durations, the simulated step time is a lower bound
+for the measured step time.
 
 >>> from qeffect.schedule.durations import Durations
 >>> from qeffect.schedule.tables import read_fixture
@@ -86,10 +87,10 @@ class Span:
 
     Args:
         what: `computation`, `refresh`, `message`, `reduction`, `host`, `consent` or `update`;
-            `place` for a receive, a wait or sharding, which only has a place in its row.
-        name: Name as torch writes it; for a host, the name of the issued action.
-        rank: Rank; the sender of a message; -1 for the consent of all ranks.
-        step: Step of its entry in the row; None if the table has no entry for it.
+            `place` for a receive, a wait or a sharding action, which takes no time of its own.
+        name: Name in torch's notation; for a `host` span, the name of the issued action.
+        rank: Rank of the action; for a message, the sender; -1 for the consent of all ranks.
+        step: Step of the entry in the row; None if the table has no entry for this span.
         start: Start time.
         end: End time.
         peer: Receiving rank of a message.
@@ -111,11 +112,11 @@ class Span:
 @attrs.frozen
 class RankTime:
     """
-    How a rank spends a step.
+    The busy time and the idle times of a rank within a step.
 
     Args:
         rank: The rank.
-        busy: Time in which the rank computes: F, I, W, refreshes and its update.
+        busy: Time in which the rank computes: F, I, W, weight refreshes and its update.
         before: Idle time before the rank's first computation.
         inside: Idle time between the rank's first and last computation.
         after: Idle time from the rank's last computation to the end of the step.
@@ -134,7 +135,7 @@ class RankTime:
 
     @property
     def bubble(self) -> float:
-        """The idle share of the step."""
+        """The share of the step in which the rank is idle."""
         whole = self.busy + self.idle
         return float(self.idle / whole) if whole else 0.0
 
@@ -152,9 +153,9 @@ class StepTime:
     Args:
         schedule: The timed schedule.
         unit: The unit of the times.
-        spans: All parts of the step, lane by lane (a rank's row, host, reductions or queue of
-            messages), and in order within each lane.
-        critical: The critical path: each span begins because the span before it ended.
+        spans: All parts of the step, lane by lane, and in order within each lane. A lane is a
+            rank's row, its host, its reductions, or a queue of messages.
+        critical: The critical path: each span starts when the span before it ends.
     """
 
     schedule: Schedule
@@ -164,12 +165,12 @@ class StepTime:
 
     @cached_property
     def time(self) -> Time:
-        """Time of the step."""
+        """The step time: the end of the last part of the step."""
         return max((span.end for span in self.spans), default=0)
 
     @cached_property
     def ranks(self) -> tuple[RankTime, ...]:
-        """How each rank spends the step."""
+        """The busy time and the idle times of each rank."""
         found = []
         for rank in range(self.schedule.num_ranks):
             own = [s for s in self.spans if s.rank == rank and s.what in _BUSY]
@@ -181,7 +182,7 @@ class StepTime:
 
     @property
     def bound(self) -> Time:
-        """Computation time of the busiest rank; no order of its actions gives a shorter step."""
+        """Computation time of the busiest rank; no order of actions gives a shorter step."""
         return max((rank.busy for rank in self.ranks), default=0)
 
     def record(self) -> dict[str, Any]:
@@ -206,16 +207,16 @@ def step_time(
     Time every action and message of a schedule, in time linear in the table.
 
     Args:
-        schedule: The schedule, of all ranks, that `qeffect.schedule.ranks.check_ranks` accepts.
+        schedule: A schedule of all ranks that `qeffect.schedule.ranks.check_ranks` accepts.
         durations: The durations of actions and messages.
-        transport: How messages are carried; only its `queues` and `rendezvous` matter.
-        group: Microbatches whose dW is one product. The schedule is then a table that
-            `qeffect.schedule.grouping.group_wgrads` returned for this group.
+        transport: How the runtime carries messages; only its `queues` and `rendezvous` matter.
+        group: Number of microbatches whose dW are one matrix product. If it is more than 1, the
+            schedule must come from `qeffect.schedule.grouping.group_wgrads` with this group size.
 
     Raises:
-        ScheduleError: The table lacks ranks, names an action twice, or lacks an action that it
-            needs; ranks wait for each other; the durations are for another schedule; or the group
-            does not divide the number of microbatches.
+        ScheduleError: The table lacks ranks, names an action twice, or lacks a needed action; ranks
+            wait for each other; the durations are for another schedule; or the group size does not
+            divide the number of microbatches.
     """
     if not schedule.complete:
         raise ScheduleError(
@@ -232,7 +233,7 @@ def step_time(
 
 @attrs.define(eq=False)
 class _Task:
-    """A part of the step; it follows the task before it in its lane and the tasks that it needs."""
+    """A part of the step; it starts after the previous task of its lane and the tasks it needs."""
 
     what: str
     name: str
@@ -253,7 +254,7 @@ class _Task:
 
 @attrs.define
 class _Lanes:
-    """Lanes of tasks, each done in order: a rank's row, its host, its reductions, a channel."""
+    """Lanes of tasks that run in order: a rank's row, its host, its reductions, a message queue."""
 
     lanes: dict[Hashable, list[_Task]] = attrs.field(factory=lambda: defaultdict(list))
 
@@ -265,12 +266,12 @@ class _Lanes:
         return task
 
     def every(self) -> Iterator[_Task]:
-        """All tasks, lane by lane."""
+        """Yield all tasks, lane by lane."""
         for lane in self.lanes.values():
             yield from lane
 
     def run(self) -> None:
-        """Compute the times of every task: it starts when all tasks that it needs have ended."""
+        """Compute every task's times; a task starts when all tasks that it needs have ended."""
         engine = Processes[_Task]()
 
         def lane(tasks: Iterable[_Task]) -> Iterator[_Task]:
@@ -288,7 +289,7 @@ class _Lanes:
             raise ScheduleError(_circle(next(t for t in self.every() if t.end is None)))
 
     def critical(self) -> tuple[Span, ...]:
-        """The chain of causes that ends with the last task."""
+        """Return the critical path: tasks that each waited for the previous, up to the last end."""
         task = max(self.every(), key=_end, default=None)
         path = []
         while task is not None:
@@ -300,7 +301,7 @@ class _Lanes:
 
 @attrs.define
 class _Rows:
-    """Puts every action and message of a schedule in its lane, with the tasks that it needs."""
+    """Makes a task of every action and message, puts it in its lane, and records what it needs."""
 
     schedule: Schedule
     durations: Durations
@@ -316,7 +317,7 @@ class _Rows:
     opened: set[int] = attrs.field(factory=set)
 
     def lay(self) -> _Lanes:
-        """Put down all rows, then the ends of the step."""
+        """Make the tasks of all rows, then the tasks at the end of the step; return the lanes."""
         for rank, atoms in enumerate(self.schedule.atoms):
             for atom in atoms:
                 self._lay(rank, atom)
@@ -381,7 +382,10 @@ class _Rows:
                 self._message(rank, None, (_SENT_AS[kind], stage, microbatch), [task])
 
     def _length(self, atom: Atom) -> tuple[Time, bool]:
-        """Time of a computation, and whether it is launched by itself or first in its product."""
+        """
+        Return the time of a computation, and whether it has a launch of its own: every computation
+        has, except the second and later dW of a grouped product.
+        """
         if atom.kind is Kind.WGRAD and self.group > 1:
             product = self.durations.product(atom.stage, self.group)
             if product is not None:
@@ -423,7 +427,7 @@ class _Rows:
         self._make(event, self.lanes.put(("reduction", rank), task))
 
     def _reduce_unasked(self) -> None:
-        """Reduce each stage after its last W, in a table that has no reduction."""
+        """Reduce each stage after its last W, if the table has no reductions."""
         if any(kind is Kind.REDUCE_GRAD for kind, _, _ in self.made):
             return
         for rank, atoms in enumerate(self.schedule.atoms):
@@ -479,7 +483,7 @@ def _named(event: Event) -> str:
 
 
 def _across(kind: Kind, stage: int, microbatch: int) -> Event:
-    """The receive of a send."""
+    """Return the receive that belongs to a send."""
     receive, offset = COUNTERPART[kind]
     return receive, stage + offset, microbatch
 

@@ -1,6 +1,6 @@
 """
-Checks of single ranks: each stage is on its rank, each microbatch occurs once, F comes before dI
-and dI before dW, and reductions come last.
+Checks of single ranks: each stage is on its own rank, each microbatch occurs once, F comes before
+dI, dI comes before dW, and reductions come last.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_places(index: Index) -> Iterator[Finding]:
 
 
 def check_repeats(index: Index) -> Iterator[Finding]:
-    """Yield a finding for each computation or message that occurs again."""
+    """Yield a finding for each computation or message that occurs more than once."""
     for spot, earlier in index.repeated:
         atom = spot.atom
         if atom.kind in WAITS:
@@ -138,8 +138,8 @@ def check_order(index: Index) -> Iterator[Finding]:
 
 def check_reductions(index: Index) -> Iterator[Finding]:
     """
-    Yield findings for stages whose gradients are reduced twice, too early or (while other stages'
-    gradients are reduced) never.
+    Yield findings for stages whose gradients are reduced twice or too early, or are not reduced
+    although other stages have a reduction.
     """
     schedule = index.schedule
     reduced: dict[int, Occurrence] = {}
@@ -202,7 +202,7 @@ def check_reductions(index: Index) -> Iterator[Finding]:
                 f"{reduction.atom.step}",
                 rank=spot.rank,
                 atom=spot.atom,
-                expected=f"nothing of stage {stage} after {reduction.atom.action}",
+                expected=f"no action of stage {stage} after {reduction.atom.action}",
                 found=f"{spot.atom.action} at step {spot.atom.step}",
                 related=(place(reduction.rank, reduction.atom, "first"),),
             )
@@ -210,7 +210,8 @@ def check_reductions(index: Index) -> Iterator[Finding]:
 
 def check_sharding(index: Index) -> Iterator[Finding]:
     """
-    Yield findings for stages that compute while resharded, and for UNSHARD and RESHARD out of turn.
+    Yield findings for stages that compute while resharded, and for UNSHARD and RESHARD entries that
+    do not alternate.
     """
     schedule = index.schedule
     sharded = {s.atom.stage for s in index.per_stage if s.atom.kind is Kind.UNSHARD}
@@ -227,7 +228,7 @@ def check_sharding(index: Index) -> Iterator[Finding]:
                         f"{atom.action} finds stage {stage} already {state}",
                         rank=rank,
                         atom=atom,
-                        expected="UNSHARD and RESHARD of a stage in turn",
+                        expected="UNSHARD and RESHARD of a stage to alternate",
                         found=f"stage {stage} {state}",
                     )
                 if atom.kind is Kind.UNSHARD:

@@ -1,5 +1,5 @@
 """
-Drawing of schedule pictures: colours, and the SVG text of boxes, arrows, badges and labels.
+Colours and SVG elements of schedule pictures: boxes, arrows, badges and labels.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ PALE: Final = "#eef1f5"
 
 
 def style(role: str) -> tuple[str, str, str]:
-    """Return colour, arrowhead and dashes of an entry that the finding relates to, by its role."""
+    """Return the colour, arrowhead and dash pattern for an entry with this role in a finding."""
     return (RED, "red", "4 3") if role in ("picked", "waits") else (GREY, "ink", "")
 
 
 def box(width: int, fill: str, stroke: str = "none", thick: float = 0, dash: str = "") -> str:
-    """Return a box of the legend."""
+    """Return the SVG of a coloured box in the legend."""
     inset = thick / 2
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
@@ -61,7 +61,7 @@ def box(width: int, fill: str, stroke: str = "none", thick: float = 0, dash: str
 
 
 def arrow(path: str, colour: str, head: str, dash: str, thick: float = 1.8) -> str:
-    """Return a line that ends in an arrowhead."""
+    """Return the SVG of a line that ends in an arrowhead."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
         f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{thick}"{dashed} '
@@ -70,7 +70,7 @@ def arrow(path: str, colour: str, head: str, dash: str, thick: float = 1.8) -> s
 
 
 def badge(x: float, y: float, radius: float) -> str:
-    """Return the cross that marks the refused entry."""
+    """Return the SVG of the cross that marks the refused entry."""
     arm = 0.37 * radius
     return (
         f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" fill="{RED}" stroke="#ffffff" '
@@ -88,7 +88,7 @@ def label(action: Action) -> list[str]:
 
 
 def lightened(colour: str, share: float) -> str:
-    """Return a colour mixed with white; share 0 is the colour, 1 is white."""
+    """Return a colour mixed with white; a share of 0 keeps the colour, a share of 1 is white."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
@@ -100,12 +100,12 @@ def note(
     Yield the box that explains a finding.
 
     Args:
-        finding: The finding; its clause, rank, step and action are the heading.
-        where: Text after the number of the step in the heading.
-        lines: The explanation.
-        left: Left edge of the box.
-        top: Top edge of the box.
-        width: Width of the box.
+        finding: The finding; its clause, rank, step and action form the heading.
+        where: Text after the step number in the heading.
+        lines: Lines of the explanation.
+        left: Left edge of the box, in pixels.
+        top: Top edge of the box, in pixels.
+        width: Width of the box, in pixels.
     """
     height = 19 * len(lines) + 28
     yield (

@@ -1,10 +1,10 @@
 """
 Schedule tables as CSV: one row per rank, one entry per action; an empty entry is idle.
 
-Both formats of torch's tables are read, and distinguished by their entries: `compute_only` (F, I,
-W, B, OVERLAP_F_B, idle entries, sometimes REDUCE_GRAD) and `compute_comms` (with sends, receives
-and sharding). A file is untrusted data: reading it returns a `Schedule` or raises an error of one
-line.
+The reader accepts both formats of torch's tables, and distinguishes them by their entries:
+`compute_only` (F, I, W, B, OVERLAP_F_B, idle entries, sometimes REDUCE_GRAD) and `compute_comms`
+(with sends, receives and sharding). A file is untrusted data: the reader returns a `Schedule` or
+raises an error with a one-line message.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def decode_table(
     Read a schedule table from the bytes of a file.
 
     Args:
-        data: The bytes; a caller need not read more than one byte beyond the limit of 16 MiB.
+        data: The bytes of the file. If a file exceeds 16 MiB, its first 16 MiB and one more byte
+            are enough.
         source: Origin of the bytes, for messages.
         num_stages: Stages of the pipeline; inferred from the table when left out.
         num_microbatches: Microbatches; inferred from the table when left out.
@@ -161,8 +162,8 @@ def fixture_names(*, refused: bool = False) -> tuple[str, ...]:
     Return the names of the tables shipped with the package, all written by torch 2.13.
 
     Args:
-        refused: If True, only the wrong tables, which torch draws but does not execute; if False,
-            only the tables that torch executes.
+        refused: If True, return only the wrong tables, which torch draws but does not execute; if
+            False, return only the tables that torch executes.
     """
     folder = _folder() / _REFUSED if refused else _folder()
     return tuple(sorted(p.name for p in folder.iterdir() if p.name.endswith(".csv")))

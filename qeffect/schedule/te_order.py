@@ -1,13 +1,13 @@
 """
-Transformer Engine's `_order` lists, as `make_graphed_callables` takes them.
+Read Transformer Engine's `_order` lists, as `make_graphed_callables` takes them.
 
 An entry names a model chunk, counted from one: `+chunk` is its forward, `-chunk` its backward, and
-`-chunk - 0.5` the weight gradient that was deferred from an earlier `-chunk`. Entries do not name
+`-chunk - 0.5` the weight gradient that an earlier `-chunk` deferred. Entries do not name
 microbatches: the k-th entry of a kind and chunk is microbatch k, as in Transformer Engine. If a
-chunk has one deferred weight gradient, all of its weight gradients are deferred, and its `-chunk`
-is the input gradient alone.
+chunk has one deferred weight gradient, all its weight gradients are deferred, and its `-chunk` is
+only the input gradient.
 
-A list describes one rank and no messages, so nothing across ranks is checked.
+A list describes one rank and no messages, so the checks across ranks do not apply.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ def te_order(order: str | Iterable[float | int | str], *, source: str = "te-orde
     ['0F0', '0F1', '0I0', '0W0', '0I1', '0W1']
 
     Args:
-        order: The entries, or their text, separated by commas or blanks; brackets are allowed.
+        order: The entries as numbers, or as text with commas or blanks between them; the text may
+            have brackets.
         source: Origin of the entries, for messages.
 
     Raises:
-        ScheduleError: An entry is not such a number, or a chunk has unequal numbers of entries of
-            its kinds.
+        ScheduleError: An entry is not one of these numbers, or a chunk has different numbers of
+            forwards, backwards and deferred weight gradients.
     """
     entries = _split(order) if isinstance(order, str) else list(order)
     if not entries:
@@ -62,7 +63,7 @@ def te_order(order: str | Iterable[float | int | str], *, source: str = "te-orde
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas or white space; an empty place between two commas stays, to be refused."""
+    """Split a text at commas or white space; an empty entry between two commas is refused later."""
     entries = text.strip().strip("[]()").strip().removesuffix(",").split(",")
     return [word for entry in entries for word in entry.split() or [""]] if any(entries) else []
 

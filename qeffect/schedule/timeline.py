@@ -1,14 +1,15 @@
 """
-A schedule as a picture: one self-contained SVG, in the colours of torch's schedule visualizer.
+Draw a schedule as one self-contained SVG, in the colours of torch's schedule visualizer.
 
 F is blue, I teal, W green, B orange, an overlap purple, idle time white; a rank's later stages are
-lighter. The refused entry is outlined in red, and its clause is written below the rows. If a
-pairing is refused, two arcs lead to the weight gradient: one from its own work, one from the work
-that it would be given. The legend names every colour, shade, outline and arrow in the picture. A
-message takes no time: a marked message is a narrow box, with its entry and step beside the box.
+lighter. The refused entry has a red outline, and its clause is written below the rows. If a weight
+gradient got the wrong retained work, two arcs lead to it: one from the dI that left its own work,
+one from the dI that left the wrong work. The legend names every colour, shade, outline and arrow in
+the picture. A message takes no time, so a marked message is a narrow box, with its entry and step
+beside the box.
 
-A schedule with a timed step is drawn whole and to scale. Arrows lead from the time at which a
-message is sent to the time at which it arrives; the entries of the critical path are outlined.
+A schedule with simulated times is drawn whole and to scale. Arrows lead from the time at which a
+message is sent to the time at which it arrives; the entries of the critical path have an outline.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ def timeline(
 
     Args:
         schedule: The schedule.
-        finding: What to mark; without it the picture says that nothing was refused.
-        window: Largest number of columns to draw; a longer schedule is cut around the refused
-            entry. `None` draws all.
-        timed: The times of the schedule's step; the schedule is then drawn whole and to scale, and
-            nothing is marked.
+        finding: The finding to mark; if `None`, the picture says that nothing was refused.
+        window: Maximum number of columns to draw; of a longer schedule only the part around the
+            refused entry is drawn. `None` draws all columns.
+        timed: The simulated times of the schedule's step. If given, the schedule is drawn whole and
+            to scale, and nothing is marked.
 
     Returns:
         The text of an SVG file.
@@ -94,13 +95,13 @@ def timeline(
 
 class Picture:
     """
-    The lines of a picture of a schedule; a page of HTML adds to it.
+    Draws a schedule as SVG; the HTML page derives from this class.
 
     Args:
         schedule: The schedule.
-        finding: What to mark.
-        window: Largest number of columns, as for `timeline`.
-        placed: The place of each entry.
+        finding: The finding to mark; `None` marks nothing.
+        window: Maximum number of columns to draw; `None` draws all columns.
+        placed: The start time and length of each entry.
     """
 
     #: From an entry's middle to a name below its box, beside half of the box's height.
@@ -209,7 +210,7 @@ class Picture:
         yield "</g>"
 
     def _legend(self) -> Iterator[tuple[str, int]]:
-        """Yield each entry of the legend with its line; only what the picture shows has one."""
+        """Yield each entry of the legend with its line; the legend names only what is drawn."""
         x, line = float(_LEFT), 0
         for group, entries in enumerate((self._fills(), self._marked())):
             for number, (width, swatch, words) in enumerate(entries):
@@ -225,7 +226,7 @@ class Picture:
                 x += needed + 14
 
     def _fills(self) -> Iterator[tuple[int, str, str]]:
-        """Yield width, drawing and text of each colour and shade in the legend."""
+        """Yield the width, drawing and text of each colour and shade in the legend."""
         shown = [e for e in self.layout.entries if e.length and self.visible(e)]
         used = {entry.action.kind for entry in shown}
         for kind, name in _LEGEND.items():
@@ -243,7 +244,7 @@ class Picture:
             yield 11, pale, "pale: never runs"
 
     def _marked(self) -> Iterator[tuple[int, str, str]]:
-        """Yield width, drawing and text of each outline and arrow in the legend."""
+        """Yield the width, drawing and text of each outline and arrow in the legend."""
         if self.timed is not None:
             found = {span.what for span in self.timed.spans if span.end > span.start}
             yield 11, box(11, "none", INK, 2), "critical path"
@@ -318,7 +319,7 @@ class Picture:
             )
 
     def _ticks(self) -> Iterator[tuple[float, str]]:
-        """Yield the place and the text of each label of the axis."""
+        """Yield the time and the text of each label on the time axis."""
         if self.timed is not None:
             # The first of 1, 2, 5, 10, 20, ... of some power of ten that is wide enough.
             wanted = max(_TICK / self.unit, 1e-300)
@@ -387,15 +388,15 @@ class Picture:
         yield "</g>"
 
     def _instant(self, entry: TimedEntry) -> Iterator[str]:
-        """Draw an entry that takes no time: nothing, unless it is marked."""
+        """Draw an entry that takes no time. It is drawn only if it is marked."""
         return iter(())
 
     def _attributes(self, entry: TimedEntry) -> str:
-        """Return attributes of an entry's group, each after a blank."""
+        """Return the SVG attributes of an entry's group, each after a blank."""
         return ""
 
     def _title(self, entry: TimedEntry) -> str:
-        """Return what a pointer over an entry shows."""
+        """Return the text that a mouse pointer over an entry shows."""
         return f"rank {entry.rank}, step {entry.step}: {entry.action}"
 
     def _colour(self, entry: TimedEntry) -> str:
@@ -460,7 +461,7 @@ class Picture:
         return arrow(path, colour, name, dash)
 
     def _said(self, entry: TimedEntry, colour: str, *, below: bool) -> Iterator[str]:
-        """Write an entry's name beside a box that is too narrow for it, if there is room."""
+        """Write an entry's name beside its box, if the box is too narrow and there is room."""
         if entry.length:
             return
         words = f"{entry.action}, step {entry.step}"

@@ -1,14 +1,15 @@
 """
-The tables of torch's schedule classes, made on a CPU with no process group and no devices.
+Make the tables of torch's schedule classes on a CPU, without process groups and without GPUs.
 
 Classes with several stages per rank (`ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`,
-`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`, `ScheduleLoopedBFS`) execute a table, which is taken
-unchanged. Classes with one stage per rank (`Schedule1F1B`, `ScheduleGPipe`) execute a loop instead;
-here the loop runs against stages that only record their calls. The `pipeline_order` of these
-classes is a separate drawing of the loop. For `Schedule1F1B` the drawing is wrong in torch 2.13: on
-the last rank it starts at microbatch 1. `drawn=True` reads the drawing, which is then refused.
+`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`, `ScheduleLoopedBFS`) execute a table, which this
+module returns unchanged. Classes with one stage per rank (`Schedule1F1B`, `ScheduleGPipe`) execute
+a loop instead; this module runs the loop against stages that only record their calls. These classes
+also have a `pipeline_order`, a table that torch draws but does not execute. In torch 2.13 this
+table is wrong for `Schedule1F1B`: on the last rank it starts at microbatch 1. `drawn=True` returns
+it, and `check` refuses it.
 
-torch 2.11 to 2.14 write the same tables; from 2.13 on receives can be deferred. torch 2.15 places a
+torch 2.11 to 2.14 make the same tables; from 2.13 on receives can be deferred. torch 2.15 places a
 wait for every send and every reduction, can limit outstanding sends, and moves a few receives. 1F1B
 and GPipe wait within their loop in every version, so their tables have no waits.
 """
@@ -49,23 +50,23 @@ def torch_schedule(
     Return the table of one of torch's schedule classes.
 
     Args:
-        name: The class of torch, with or without its leading "Schedule", in any case; or a user's
-            own subclass, as `module:Class` or the class itself.
+        name: Name of torch's class, with or without its leading "Schedule", in upper or lower case;
+            or a user's own subclass, as `module:Class` or as the class itself.
         pp: Number of ranks of the pipeline.
         microbatches: Number of microbatches per step.
-        vpp: Stages (model chunks) per rank; by default 1 for 1F1B and GPipe, 2 for the others.
+        vpp: Stages (model chunks) per rank; by default 1 for 1F1B and GPipe, 2 for other classes.
         comms: If True, return the table with sends, receives and sharding; if False, without them.
         drawn: For 1F1B and GPipe, return the class's `pipeline_order` instead of the executed loop.
-        defer_receives: Place each receive just before the computation that uses it, as torch's
-            `defer_pp_recv`; from torch 2.13 on.
+        defer_receives: Place each receive just before the computation that uses its message, as
+            torch's `defer_pp_recv` does; needs torch 2.13 or later.
         max_outstanding_sends: Maximum number of sends that a rank has posted and not yet awaited,
-            as torch's option of this name; from torch 2.15 on.
-        release: The version and the `torch.distributed.pipelining.schedules` module of another
-            release than the installed one.
+            as torch's option with this name; needs torch 2.15 or later.
+        release: Version and `torch.distributed.pipelining.schedules` module of another torch
+            release, to use instead of the installed torch.
 
     Raises:
         ScheduleError: torch is missing, the class is unknown or refuses this combination, or this
-            torch lacks an option.
+            torch release lacks an option.
     """
     own = None
     if isinstance(name, type) or ":" in name:
@@ -88,7 +89,8 @@ def torch_schedule(
         options["max_outstanding_sends"] = max_outstanding_sends
     if options and not comms:
         raise ScheduleError(
-            f"{what}: {' and '.join(options)}: there are no messages without comms; pass comms=True"
+            f"{what}: {' and '.join(options)}: a table without comms has no messages; pass "
+            "comms=True"
         )
     cls = getattr(schedules, base) if own is None else own
     _check_options(cls, version, cls_name, options)
@@ -141,7 +143,7 @@ def class_name(name: str) -> str:
     like = [cls_name for cls_name in CLASSES if wanted and wanted in cls_name.lower()]
     raise ScheduleError(
         f"unknown schedule class {name!r}; expected one of {', '.join(CLASSES)}, or module:Class "
-        "for a subclass of yours" + (f"; did you mean {like[0]}?" if like else near(name, CLASSES))
+        "for your own subclass" + (f"; did you mean {like[0]}?" if like else near(name, CLASSES))
     )
 
 
@@ -192,7 +194,7 @@ def _import_torch() -> tuple[ModuleType, ModuleType]:
 
 
 class _Stage:
-    """A stage that has only its place in the pipeline; torch's constructors read nothing else."""
+    """A stage with only its position in the pipeline; torch's constructors read nothing else."""
 
     def __init__(self, index: int, rank: int, pp: int, vpp: int, submod: object) -> None:
         self.stage_index = index
@@ -207,7 +209,7 @@ class _Stage:
 
 
 class _RecordingStage(_Stage):
-    """A stage that records the calls of the execution loop of a single-stage class."""
+    """A stage that records the calls that the loop of a single-stage class makes."""
 
     def __init__(self, rank: int, pp: int, comms: bool) -> None:
         super().__init__(rank, rank, pp, 1, None)
@@ -241,7 +243,7 @@ class _RecordingStage(_Stage):
         self._note("B", microbatch)
 
     def release_fwd_send_outputs(self, _: int) -> None:
-        """Do nothing: torch 2.15 calls this to forget sent tensors, and none are kept here."""
+        """Do nothing: torch 2.15 calls this to free sent tensors, and this stage has none."""
 
     def perform_reduce_grad(self, *_: object) -> None:
         if self._comms:

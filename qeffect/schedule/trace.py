@@ -1,12 +1,13 @@
 """
-A schedule as Chrome trace JSON, which Perfetto and chrome://tracing open.
+A schedule as Chrome trace JSON, for Perfetto and chrome://tracing.
 
-A process is a rank; its threads are computation, messages, and sharding with reductions. Flow
-arrows connect sends with their receives. The refused entry carries its clause, and an instant event
-marks it.
+Each rank is a process of the trace, with three threads: computation, messages, and sharding with
+reductions. Flow arrows connect sends with their receives. An instant event marks the refused entry,
+which also has the id of its clause.
 
-`timed_trace` draws a timed step, in microseconds. There a rank's threads are its computation, its
-host, its reductions, and one thread for each direction of each of its links.
+`timed_trace` shows a step with simulated times, in microseconds. In this trace a rank has one
+thread each for its computation, its host and its reductions, and one thread for each direction of
+messages with each other rank.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def trace(schedule: Schedule, finding: Finding | None = None) -> dict[str, Any]:
 
     Args:
         schedule: The schedule.
-        finding: The finding to mark.
+        finding: The finding to mark; `None` marks nothing.
     """
     return {
         "traceEvents": list(_events(schedule, finding)),
@@ -55,16 +56,16 @@ def trace(schedule: Schedule, finding: Finding | None = None) -> dict[str, Any]:
 
 
 def trace_json(schedule: Schedule, finding: Finding | None = None) -> str:
-    """The text of a Chrome trace file; arguments as for `trace`."""
+    """Return the text of a Chrome trace file of a schedule; the arguments are those of `trace`."""
     return json.dumps(trace(schedule, finding), indent=1)
 
 
 def timed_trace(timed: StepTime) -> dict[str, Any]:
     """
-    Return a timed step as the object of a Chrome trace file, with the simulated times.
+    Return a simulated step as the object of a Chrome trace file.
 
     Args:
-        timed: The times of a schedule's step.
+        timed: The simulated times of a schedule's step.
     """
     return {
         "traceEvents": list(_timed_events(timed)),
@@ -79,7 +80,7 @@ def timed_trace(timed: StepTime) -> dict[str, Any]:
 
 
 def timed_trace_json(timed: StepTime) -> str:
-    """The text of a Chrome trace file; arguments as for `timed_trace`."""
+    """Return the text of a Chrome trace file of a step with simulated times."""
     return json.dumps(timed_trace(timed), indent=1)
 
 

@@ -2,16 +2,16 @@
 How a runtime carries messages: the settings that decide whether a table is right.
 
 A table says when messages are sent and received. The runtime's configuration says which messages
-share a queue, when a send ends, and how many sends may be under way. Four ways to share queues:
+share a queue, when a send ends, and how many sends may be outstanding. There are four ways to share
+queues:
 
-* `pair`: all messages between two ranks, both ways. torch keeps one process group for a pipeline,
-  and NCCL one communicator for each pair of ranks in it.
-* `direction`: one queue for the activations between two ranks, both ways, and another one for their
+* `pair`: one queue for all messages between two ranks, in both directions. torch has one process
+  group for a pipeline, and NCCL has one communicator for each pair of ranks in the group.
+* `direction`: two queues between two ranks, one for activations in both directions and one for
   gradients. torch 2.14 can have a process group for each (`pipeline_per_direction_p2p`).
-* `edge`: all messages from one rank to another. torch 2.15 can have a process group for each
-  directed pair of ranks (`pipeline_per_edge_p2p`).
-* `edge-direction`: one queue for the activations from one rank to another, and another one for the
-    gradients.
+* `edge`: one queue for all messages from one rank to another. torch 2.15 can have a process group
+  for each directed pair of ranks (`pipeline_per_edge_p2p`).
+* `edge-direction`: two queues from one rank to another, one for activations and one for gradients.
 
 The messages of a queue are received in the order in which they are sent. With buffered sends, only
 the order of messages within each queue decides whether a table is right, and one queue for both
@@ -52,8 +52,8 @@ class Transport:
         queues: Which messages share a queue; one of `QUEUES`.
         max_outstanding_sends: Maximum number of sends that a rank has posted and not yet awaited,
             as torch 2.15's option of this name; `None` for no limit.
-        rendezvous: What a send blocks until its receive is posted: `queue` for the messages behind
-            it in its queue, `rank` for these and its rank's whole row. By default sends are
+        rendezvous: What a send blocks until its receive is posted: with `queue`, the later messages
+            of its queue; with `rank`, these messages and the rank's row. By default sends are
             buffered and block nothing.
     """
 
@@ -63,10 +63,11 @@ class Transport:
 
     def __attrs_post_init__(self) -> None:
         """
-        Reject invalid values.
+        Check the values of all fields.
 
         Raises:
-            ScheduleError: The queues or the rendezvous are unknown, or the limit is negative.
+            ScheduleError: `queues` or `rendezvous` has an unknown value, or the limit of sends is
+                negative or not an integer.
         """
         if not isinstance(self.queues, str) or self.queues not in QUEUES:
             raise ScheduleError(
@@ -94,20 +95,20 @@ class Transport:
 
     def queue(self, kind: Kind) -> str:
         """
-        Name of the queue that carries a kind of send, among the queues from one rank to another.
+        Return the name of the queue for a kind of send, among the queues from one rank to another.
         """
         return str(kind) if self.by_kind else "all"
 
     def require(self, schedule: Schedule) -> None:
         """
-        Require that the table has what these settings need.
+        Refuse a table that lacks the entries that these settings need.
 
         Args:
-            schedule: The schedule.
+            schedule: The schedule whose table is tested.
 
         Raises:
-            ScheduleError: Sends are limited, but the table has sends and no waits for them; or
-                sends block, but the table does not name them or lacks ranks.
+            ScheduleError: Outstanding sends are limited, but the table has no waits for its sends;
+                or sends block, but the table does not name its sends or lacks ranks.
         """
         homes = set(schedule.stage_to_rank.values())
         if self.rendezvous is not None and (

@@ -1,11 +1,13 @@
 """
-Checks of waits: each wait ends one send or one reduction, once, after its start.
+Checks of waits: each wait ends exactly one send or one reduction, after the send or reduction
+started.
 
-A send reads its tape until it ends, and a reduction holds a stage's gradients. Tables up to torch
-2.14 do not say when either ends. Tables of torch 2.15 say it (`WAIT_SEND_F`, `WAIT_SEND_B`,
-`WAIT_REDUCE_GRAD`), because a step that is captured in a graph cannot ask whether a send has ended
-(pytorch pull request 194121). A table that awaits one send must await every send; otherwise the
-slots of the other sends never become free. The same holds for reductions.
+A send reads its tape until the send ends, and a reduction uses a stage's gradients until the
+reduction ends. Tables up to torch 2.14 do not say when sends and reductions end. Tables of torch
+2.15 do (`WAIT_SEND_F`, `WAIT_SEND_B`, `WAIT_REDUCE_GRAD`), because a step that is captured in a
+graph cannot ask whether a send has ended (pytorch pull request 194121). A table that awaits one
+send must await every send; otherwise the slots of the other sends never become free. The same holds
+for reductions.
 """
 
 from __future__ import annotations
@@ -139,7 +141,7 @@ def _missing(spot: Occurrence) -> Finding:
     what = "reduction" if atom.kind is Kind.REDUCE_GRAD else "send"
     return finding(
         "wait-missing",
-        f"the table awaits other actions, but never {atom.action}: {name} is missing",
+        f"the table has waits, but no wait for {atom.action}: {name} is missing",
         rank=spot.rank,
         atom=atom,
         expected=f"{name} after step {atom.step}",

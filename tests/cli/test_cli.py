@@ -218,7 +218,7 @@ class TestCheck:
         self, capsys: pytest.CaptureFixture[str], table: Path, command: str
     ) -> None:
         """A table without its other rows is reported as one rank's row."""
-        alone = "the row of one rank alone"
+        alone = "only one rank's row was given"
         assert alone not in run(capsys, command, str(table))[1]
         table.write_text(table.read_text().splitlines()[0] + "\n")
         code, out, _ = run(capsys, command, str(table))
@@ -366,7 +366,7 @@ class TestCheck:
         (["prove", "--programs", "out"], "add --mutants"),
         (["prove", "--mutants", "--programs", "pyproject.toml"], "expected a folder"),
         (["prove", "--only", "no such line"], "no mutated line"),
-        (["prove", "--promise", "ownership.dgrad-next"], "is an assumption, or part of what makes"),
+        (["prove", "--promise", "ownership.dgrad-next"], "is an assumption or a condition of a"),
         (["prove", "--promise", "launches.one-cause"], "`qeffect ranks` proves all promises about"),
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),
         (["failures", "none"], "no failure is named 'none'"),

@@ -1,5 +1,5 @@
 """
-Ctrl-C: every command that takes long ends with one line and code 130, and leaves no process.
+Ctrl-C: every long-running command ends with one line and exit code 130, and leaves no process.
 """
 
 from __future__ import annotations

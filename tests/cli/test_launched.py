@@ -47,6 +47,6 @@ def test_the_cause_is_said_once(news: tuple[str, ...], told: str, code: int) -> 
     )
     said = [f"{told}rank 0, start: the process has ended (rank 1 was importing)"]
     if told.startswith("qeffect"):  # otherwise the caller says how to go on
-        said.append("qeffect: Start it again, with --resume if it has checkpoints")
+        said.append("qeffect: Start the run again, with --resume if it has checkpoints")
     assert (run.stdout + run.stderr).splitlines() == said
     assert run.returncode == code

@@ -1,6 +1,4 @@
-"""
-What people tripped over when they met the command line for the first time.
-"""
+"""Mistakes that people made when they used the command line for the first time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Progress on a terminal is one line that stays; elsewhere it is a line a second at most."""
+"""
+Progress on a terminal is a single line that is updated; elsewhere it is at most one line per
+second.
+"""
 
 from __future__ import annotations
 

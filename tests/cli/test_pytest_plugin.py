@@ -1,6 +1,4 @@
-"""
-The pytest plugin, as a project of its own uses it: in another process, where warnings are errors.
-"""
+"""The pytest plugin as another project uses it: in a separate process, with warnings as errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""
-Reports: one record of the environment, and files that are never half written.
-"""
+"""Reports: one record of the environment, and files that are never half written."""
 
 from __future__ import annotations
 

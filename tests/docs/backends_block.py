@@ -30,7 +30,7 @@ def _reference(scales: Scales) -> Reports:
 
 
 def _transformer_engine(scales: Scales) -> Reports:
-    """The same of Transformer Engine's last stage, without the library."""
+    """What Transformer Engine's last stage reports with dropout; the library is not needed."""
     stage = SimpleNamespace(
         dropout=_DROPOUT, layers=(None,), loss=_LOSS, domain=SimpleNamespace(scales=scales)
     )
@@ -49,16 +49,16 @@ MANNERS = ("recorded", "places_draws")
 ROWS: tuple[tuple[str, str, Scales], ...] = (
     ("filled", "which caches a refresh filled", "action"),
     ("updates", "how often F and dI updated scales", "action"),
-    ("tape_scales", "which F's scales dI used", "action"),
+    ("tape_scales", "the F whose scales dI used", "action"),
     ("draws", "where F began to draw random numbers", "action"),
-    ("draws", 'the same with `scales = "epoch"`', "epoch"),
-    ("recomputes", "where a recomputation in dI began to draw", "action"),
-    ("weights", "by which factor a `LossShare` weighted a microbatch", "action"),
+    ("draws", 'where F began to draw random numbers, if `scales = "epoch"`', "epoch"),
+    ("recomputes", "where a recomputation in dI began to draw random numbers", "action"),
+    ("weights", "the factor by which a `LossShare` weighted a microbatch", "action"),
 )
 
 
 def _cell(told: Reports, field: str, *, replayed: bool) -> str:
-    """Whether a field is reported; of a replay, whether anew or as its capture recorded it."""
+    """Whether a field is reported; for a replay, whether anew or as recorded at its capture."""
     value = getattr(told, field)
     draws = field in ("draws", "recomputes")
     if draws and value is False:
@@ -69,7 +69,7 @@ def _cell(told: Reports, field: str, *, replayed: bool) -> str:
 
 
 def backends() -> str:
-    """A row for each report, a column for each backend and way to run its actions."""
+    """A row for each report; a column for each backend, eager and replayed."""
     rows = []
     for field, words, scales in ROWS:
         cells = []

@@ -37,7 +37,7 @@ class Figure:
 
     @property
     def misses(self) -> bool:
-        """Whether the figure is on the wrong side of its goal."""
+        """Whether the figure misses its goal."""
         if self.goal is None:
             return False
         return self.value < self.goal if self.least else self.value > self.goal
@@ -56,7 +56,7 @@ class Figure:
         return f"{bound} {self.goal:,}{self.unit.partition('}')[2]}"
 
     def cells(self) -> tuple[str, str, str]:
-        """The row."""
+        """The cells of the row: name, value, goal."""
         shown = f"**{self.shown}**" if self.misses else self.shown
         return self.name, shown + self.note, self.wanted
 
@@ -220,9 +220,9 @@ def _why_actions(data: Mapping[str, Any]) -> str:
     )
     commit = data["environment"]["commit"][:12]
     return (
-        "A check is one flat function with the guards of all relations; a commit is another. In "
-        f"the measured source, git commit `{commit}`, both functions of an action together have "
-        f"these numbers of guards and of writes to the contract's state: {counts}."
+        "A check is one flat function with the guards of all relations; a commit is another such "
+        f"function. In the measured source, git commit `{commit}`, both functions of an action "
+        f"together have these numbers of guards and of writes to the contract's state: {counts}."
     )
 
 

@@ -1,7 +1,8 @@
 """
 The pages' generated blocks: every number in them comes from a run or from a checked-in report.
 
-``python -m tests.docs.blocks`` writes them; ``--check`` exits with 1 if one is out of date.
+``python -m tests.docs.blocks`` writes the blocks; ``--check`` exits with 1 if a block is out of
+date.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """
 The code blocks of the pages, by page and language.
 
-A ``python`` block runs as it stands. So does a ``sh`` block. In a ``console`` block a line after
-``$`` is a command and the other lines are its output, ``...`` for what is left out. Blocks of other
-languages are text.
+A ``python`` block and a ``sh`` block run as they stand. In a ``console`` block a line after ``$``
+is a command, and the other lines are its output; ``...`` stands for output that is left out. Blocks
+of other languages are text.
 """
 
 from __future__ import annotations

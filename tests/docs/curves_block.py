@@ -66,9 +66,10 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
     ]
     if rows:
         yield (
-            "This table has the seconds of training until the mean of ten losses is at or below a "
-            "loss: the lowest loss that the report lists for both runs. The last column includes "
-            "building; the first run of a process also builds parts that later runs reuse:"
+            "This table has the seconds of training until the mean of ten losses is at or below "
+            "the given loss, which is the lowest loss that the report lists for both runs. The "
+            "last column includes building; the first run of a process also builds parts that "
+            "later runs reuse:"
         )
         yield markdown(
             ("runs", "loss", "native, s", "this, s", "ratio", "ratio with building"), rows
@@ -118,7 +119,7 @@ def _same_bits(row: Mapping[str, Any], report: Report) -> str:
     if any(told(own) != told(base) for own, base in pairs):
         return ""
     asked = report["configuration"]
-    said = " **No loss differs by a bit**, so the interval adds nothing"
+    said = " **No loss differs by a bit**, so the interval adds no information"
     if asked["backend"] != "transformer-engine":
         return f"{said}."
     stages = len(pairs[0][0]["cut"]) // asked["parallel"]["pp"]

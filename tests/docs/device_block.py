@@ -111,12 +111,13 @@ def host() -> list[str]:
         )  # fmt: skip
         lines += [
             "This table compares the host time of `ours_accumulate` with and without guards, one "
-            "row per report. A difference is the median over the rounds, with the range; a range "
-            "that includes zero is noise. The last column comes from other steps, in which each "
-            "action was timed alone and compared with the bare replay of its graph. That column "
-            "includes the handoff between streams and the copies, which a step without guards "
-            f"makes too. For comparison, a check with its commit takes {min(kernel.values()):.1f} "
-            f"to {max(kernel.values()):.1f} µs in `qeffect bench`, on [the machine of its "
+            "row per report. A difference is the median over the rounds, with the range in "
+            "parentheses; a difference whose range includes zero counts as noise. The last column "
+            "comes from other steps, in which each action was timed alone and compared with the "
+            "bare replay of its graph. That column includes the handoff between streams and the "
+            "copies, which a step without guards makes too. For comparison, a check with its "
+            f"commit takes {min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs in "
+            "`qeffect bench`, on [the machine of its "
             "report](../../../verification/reports/README.md#what-guards-cost).",
             markdown(header, sorted(rows, key=lambda row: row[0])),
         ]
@@ -227,8 +228,8 @@ def _beyond_floor() -> list[str]:
     )  # fmt: skip
     return [
         "This table splits the time by which a step exceeds its floor. Kernels were profiled in "
-        "other steps, under another load, than the timed steps. On two streams kernels overlap. No "
-        "record explains the last column:",
+        "other steps, under another load, than the timed steps. On two streams kernels overlap. "
+        "The reason for the time in the last column is unknown:",
         markdown(header, rows),
     ]
 

@@ -24,8 +24,8 @@ class Found:
     Args:
         text: The file of the text for upstream; its title says what happens, and in which versions.
         clause: The clause that names the defect.
-        command: What refuses a run before it starts; None if only a guard sees the defect.
-        page: The page of the guard that sees the defect in a run.
+        command: The command that refuses a run before its start; None if only a guard sees it.
+        page: The page of the guard that detects the defect during a run.
         upstream: Issues and pull requests that report it.
     """
 

@@ -28,7 +28,7 @@ def groups(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "one product per microbatch; *one* computes one product for all microbatches, and "
             "includes the copy that joins the operands. *Distance* compares errors: the distance "
             "of *one* from a sum in fp64, divided by the distance of *each* from this sum. Below "
-            "1, *one* is more accurate.",
+            "1 means that *one* is more accurate.",
             markdown(
                 (
                     *("cell", "gradients", "microbatches", "each ms", "one ms", "one/each"),

@@ -40,12 +40,12 @@ def of_commit(commit: str) -> str | None:
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
 
-#: The age of a report as a page shows it: the page was made before later commits.
+#: The age of a report as a page shows it; a page shows the age at the time it was written.
 AGE = re.compile(r"(\d+|an unknown number) later")
 
 
 def age(commit: str) -> str:
-    """How many commits since a report's own have changed modules that it may have run."""
+    """How many commits after the report's commit changed modules that the report may have run."""
     folders = {name.split("/")[0] for name in FOLDERS} - {"verification"}
     paths = [f"{folder}/**.py" for folder in folders]
     listed = git("rev-list", "--count", f"{commit[:40]}..HEAD", "--", *paths)

@@ -26,7 +26,7 @@ def where(environment: Mapping[str, Any]) -> str:
 
 
 def faults() -> str:
-    """The fault table, from a run of it now."""
+    """The fault table, from a run of all faults now."""
     rows = run_faults().asdict()["rows"]
     return markdown(
         ("injected violation", "detected at", "result", "refused by", "preserved"),
@@ -62,15 +62,15 @@ def failures_counted() -> str:
         f"{counted['failures']} failures in public. The contract refuses {counted['refused']} of "
         f"them: {counted['given_a_report']} only if the runtime supplies an optional report, and "
         f"{counted['refused_by_guess']} under a cause that we guessed, because no cause was "
-        f"published. {counted['not_caught']} are not caught; {counted['unexplained']} more were "
-        f"never explained. {counted['enacted']} failures are *re-enacted*: a program makes the "
-        "calls of the contract that the faulty runtime would make. The other failures cannot be "
-        "re-enacted, because they make the same calls as a correct run."
+        f"published. {counted['not_caught']} failures are not caught; for {counted['unexplained']} "
+        f"more, nobody published a cause. {counted['enacted']} failures are *re-enacted*: a "
+        "program makes the calls of the contract that the faulty runtime would make. The other "
+        "failures cannot be re-enacted, because they make the same calls as a correct run."
     )
 
 
 def failures() -> str:
-    """The verdicts on the public failures by relation, and the failures that are not seen."""
+    """The verdicts on the public failures by relation, and the failures that are not refused."""
     pairs = _failures()
     relations = dict.fromkeys(failure.relation for failure, _ in pairs)
     verdicts = ("refused", "not caught", "unexplained")
@@ -175,7 +175,7 @@ def agreements(found: Sequence[Mapping[str, Any]]) -> str:
         text += f"; {other['solver']} agrees on {agrees} of them"
         if "attempts" in other:
             told = [f"{count:,} from {name}" for name, count in other["attempts"].items()]
-            text += f" ({', '.join(told)})"
+            text += f" (proofs: {', '.join(told)})"
         if left:
             limit = max(row["seconds"] for row in left)
             names = ", ".join(f"`{row['name']}` at {row['transition']}" for row in left)
@@ -184,7 +184,7 @@ def agreements(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _vacuity(data: Mapping[str, Any]) -> str:
-    """How many paths some state takes, how many no state takes, and how many are open."""
+    """How many paths some state takes, how many no state takes, and how many are undecided."""
     unnamed = [row for row in data["open"] if row["kind"] == "witness"]
     taken = data["witnesses"] - data["covered"] - len(unnamed)
     text = (

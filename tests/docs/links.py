@@ -1,5 +1,5 @@
 """
-Links of a page: to files, to headings, to entries; and the names that links and files share.
+Links of a page to files, headings and anchors, and the Python names that links refer to.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def anchors(text: str) -> list[str]:
 
 def broken(text: str, folder: Path) -> list[str]:
     """
-    Return what links of a text promise and their targets lack.
+    Return the links of a text, and the names in the links, that do not exist.
 
     Args:
         text: The text of a page.

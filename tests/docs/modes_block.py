@@ -15,7 +15,7 @@ __all__ = ["BLOCKS", "EXPLAINED", "PAGE", "modes", "why"]
 PAGE = ROOT / "docs" / "modes.md"
 _FAILURES = "../tests/failures"
 
-#: Reasons for rows that do not end as same: framework, words of the guard or the framework, reason.
+#: Reasons for rows that do not end in `same`: framework, words of the guard or framework, reason.
 EXPLAINED = (
     (
         "torch",
@@ -86,7 +86,7 @@ EXPLAINED = (
 
 
 def why(framework: str, row: Mapping[str, Any]) -> str | None:
-    """Why a row does not end as same; None without a known reason, empty if it ends as same."""
+    """Why a row does not end in `same`: None without a known reason, empty if it does."""
     if row["end"] == "same":
         return ""
     if row["end"] not in ("found", "refused"):
@@ -126,7 +126,8 @@ def modes() -> str:
             )
             for row in derived["rows"]
         ]
-        header = ("mode (options unlike the plainest mode)", "ranks", "end", "guard", "reason")
+        mode = "mode (options that differ from the plainest mode)"
+        header = (mode, "ranks", "end", "guard", "reason")
         parts.append(markdown(header, rows))
     return "\n\n".join(parts)
 

@@ -1,7 +1,8 @@
 """
 The changelog's table of import names that moved below ``qeffect.gpu_runtime``.
 
-Names that keep their last word are one row for each old and new folder; a renamed module has a row.
+Names that keep their last word share one row per pair of old and new folder. A renamed module has a
+row of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tests.docs.blocks import markdown
 
 
 def moved() -> str:
-    """Old and new names, from the table that keeps the old ones importable."""
+    """Old and new names, from the table that keeps the old names importable."""
     kept: dict[tuple[str, str], list[str]] = {}
     renamed = []
     for old, new in [*MODULES.items(), *NAMES.items()]:

@@ -1,8 +1,8 @@
 """
 The blocks of the first README: the fault table, and one sentence for each page of figures.
 
-The kernel's page and the runtime's page have every number here in full. A report that is missing,
-or that lacks a part, has no sentence.
+The kernel's page and the runtime's page have these figures in full. A missing report, or a report
+that lacks the needed part, has no sentence.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def failures() -> str:
         f"{counted['failures']} failures that users reported: "
         f"{counted['given_a_report']} only if the runtime supplies an optional report, and "
         f"{counted['refused_by_guess']} under a cause that we guessed. {counted['not_caught']} are "
-        f"not caught; {counted['unexplained']} were never explained. "
+        f"not caught; {counted['unexplained']} have no published cause. "
         f"[By relation]({KERNEL}#public-failures)."
     )
 
@@ -64,8 +64,8 @@ def proofs() -> str:
     return wrapped(
         f"{data['unsat']:,} of {data['obligations']:,} *obligations* (formulas to prove) are "
         f"proved, {data['unknown']} unknown. Each *mutant* is the code without one guard "
-        f"clause, operand or state update; {mutants['killed']} of {mutants['mutants']} are killed: "
-        f"each breaks something. All at `{data['environment']['commit'][:7]}`; "
+        f"clause, operand or state update; {mutants['killed']} of {mutants['mutants']} are "
+        f"killed: some call then goes wrong. All at `{data['environment']['commit'][:7]}`; "
         f"`make check` repeats the proofs. [What is proved]({KERNEL}#what-is-proved)."
     )
 
@@ -80,7 +80,7 @@ def bench() -> str:
     return wrapped(
         f"**Cost of the guards.** A check with its commit takes {each}. "
         f"{sum(row.misses for row in goals)} of {len(goals)} "
-        "*goals* (targets, each for one figure) are missed (commits "
+        "*goals* (a target for one figure) are missed (commits "
         f"`{data['environment']['commit'][:7]}` and, for proofs, "
         f"`{proved['environment']['commit'][:7]}`). "
         f"[What guards cost{under}]({KERNEL}#what-guards-cost)."
@@ -96,7 +96,7 @@ def runtime() -> str:
     return "\n".join(wrapped(f"- {said}", "  ") for part in parts for said in part)
 
 
-SCALING = "of scaling state"
+SCALING = "values of scaling state"
 
 
 def same_bits() -> Iterator[str]:
@@ -137,7 +137,7 @@ def over_ranks() -> Iterator[str]:
 
 
 def one_device() -> Iterator[str]:
-    """How much faster ours is than native, and slower than the library's step as one graph."""
+    """How our step compares with native, and with the library's whole step as one graph."""
     ours = [
         column
         for cell, _ in cells([*reports("bench")])
@@ -183,11 +183,11 @@ def models() -> Iterator[str]:
             for cell, (rate, over, theirs, sign) in sorted(best.items())
         )
         table = f"[Table]({RUNTIME}#whole-models)"
-        yield f"*Models*, TFLOP/s (over native; Megatron): {said}. {table}."
+        yield f"*Models*, TFLOP/s (speed over native's; over Megatron's): {said}. {table}."
 
 
 def grouped() -> Iterator[str]:
-    """The time of a step with the best group over today's, in every set of rows."""
+    """The step time with the best group size over the step time without groups."""
     sets = [one for _, report in files("groups") for one in report["derived"]["sets"]]
     best = [one["best"]["over_today"] for one in sets if one["best"] is not None]
     if best:
@@ -212,13 +212,13 @@ def peers() -> Iterator[str]:
         ]
         if said:
             yield (
-                f"*Peers*, over Megatron-core's best graphs, by gradients: {', '.join(said)}. "
-                f"[{name}]({RUNTIME}#peers)."
+                "*Peers*, speed over Megatron-core's best graphs, by gradients: "
+                f"{', '.join(said)}. [{name}]({RUNTIME}#peers)."
             )
 
 
 def training() -> Iterator[str]:
-    """The longest training run: the same losses, and the time to one of them."""
+    """The longest training run: how many losses differ from native, and the time to a loss."""
     for name, report in longest(dated("curves")):
         derived = report["derived"]
         same, to_loss = derived["same_order"][:1], derived["to_loss"][:1]
@@ -254,7 +254,7 @@ def span(found: Sequence[float]) -> str:
 
 
 def anchor(name: str, pp: int) -> str:
-    """The anchor of a scale report's heading on the runtime's page."""
+    """The link anchor of a scale report's heading on the runtime's page."""
     heading = f"{name}: {pp} rank{'s' * (pp != 1)}"
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 

@@ -1,5 +1,5 @@
 """
-The block about long runs of the suite: what ran when, where, at which commit, and how it ended.
+The block about long runs of the suite: time, machine, commit and result of each run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def machine(hardware: Mapping[str, Any]) -> str:
 
 
 def _different(words: Iterable[str]) -> str:
-    """Each different word once."""
+    """Join the different words, each once."""
     return " and ".join(dict.fromkeys(words))
 
 

@@ -1,7 +1,8 @@
 """
 Caveats on checked-in reports.
 
-A caveat belongs to a report of one commit: a new run of the report has none.
+A caveat belongs to the report of one commit. If the report is made again at another commit, it has
+no caveat.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ PROFILED = (
     "most the ratio shown (≤)."
 )
 FP32 = (
-    "Nothing was profiled. The rounds of native do not agree. Bits are not compared, because "
-    "native accumulates in bf16."
+    "Nothing was profiled. The timed rounds of native differ by more than the tolerance. Bits are "
+    "not compared, because native accumulates in bf16."
 )
 CUT = {
     ("tables_four.json", "df5819e4b527"): (
-        "Two starts ended at a time limit: the second start over two ranks lacks 32 microbatches; "
-        "the start over four ranks lacks, for layers alone, one launch under 1f1b and all of izb. "
+        "Two starts ended at a time limit. The second start over two ranks lacks the measurement "
+        "with 32 microbatches. The start over four ranks lacks, for layers alone, one launch under "
+        "1f1b and both sides under izb. "
         "The figures of layers alone over two ranks come from the first start. Two other GPUs of "
         f"the machine were busy during the starts over two ranks. {PROFILED}"
     ),
     ("scale_hosts.json", "9caffa76c788"): (
         "Four ranks shared two GPUs, two ranks on each GPU. NCCL was told that each rank is on "
         "a machine of its own, so messages went over sockets; gpu_runtime/README.md shows how to "
-        "start such ranks. The times were taken out, because they say nothing about four GPUs."
+        "start such ranks. The times were removed, because they do not show how fast four GPUs are."
     ),
     ("models_kinds.json", "fb0f23cabae6"): (
-        "The run ended at a time limit, so Megatron has no kinds of kernels and no idle share. The "
-        "rounds of native do not agree. Waiting for a message counts as messages."
+        "The run ended at a time limit, so the rows of Megatron lack the kinds of kernels and the "
+        "idle share. The timed rounds of native differ by more than the tolerance. The column "
+        "*messages* includes the time of waiting for messages."
     ),
 }
 """Incomplete reports, by file and commit, and what each lacks."""
@@ -56,13 +59,14 @@ REMARKS = {
         "profiled."
     ),
     ("models_3b.json", "6c8fd02c65c6"): (
-        "Nothing was profiled, and the rounds of native do not agree."
+        "Nothing was profiled. The timed rounds of native differ by more than the tolerance."
     ),
     ("models_8192.json", "fb0f23cabae6"): "Nothing was profiled.",
     ("models_8b.json", "f51db27973e0"): "Nothing was profiled.",
     ("models_replicas.json", "fb0f23cabae6"): (
         "The last row has two replicas on two GPUs, which reduce their gradients within the "
-        "launch. Nothing was profiled, and the rounds of native do not agree."
+        "launch. Nothing was profiled. The timed rounds of native differ by more than the "
+        "tolerance."
     ),
     ("models_fp32.json", "fb0f23cabae6"): FP32,
     ("models_one_gpu_fp32.json", "e081436d5fe1"): FP32,
@@ -75,16 +79,16 @@ IN_SHORT = {
 
 
 def remark(name: str, report: Mapping[str, Any]) -> str:
-    """The caveat on a report after a space; empty without a caveat."""
+    """Return the caveat on a report, after a space; an empty text without a caveat."""
     found = REMARKS.get((name, report["environment"]["commit"][:12]))
     return "" if found is None else f" {found}"
 
 
 def bound(name: str, report: Mapping[str, Any]) -> str:
-    """The sign before a ratio over native in a report that was timed behind the profiler."""
+    """Return the sign (≤) for a ratio to native if the report was timed after profiling."""
     return "≤ " if PROFILED in remark(name, report) else ""
 
 
 def in_short(name: str, report: Mapping[str, Any]) -> str:
-    """The short form of the caveat, in parentheses after a space; empty without a caveat."""
+    """Return the caveat's short form in parentheses, after a space; empty without a caveat."""
     return f" ({IN_SHORT[name]})" if remark(name, report) and name in IN_SHORT else ""

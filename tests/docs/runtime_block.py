@@ -233,7 +233,7 @@ def _probed(name: str, derived: Mapping[str, Any]) -> Iterator[tuple[str, str, s
 
 
 def _interleaved(sides: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Results of the library's own graphs at interleaved stages, under right and wrong use."""
+    """Results of the library's own graphs for interleaved stages, used rightly and wrongly."""
     if not sides:
         return
     rows = [

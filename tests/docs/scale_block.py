@@ -1,7 +1,7 @@
 """
 The runtime's page about a pipeline over ranks: bits first, then times, then goals.
 
-Each part of a report is one function in `PARTS`; it yields nothing for a report without that part.
+Each part of a report is one function in `PARTS`, which yields nothing if a report lacks the part.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def compared(name: str, report: Report) -> Iterator[str]:
         )
         yield (
             f"**A pipeline over {ranks_of(report)}** ({name}; {machine_of(report)}). The guarded "
-            f"and captured pipeline was compared with torch's own over full backwards: {said}."
-            f"{remark(name, report) * (not report['derived']['timed'])}"
+            "and captured pipeline was compared with torch's own pipeline over full backwards: "
+            f"{said}.{remark(name, report) * (not report['derived']['timed'])}"
         )
 
 
@@ -62,9 +62,10 @@ def timed(name: str, report: Report) -> Iterator[str]:
     ahead = any("host_ahead_ms" in row for row in found)
     took = [row["message_ms"] * 1e3 for row in found if "message_ms" in row]
     messages = (
-        f"A message counts with its time alone ({min(took):.0f} to {max(took):.0f} µs)."
+        f"A message counts with the time that it takes alone ({min(took):.0f} to {max(took):.0f} "
+        "µs)."
         if took
-        else "Messages count as free."
+        else "Messages count as taking no time."
     )
     yield (
         f"A step over {ranks_of(report)} with {report['configuration']['vpp']} stages of one layer "
@@ -73,11 +74,11 @@ def timed(name: str, report: Report) -> Iterator[str]:
         "whose tensors were compared with those of `guarded` after six steps. "
         "A *single step* starts on an idle device; *its host time* is the time until the host has "
         f"enqueued that step. {BACK_TO_BACK * ahead}The *bound* is the critical path of the "
-        f"schedule, computed from the time that each graph takes alone. {messages} Only one launch "
-        f"has a goal over its bound; a bold ratio misses it. {REPLAYED * in_order}*Kernels* is the "
-        "kernel time of the busiest rank under the profiler, with copies and without messages. The "
-        "sides were not timed alternately."
-        f"{remark(name, report)}"
+        f"schedule, computed from the time that each graph takes alone. {messages} Only the "
+        "side `one launch` has a goal for its ratio to the bound; a bold ratio misses this goal. "
+        f"{REPLAYED * in_order}*Kernels* is the kernel time of the busiest rank under the "
+        "profiler, with copies and without messages. The sides were not timed "
+        f"alternately.{remark(name, report)}"
     )
     header = (
         "cell", "schedule", "side", "step, ms", "single step, ms", "its host time, ms",
@@ -125,7 +126,7 @@ def _ahead(row: Mapping[str, Any]) -> str:
 
 
 def over_bound(row: Mapping[str, Any]) -> str:
-    """A side over its bound; one launch with its goal, in bold if missed."""
+    """The ratio of a step to its bound; for one launch also the goal, in bold if missed."""
     measured, goal = row["over_bound"], BOUND_GOALS.get(row["cell"])
     said = ratio(measured)
     if measured is None or goal is None or row["side"] != "one launch":
@@ -134,7 +135,7 @@ def over_bound(row: Mapping[str, Any]) -> str:
 
 
 def split(name: str, report: Report) -> Iterator[str]:
-    """The time of a step of one launch beyond the rank's own row."""
+    """How the time of one launch exceeds the time of the rank's own actions."""
     rows = []
     for row in report["derived"]["timed"]:
         for rank, own in enumerate(row.get("split", ())):

@@ -1,8 +1,8 @@
 """
 The short part of the runtime's page: a table for each kind of result.
 
-Further below, the page has all of this in full. A report that is missing, or that lacks a part, has
-no row.
+Later sections of the page have these results in full. A missing report has no row, and neither has
+a report that lacks the compared part.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def whole(found: Iterable[tuple[str, Report]]) -> dict[int, tuple[str, Report]]:
 
 
 def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
-    """What a complete step takes: native, with guarded replays, and as one launch."""
+    """The time of a complete step: native, with guarded replays, and as one launch."""
     chosen = whole(found)
     if not chosen:
         return
@@ -327,7 +327,7 @@ def _timed(row: Mapping[str, Any] | None, sign: str = "") -> str:
 
 
 def one_device(found: Sequence[Report]) -> Iterator[str]:
-    """A row a cell: ours beside native, the library's own graphs, and the floor."""
+    """One row per cell: our step beside native, the library's own graphs, and the floor."""
     rows = []
     for cell, _ in cells(found):
         columns, ours = cell["columns"], cell["columns"].get("ours_accumulate")
@@ -369,7 +369,7 @@ GROUPED = (
 
 
 def peers(found: Found) -> Iterator[str]:
-    """Ours beside torch's own pipeline and Megatron's modes, a column a cell."""
+    """Our steps beside torch's own pipeline and Megatron's modes; one column per cell."""
     for name, report in found[-1:]:
         rows = report["derived"]["rows"]
         named = dict.fromkeys(row["cell"] for row in rows)
@@ -403,14 +403,14 @@ def _peer(row: Mapping[str, Any] | None) -> str:
 
 
 def longest(found: Found) -> Iterator[tuple[str, Report]]:
-    """The report of loss curves with the longest run, if any report has a run."""
+    """Yield the report of loss curves with the longest run; nothing if no report has a run."""
     usable = [pair for pair in found if pair[1]["derived"]["runs"]]
     if usable:
         yield max(usable, key=lambda p: max(run["steps"] for run in p[1]["derived"]["runs"]))
 
 
 def curves(found: Found) -> Iterator[str]:
-    """The longest training run in a line: losses, other orders, and time to a loss."""
+    """The longest training run in one line: losses, other schedules, and time to a loss."""
     for name, report in longest(found):
         yield _curve(name, report)
 
@@ -426,7 +426,7 @@ def _curve(name: str, report: Report) -> str:
     for row in derived["non_inferiority"]:
         if row["ratio"] is not None:
             said.append(
-                f"{row['schedule']}'s held-out perplexity is {row['ratio']:.4f} of "
+                f"{row['schedule']}'s held-out perplexity is {row['ratio']:.4f} times "
                 f"{row['against']}'s over {len(row['seeds'])} seeds"
             )
     for row in derived["to_loss"]:
@@ -445,7 +445,7 @@ def _curve(name: str, report: Report) -> str:
 
 
 def goals_of_reports() -> dict[str, list[Mapping[str, Any]]]:
-    """Every goal by its place: those of one device together, those of other reports apart."""
+    """Every goal: the goals of one device in one list, the goals of other reports by file."""
     found = {"one device": latest_goals()}
     for kind in ("scale", "tables", "peers"):
         for name, report in files(kind):

@@ -53,13 +53,12 @@ def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         parts.append(
             f"**The paper's tables on this machine** ({name}; {derived['trials']} fresh starts of "
             f"all ranks; {machine(report)}). The language model has one layer per stage, and an "
-            "embedding and a head for a vocabulary of 32,768 tokens. A time is the slowest rank's: "
-            "the median of a trial, then the median over trials. Captured sides accumulate all "
-            "microbatches' gradients of a matrix in one buffer, except `copied` and `direct`. The "
-            "paper uses one buffer per microbatch, as `direct` does. The paper measured on H800 "
-            "PCIe GPUs (its table by microbatches: RTX 5880). The paper's efficiency over four "
-            "ranks is for the language model."
-            f"{remark(name, report)}"
+            "embedding and a head for a vocabulary of 32,768 tokens. A time is the time of the "
+            "slowest rank: the median within a trial, then the median over trials. Captured sides "
+            "accumulate all microbatches' gradients of a matrix in one buffer, except `copied` and "
+            "`direct`. The paper uses one buffer per microbatch, as `direct` does. The paper "
+            "measured on H800 PCIe GPUs (its table by microbatches: RTX 5880). The paper's "
+            f"efficiency over four ranks is for the language model.{remark(name, report)}"
         )
         sign = bound(name, report)
         parts += [*_complete(derived, sign), *_attribution(derived, sign)]
@@ -213,7 +212,7 @@ def _measured(value: float | None) -> str:
 
 def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[str]:
     """
-    Ours beside torch's own pipeline and Megatron.
+    Our steps beside the steps of torch's own pipeline and of Megatron.
 
     Args:
         found: Reports of kind `peers`, with the names of their files.
@@ -319,7 +318,7 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
 
 
 def _kinds(rows: Iterable[Row]) -> list[str]:
-    """The table of where time goes; nothing if no row was profiled."""
+    """A table of the time by kind of kernel; no table if no row was profiled."""
     profiled = [row for row in rows if row.get("kinds")]
     if not profiled:
         return []
@@ -351,7 +350,7 @@ def _model(row: Row) -> tuple[str, ...]:
         row["schedule"],
         row["side"] + (f", {row['replicas']} replicas" if row["replicas"] > 1 else ""),
         f"{took['median']:.1f} ({took['min']:.1f} to {took['max']:.1f}"
-        f"{', rounds do not agree' if row['settled'] is False else ''})",
+        f"{', rounds differ too much' if row['settled'] is False else ''})",
         f"{row['tflops']['median']:.0f}",
         f"{row['share']:.1%}",
         _ratio(row["native_over_this"]),

@@ -136,7 +136,7 @@ def test_a_report_that_was_cut_short_says_so() -> None:
         if not (report := load(path)).get("complete", True)
     }
     assert short == set(CUT)
-    ends = ("ended at a time limit", "were taken out")
+    ends = ("ended at a time limit", "were removed")
     assert all(any(end in " ".join(said.split()) for end in ends) for said in CUT.values())
 
 
@@ -163,8 +163,8 @@ def test_the_rows_that_cut_tables_lack_are_those_of_their_remark() -> None:
         [("layers", 8, "1f1b", "one launch")]
         + [("layers", 8, "izb", side) for side in ("replays", "one launch")],
     ]
-    assert "the second start over two ranks lacks 32 microbatches" in said
-    assert "for layers alone, one launch under 1f1b and all of izb" in said
+    assert "start over two ranks lacks the measurement with 32 microbatches" in said
+    assert "for layers alone, one launch under 1f1b and both sides under izb" in said
 
 
 def test_a_bound_is_that_of_its_reports_times() -> None:
@@ -350,10 +350,10 @@ def test_what_a_second_solver_was_told_is_said() -> None:
 
     assert (
         "2 seeds of Z3 agree on the 9 obligations of all relations; cvc5 agrees on all 9 of them "
-        "(7 from few lemmas, 2 from every lemma)."
+        "(proofs: 7 from few lemmas, 2 from every lemma)."
     ) == agreements([z3, all_of_them])
     assert agreements([z3, some]).endswith(
-        "cvc5 agrees on 8 of them (8 from few lemmas) and gave no answer on 1 within 10 s "
+        "cvc5 agrees on 8 of them (proofs: 8 from few lemmas) and gave no answer on 1 within 10 s "
         "(`a.claim` at read)."
     )
 

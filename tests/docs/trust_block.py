@@ -21,7 +21,7 @@ PAGES: Mapping[Path, Mapping[str, trust.Trust]] = {
 
 
 def on_trust(sentences: Mapping[str, trust.Trust]) -> str:
-    """The sentences of a guard, with when each applies."""
+    """The sentences of a guard, and the condition under which each sentence applies."""
     rows = [(each.said(stage="N", kind="KIND"), each.when) for each in sentences.values()]
     return markdown(("taken on trust", "when"), rows)
 

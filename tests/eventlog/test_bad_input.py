@@ -1,5 +1,5 @@
 """
-Input that is not an event log: one clear line that says what it is, never a traceback.
+Input that is not an event log is refused with one clear line about the input, never a traceback.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-No corrupted log passes: one-field edits, lost, doubled and moved lines, damaged bytes.
+No corrupted log is accepted: edits of one field, lost, duplicated and moved lines, damaged bytes.
 """
 
 from __future__ import annotations

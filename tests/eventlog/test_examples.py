@@ -1,5 +1,5 @@
 """
-The example logs: current, described by the schema, accepted or refused as their names say.
+The example logs are up to date, follow the schema, and are accepted or refused as their names say.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-Logs of the first version, which knew no reports: they are still read, and still refused by name.
+Logs of the first version, which contain no reports, are still read, and still refused by clause
+name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""
-Logs made to be misread: other spellings, huge headers, names that write on the terminal.
-"""
+"""Logs that try to mislead a reader: other spellings, huge headers, names with terminal codes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """
-The logs of all ranks together: each alone keeps the contract, and they may still not fit.
+The logs of all ranks together: each log may keep the contract, although the logs contradict each
+other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""
-The recorder writes what happened, and nothing where it is not attached.
-"""
+"""The recorder writes what happened, and writes nothing where it is not attached."""
 
 from __future__ import annotations
 

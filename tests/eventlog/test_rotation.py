@@ -1,4 +1,6 @@
-"""A log in several files: each continues the one before it, and the oldest ones may be gone."""
+"""
+A log in several files: each file continues the previous file, and the oldest files may be missing.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """
-Logs of the second version: a commit of an epoch is the check and the commit of an update in one
-line, which took no ticket.
+Logs of the second version, in which one line without a ticket checks and commits the update of an
+epoch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A step committed as one is one line of the log, which the replayer expands and checks."""
+"""
+A step that is committed in one call is one line of the log, which the replayer expands and checks.
+"""
 
 from __future__ import annotations
 

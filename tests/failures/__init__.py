@@ -1,1 +1,1 @@
-"""Failures of real pipelines, run as they happen: what broke, and what the checks say."""
+"""Failures of real pipelines, reproduced: what broke, and what the checks report."""

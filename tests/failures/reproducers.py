@@ -1,4 +1,4 @@
-"""Runs the reproducer of a text for upstream."""
+"""Run the reproducer in a bug report for another project."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ LIMIT = 120
 
 def require_observed(name: str, folder: Path) -> None:
     """
-    Run a text's reproducer; it has to print what the text observed, in at most 60 lines of code.
+    Run the reproducer of a bug report; it must print what the report observed, and have at most 60
+    lines of code.
 
     Args:
-        name: The text, beside this module.
+        name: Name of the bug report, a file beside this module.
         folder: An empty folder.
     """
     page = Path(__file__).with_name(name)

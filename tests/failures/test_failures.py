@@ -1,9 +1,9 @@
 """
-Every public failure of the list comes out as its row states, and its row states the truth.
+Every public failure in the list has the outcome that its row states.
 
-A refusal is worth something when the same run without the reported step is accepted, and when the
-refusal goes away with its guard. That a failure is not caught is worth saying only where the faulty
-run is really accepted.
+A refusal counts as evidence only if the same run without the reported step is accepted, and if the
+refusal disappears with its guard. A failure may be listed as not caught only if the faulty run is
+really accepted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """
 torch's `defer_pp_recv=True` silently swaps tensors, and `qeffect check` refuses the table.
 
-`torch_deferred_receives.md` says what happens and why. Here two gloo ranks run torch's own pipeline
-over a plain module (`two_ranks.py`), the gradients are compared with one process without a
-pipeline, and the very tables that ran are given to `qeffect check`.
+`torch_deferred_receives.md` explains the fault and its cause. Here two gloo ranks run torch's own
+pipeline over a plain module (`two_ranks.py`), the gradients are compared with one process without a
+pipeline, and the same tables are given to `qeffect check`.
 
-All comparisons with the reference are bit for bit. That is no luck: every stage and microbatch is
-computed by the same kernels on tensors of the same shapes on one thread, messages are copies, and a
-stage's weight gradients are added in the order of microbatches in every table here
-(`test_wgrads_in_order`) as in the reference.
+All comparisons with the reference are bit for bit, for three reasons. Every stage and microbatch is
+computed by the same kernels on tensors of the same shapes on one thread. Messages are copies. In
+every table here (`test_wgrads_in_order`), as in the reference, a stage's weight gradients are added
+in the order of microbatches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """
-Two reductions of torch's pipeline under DistributedDataParallel: one is missing, one comes early.
+Two faults of torch's pipeline under DistributedDataParallel: one reduction is missing, another
+comes too early.
 
-The texts for upstream have the reproducers, which torch alone runs on two CPU processes.
-`tests/ranks/test_guard_replicas.py` shows what the guard says.
+The bug reports for torch contain the reproducers, which need only torch and two CPU processes.
+`tests/ranks/test_guard_replicas.py` shows what the guard reports.
 """
 
 from __future__ import annotations

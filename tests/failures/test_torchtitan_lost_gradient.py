@@ -1,8 +1,8 @@
 """
 Under zero-bubble schedules TorchTitan loses the gradient of its last norm.
 
-The text for upstream has the reproducer, which torch alone runs on two CPU processes. The sweep of
-TorchTitan's modes found it; `tests/ranks/test_guard_evidence.py` shows what the guard says.
+The bug report contains the reproducer, which needs only torch and two CPU processes. `report modes`
+over TorchTitan found the fault; `tests/ranks/test_guard_evidence.py` shows what the guard reports.
 """
 
 from __future__ import annotations

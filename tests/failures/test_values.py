@@ -1,10 +1,12 @@
 """
-What the contract does not see: numbers that are wrong while every action is in its place.
+What the contract does not see: values that are wrong although every action happens at the right
+time.
 
-Two linear stages train under the contract in plain torch, as reported and mended. The calls that
-the contract is asked are the same in both runs, one for one, and all are accepted; the gradients
-are not the same. So `qeffect failures` has no re-enactment of most of these, and says why. Two are
-wrong in a factor alone: they are accepted like the others, unless dI reports the factor.
+Two linear stages train under the contract in plain torch, once with the reported fault and once
+without. Both runs ask the contract the same calls, one for one, and all calls are accepted; the
+gradients differ. `qeffect failures` therefore has no re-enactment of most of these faults, and says
+why. In two faults only a factor is wrong: these faults are accepted too, unless dI reports the
+factor.
 """
 
 from __future__ import annotations

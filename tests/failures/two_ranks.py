@@ -1,11 +1,11 @@
 """
-One rank of a plain torch pipeline: each schedule as it stands, and with deferred receives.
+One rank of a plain torch pipeline: each schedule without and with deferred receives.
 
     python -m tests.failures.two_ranks RANK PORT FOLDER
 
-`test_torch_deferred_receives.py` starts it twice. It knows nothing of QEffect: the model is a
-`torch.nn.Module`, the pipeline is torch's own (`PipelineStage` and a schedule class), the ranks are
-two CPU processes over gloo. What a rank saw goes to `FOLDER/rank<RANK>.pt`.
+`test_torch_deferred_receives.py` starts this module twice. The module uses no code of QEffect: the
+model is a `torch.nn.Module`, the pipeline is torch's own (`PipelineStage` and a schedule class),
+and the ranks are two CPU processes over gloo. The results of a rank go to `FOLDER/rank<RANK>.pt`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ def module_of(stage: int) -> torch.nn.Module:
 
 
 class Stage(PipelineStage):
-    """torch's stage; it sends this rank nothing."""
+    """torch's pipeline stage, without messages from this rank to itself."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """
         Leave out messages of this rank to itself, which gloo cannot send.
 
         Before its first step torch 2.11 exchanges a number with the rank of each neighbouring stage
-        to open connections. Under ZB-V that can be this rank, which needs none.
+        to open connections. Under ZB-V a neighbouring stage can be on this rank itself, which needs
+        no connection.
         """
         own = self.group_rank
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
@@ -75,11 +76,12 @@ def step(cls: str, rank: int, *, defer: bool) -> dict[str, Any]:
     Args:
         cls: The schedule class.
         rank: This rank.
-        defer: torch's `defer_pp_recv`.
+        defer: Value of torch's option `defer_pp_recv`.
 
     Returns:
-        `table`: the rows that torch executed, of all ranks, cell by cell. `losses`: of each
-        microbatch, on the rank of the last stage. `gradients`: by stage and parameter.
+        `table` has the rows that torch executed on all ranks, entry by entry. `losses` has the loss
+        of each microbatch, on the rank of the last stage. `gradients` has the gradients by stage
+        and parameter.
     """
     own = STAGES[cls][rank]
     group = dist.new_group(list(range(RANKS)), timeout=datetime.timedelta(seconds=PATIENCE))
@@ -114,7 +116,7 @@ def step(cls: str, rank: int, *, defer: bool) -> dict[str, Any]:
 
 
 def main(rank: int, port: int, folder: Path) -> None:
-    """Run every schedule in both ways, and write down what this rank saw."""
+    """Run every schedule without and with deferred receives, and save the results of this rank."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     patience = datetime.timedelta(seconds=PATIENCE)

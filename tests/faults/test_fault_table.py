@@ -1,5 +1,6 @@
 """
-The fault table: seven injections in six families, each refused, each guard shown to be needed.
+The fault table: seven injections in six families; each is refused, and each guard is shown to be
+needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """
-Shared by the tests that need a device: each is marked ``gpu``, and fails without a device.
+Fixtures for the tests that need a device: each such test is marked ``gpu``, and fails without a
+device.
 
-Run them with ``pytest -m gpu tests/gpu``; everywhere else they are deselected.
+Run these tests with ``pytest -m gpu tests/gpu``; any other run deselects them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def device() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def devices(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Share the devices with other workers; a test marked ``alone`` has them for itself."""
+    """
+    Share the devices with other workers; a test marked ``alone`` holds the devices exclusively.
+    """
     with held(alone=request.node.get_closest_marker("alone") is not None):
         yield
 

@@ -1,4 +1,4 @@
-"""Small captured runs over Transformer Engine, and injections into them."""
+"""Small captured runs over Transformer Engine, and injections of faults into these runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ assert SMALL.order() == ORDER
 
 
 def given(cells: str, **changes: Any) -> Case:
-    """A small case of another order."""
+    """A small case with the given order of actions."""
     return attrs.evolve(SMALL, schedule="given", cells=cells, **changes)
 
 
@@ -59,7 +59,7 @@ def guarded_run(
     reducer: Reducer | None = None,
     counts: Counts | None = None,
 ) -> GuardedRun:
-    """A fresh guarded runtime over the library, the only one that is live in this process."""
+    """A fresh guarded runtime over the library; no other runtime is live in this process."""
     stages = fresh_stages(case, TE, fuse=fuse_for(case.rule))
     config = RuntimeConfig(
         rule=case.rule,
@@ -73,13 +73,13 @@ def guarded_run(
 
 
 def executor_of(run: GuardedRun) -> GraphExecutor:
-    """The executor that replays."""
+    """The executor that replays graphs."""
     assert isinstance(run.runtime.executor, GraphExecutor)
     return run.runtime.executor
 
 
 def final_of(stages: Sequence[StageBackend], optimizer: Any) -> Recording:
-    """What training left, recorded."""
+    """A recording of the final state of training."""
     recording = Recording("final")
     recording.add_state("final", live_state(stages[0].domain))
     for stage in stages:
@@ -90,13 +90,13 @@ def final_of(stages: Sequence[StageBackend], optimizer: Any) -> Recording:
 
 
 def native_final(case: Case = SMALL) -> Recording:
-    """The oracle: native full backward, never disturbed."""
+    """The oracle: an undisturbed run of native full backward."""
     run = run_native(case, "main_grad", TE, "cuda", None)
     return final_of(run.stages, run.optimizer)
 
 
 class CapturedInjection(Injection):
-    """The CPU's injections, into a runtime whose graphs are live."""
+    """The fault injections of the CPU tests, into a runtime whose graphs are live."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class CapturedInjection(Injection):
         self.run.step()
 
     def assert_final(self, undisturbed: Recording) -> None:
-        """The same bits as if nothing had happened."""
+        """Require the same bits as in an undisturbed run."""
         stages = list(self.run.runtime.stages.values())
         result = compare(undisturbed, final_of(stages, self.run.optimizer), categories=FINAL)
         assert result.mismatched == 0, str(result)

@@ -1,4 +1,7 @@
-"""Real graphs over Transformer Engine: native's bits, live refusals, addresses, memory, handoff."""
+"""
+Real graphs over Transformer Engine: native's bits, refusals during a run, addresses, memory, and
+handoff.
+"""
 
 from __future__ import annotations
 

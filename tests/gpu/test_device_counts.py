@@ -1,4 +1,4 @@
-"""Device counts over real graphs: the graphs themselves tell what ran."""
+"""Device counts over real graphs: counters inside the graphs record which graphs ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout of Transformer Engine's layers: the device's random numbers in eager F and in replays."""
+"""Dropout in Transformer Engine's layers: the device's random numbers in eager F and in replays."""
 
 from __future__ import annotations
 

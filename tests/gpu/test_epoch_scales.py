@@ -1,9 +1,9 @@
 """
-`scales = "epoch"` over Transformer Engine: one digest of a training, under every mapping.
+`scales = "epoch"` over Transformer Engine: training has the same digest under every mapping.
 
-The command trains one model under schedules, modes and numbers of ranks, and prints a digest of
-parameters, moments and scales. The native side of `--compare` is Transformer Engine's own full
-backward under the same recipe.
+The command trains one model under several schedules, modes and numbers of ranks, and prints a
+digest of parameters, moments and scales. The native side of `--compare` is Transformer Engine's own
+full backward under the same recipe.
 """
 
 from __future__ import annotations

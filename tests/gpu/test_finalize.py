@@ -1,4 +1,7 @@
-"""One pass over gradient buffers on a device: the bits of additions, wherever the sum is used."""
+"""
+One pass over gradient buffers on a device gives the bits of separate additions, wherever the sum is
+used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What an update of Transformer Engine moves: the histories of what ran, in whatever order."""
+"""
+An update of Transformer Engine moves the histories of the stages that ran, in whatever order they
+ran.
+"""
 
 from __future__ import annotations
 

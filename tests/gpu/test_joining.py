@@ -1,4 +1,4 @@
-"""Operands of several microbatches as one on a device: the bits of their product."""
+"""Joining the operands of several microbatches on a device: the bits of the joint product."""
 
 from __future__ import annotations
 

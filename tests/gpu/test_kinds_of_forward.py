@@ -1,4 +1,6 @@
-"""Kinds of F over Transformer Engine: recomputed by `te.checkpoint`, and evaluated in training."""
+"""
+Kinds of F over Transformer Engine: recomputed by `te.checkpoint`, and evaluated during training.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """
-A language model's ends on real graphs: tied, with either head, and cut by measured times.
+The embedding and head of a language model on real graphs: tied, with either kind of head, and cut
+by measured times.
 
-The command is run as a user runs it, captured, and compares every tensor of every step with torch's
+The command runs as a user runs it, captured, and compares every tensor of every step with torch's
 own pipeline over native full backwards. Each run ends within `LIMIT_S`.
 """
 

@@ -1,8 +1,9 @@
 """
-Training by one launch a step, on real graphs: the bits of guarded replays, with all that a run has.
+Training with one launch per step on real graphs has the bits of guarded replays, with every feature
+of a run.
 
-The bodies are those of `tests/training/test_launches.py`, which takes them over a stand-in. Every
-launch of ranks ends within `LIMIT_S`: a rank that hangs is killed and fails its test.
+The test bodies are those of `tests/training/test_launches.py`, which uses a stand-in for graphs.
+Every start of ranks ends within `LIMIT_S`: a rank that hangs is killed and fails its test.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """
-A step as one launch, on real graphs: the bits of replays, and what ends it on every rank.
+A step as one launch on real graphs: it has the bits of replays, and every fault ends it on every
+rank.
 
-The bodies are those of `tests/ranks/test_launch_bodies.py`, which takes them through replays on
-CPUs. Every launch of ranks ends within `LIMIT_S`: a rank that hangs is killed and fails its test.
+The test bodies are those of `tests/ranks/test_launch_bodies.py`, which runs them as replays on
+CPUs. Every start of ranks ends within `LIMIT_S`: a rank that hangs is killed and fails its test.
 """
 
 from __future__ import annotations

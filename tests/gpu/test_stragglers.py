@@ -1,8 +1,9 @@
 """
-A rank whose device is slow is named in launches, on real graphs over two GPUs.
+A rank whose device is slow is named in steps that are one launch, on real graphs over two GPUs.
 
-One rank's device is made slow by a kernel that only spins, behind every F, dI and dW of its slots'
-graphs. The rows that each test prints (run with ``-s``) show the times of both ranks by step.
+A kernel that only spins, behind every F, dI and dW in the graphs of one rank's slots, slows down
+the device of that rank. The rows that each test prints (run with ``-s``) show the times of both
+ranks by step.
 """
 
 from __future__ import annotations

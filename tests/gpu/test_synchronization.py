@@ -1,8 +1,9 @@
 """
-Waits between the host and two streams: each is needed, since without it a delay shows.
+Waits between the host and two streams: each wait is needed, because a delay shows an error without
+it.
 
-Every test delays a stream by a long kernel. With the wait in place the result is right; with the
-wait taken away the same test body finds the stale one.
+Every test delays a stream by a long kernel. With the wait the result is right; without the wait the
+same test body finds a stale result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`qeffect runtime times` on a device: replays of captured products of several microbatches."""
+"""
+`qeffect runtime times` on a device: replays of captured matrix products over several microbatches.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """
-What one rank runs in the tests of waits around a launch, with a wait and with it taken away.
+What one rank runs in the tests of waits around a launch, once with each wait and once without it.
 
-A long kernel delays one stream, so that whatever does not wait for it reads too early each time.
+A long kernel delays one stream, so that work that does not wait for the stream always reads too
+early.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LONG_DELAY = 10 * DELAY
 
 
 class UnrecordedEvent(torch.cuda.Event):
-    """An event that is never recorded: whoever waits for it goes on at once."""
+    """An event that is never recorded, so that a wait for the event returns at once."""
 
     def record(self, stream: Any = None) -> None:
         """Record nothing."""
@@ -34,17 +35,17 @@ class UnrecordedEvent(torch.cuda.Event):
 
 def delay(stream: Any = None, cycles: int = DELAY) -> None:
     """
-    Keep a stream busy; the current one, unless another is given.
+    Keep a stream busy, by default the current stream.
 
-    The first use of a kernel in a process loads it, and that may wait for all streams. So whatever
-    is queued behind a delay has to run once before.
+    The first use of a kernel in a process loads the kernel, which may wait for all streams. So all
+    work that is queued behind a delay must have run once before.
     """
     with torch.cuda.stream(stream):
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def _begun(job: Job, prepare: Callable[[OneLaunch], None] | None = None) -> OneLaunch:
-    """A runner whose next step is checked as one."""
+    """A runner whose next step is checked in one call."""
     worker = _made(job, "cuda", one=True, rate=1e-3)
     runner = OneLaunch(worker)
     if prepare is not None:
@@ -56,7 +57,7 @@ def _begun(job: Job, prepare: Callable[[OneLaunch], None] | None = None) -> OneL
 
 
 class _Weights:
-    """Copies of all parameters, in memory that is there before anything is delayed."""
+    """Copies of all parameters, in memory that is allocated before any stream is delayed."""
 
     def __init__(self, worker: Worker) -> None:
         self._live = [t.detach() for t in worker.optimizer.named.values()]
@@ -81,7 +82,10 @@ def _close(runner: OneLaunch) -> None:
 
 
 def confirmed(job: Job, waits: bool) -> str:
-    """Two launches of which the first is delayed: why the second one stopped; empty if not."""
+    """
+    Run two launches of which the first is delayed; return why the second launch stopped, or an
+    empty text if it did not stop.
+    """
     runner = _begun(job)
     if not waits:
         runner._waits.wait = lambda done: None  # type: ignore[method-assign]
@@ -97,7 +101,9 @@ def confirmed(job: Job, waits: bool) -> str:
 
 
 def rated(job: Job, waits: bool) -> bool:
-    """Whether a launch has used the rate, 0, that the caller's stream sets behind a delay."""
+    """
+    Whether a launch has used the learning rate 0 that the caller's stream sets behind a delay.
+    """
     runner = _begun(job)
     handoff: Any = runner.runtime.handoff
     before, after = _Weights(runner.worker), _Weights(runner.worker)
@@ -115,7 +121,7 @@ def rated(job: Job, waits: bool) -> bool:
 
 
 def updated(job: Job, waits: bool) -> bool:
-    """Whether a caller that reads the weights right behind a launch finds them updated."""
+    """Whether a caller that reads the weights right after a launch finds updated weights."""
 
     def late(runner: OneLaunch) -> None:
         """Delay each launch behind its last dW, whose graph has recorded the tail."""
@@ -147,7 +153,7 @@ def updated(job: Job, waits: bool) -> bool:
 
 
 def left(job: Job, waits: bool) -> bool:
-    """Whether `leave` returns only when the work behind the last launch has ended."""
+    """Whether `leave` returns only when the work queued behind the last launch has ended."""
     runner = _begun(job)
     runtime = runner.runtime
     flag, found = (torch.zeros((), device=runner.worker.member.device) for _ in range(2))
@@ -170,7 +176,7 @@ def left(job: Job, waits: bool) -> bool:
 
 
 def closed(job: Job, waits: bool) -> bool:
-    """Whether any stream reads the weights of the last launch once `close` has returned."""
+    """Whether every stream reads the weights of the last launch once `close` has returned."""
     runner = _begun(job)
     before, found, after = (_Weights(runner.worker) for _ in range(3))
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]

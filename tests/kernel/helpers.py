@@ -19,13 +19,13 @@ MATRICES = ("w0", "w1")
 
 
 def stage(index: int = 0, **options: Any) -> StageConfig:
-    """A stage of two microbatches, two slots and two matrices, unless said otherwise."""
+    """A stage, by default with two microbatches, two slots and two matrices."""
     return StageConfig(index, **{"microbatches": 2, "slots": 2, "matrices": MATRICES, **options})
 
 
 class Rig:
     """
-    A contract and the calls of an orderly caller: each waits and binds as it must.
+    A contract, and methods that call it correctly, with all required waits and binds.
 
     Args:
         stages: The stages; by default one.
@@ -51,7 +51,7 @@ class Rig:
         return next(c.matrices for c in self.contract.stages if c.stage == stage)
 
     def check_forward(self, microbatch: int = 0, stage: int = 0, **options: Any) -> Ticket:
-        """Check F; refresh in the same F where the cache is stale."""
+        """Check F; the same F also refreshes the cache if the cache is stale."""
         contract = self.contract
         stale = contract.memory.cache_epoch[stage] != contract.epoch
         uses = "version" in contract.transitions.relations
@@ -92,7 +92,7 @@ class Rig:
         self.contract.commit(ticket, self.matrices(stage))
 
     def microbatch(self, microbatch: int = 0, stage: int = 0) -> TapeRef:
-        """Run F, dI and dW of one microbatch, its receives before and its readers after."""
+        """Run F, dI and dW of one microbatch, after its receives and before its readers."""
         (config,) = (c for c in self.contract.stages if c.stage == stage)
         if config.receives_input:
             link = self.link(stage)
@@ -112,7 +112,7 @@ class Rig:
     def send(
         self, ref: TapeRef, microbatch: int = 0, stage: int = 0, *, gradient: bool = False
     ) -> None:
-        """Run a whole send, from the wait for what it reads to the join of its end."""
+        """Run a whole send, from the wait for the sent tensor to the join of the send's end."""
         key, link = self.key(microbatch, stage), self.link(stage)
         self.contract.wait(link)
         self.contract.read(key, ref, gradient=gradient, link=link)
@@ -122,7 +122,7 @@ class Rig:
     def receive(
         self, ref: TapeRef, microbatch: int = 0, stage: int = 0, *, gradient: bool = False
     ) -> None:
-        """Run a whole receive, from the wait for the slot to the join of its end."""
+        """Run a whole receive, from the wait for the slot to the join of the receive's end."""
         key, link = self.key(microbatch, stage), self.link(stage)
         self.contract.wait(link)
         self.contract.post_receive(key, ref, gradient=gradient, link=link)
@@ -130,7 +130,7 @@ class Rig:
         self.contract.join(link)
 
     def finish(self, stage: int = 0) -> None:
-        """Finalize a stage and reduce it where it owes a reduction."""
+        """Finalize a stage, and reduce its gradients if a reduction is due."""
         self.contract.wait(self.link(stage))
         self.contract.finalize(stage, self.link(stage))
         (config,) = (c for c in self.contract.stages if c.stage == stage)
@@ -151,7 +151,7 @@ class Rig:
         """
         Commit, with the update on a caller's stream, for which every graph stream waits.
 
-        Scales that move once an epoch move in the update.
+        Scales that move once per epoch move in the update.
         """
         moving = {c.domain: c.stage for c in self.contract.stages if c.scales == "epoch"}
         if moving:
@@ -171,10 +171,11 @@ def refused(
     rig: Rig | Contract, clause: str, found: str = "", expected: str = ""
 ) -> Iterator[None]:
     """
-    Expect a refusal by a clause that changes nothing and says what it should in one line.
+    Expect a refusal by a clause; the refusal must change nothing, and its message must be one line
+    with the expected words.
 
     Args:
-        rig: What is asked.
+        rig: The contract that is called.
         clause: The clause that refuses.
         found: What the refusal's ``found`` must contain.
         expected: What its ``expected`` must contain.
@@ -204,7 +205,7 @@ def refused_evidence(rig: Rig, clause: str, ticket: Ticket, evidence: tuple[str,
     Expect the transition to refuse evidence and change nothing, and the commit to abort by it.
 
     Args:
-        rig: What is asked.
+        rig: The contract that is called.
         clause: The clause that refuses.
         ticket: The ticket of a dI or dW in flight.
         evidence: What the action queued or covered.

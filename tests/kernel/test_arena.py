@@ -1,5 +1,5 @@
 """
-Arena: each matrix gradient of each microbatch lands in its configured destination exactly once.
+Arena: each matrix gradient of each microbatch reaches its configured destination exactly once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""
-Arguments: what was never configured is refused by name, whatever the call, with nothing changed.
-"""
+"""Arguments: every call refuses, by name, anything that was not configured, and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """
-Capture memory: graphs of one pool are replayed in the order of their capture, or it is refused.
+Capture memory: graphs that share a pool must be replayed in the order of their capture; any other
+order is refused.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class TestSharedPool:
         rig = Rig(stage(pool="p"), capture_order=BY_KIND)
         rig.forward(0, slot=1)
 
-        with refused(rig, "capture.out-of-order", "after the graph captured at place 1"):
+        with refused(rig, "capture.out-of-order", "after the graph captured at position 1"):
             rig.check_forward(1, slot=0)
 
     def test_an_earlier_dgrad_is_refused_after_a_later_one(self) -> None:
@@ -74,7 +75,7 @@ class TestSharedPool:
         with refused(
             rig,
             "capture.out-of-order",
-            "microbatch 0 of stage 0 in epoch 0 in slot 0, the graph captured at place 2, after",
+            "microbatch 0 of stage 0 in epoch 0 in slot 0, the graph captured at position 2, after",
             "replayed in the order of capture",
         ):
             rig.contract.check_dgrad(rig.key(0), refs[0])
@@ -87,7 +88,7 @@ class TestSharedPool:
         rig.dgrad(refs[1], 1)
         rig.wgrad(refs[1], 1)
 
-        with refused(rig, "capture.out-of-order", "after the graph captured at place 5"):
+        with refused(rig, "capture.out-of-order", "after the graph captured at position 5"):
             rig.check_wgrad(refs[0], 0)
 
     def test_slot_reuse_while_another_waits(self) -> None:
@@ -115,7 +116,7 @@ class TestSharedPool:
         rig.contract.bind(rig.key(0))
         rig.contract.wait()
 
-        with refused(rig, "capture.out-of-order", "after the graph captured at place 3"):
+        with refused(rig, "capture.out-of-order", "after the graph captured at position 3"):
             rig.contract.check_dgrad(rig.key(0), refs[0])
 
     def test_a_reader_keeps_the_pool(self) -> None:
@@ -245,7 +246,7 @@ class TestRefreshInASharedPool:
         with refused(
             rig,
             "capture.out-of-order",
-            "refresh of stage 1, the graph captured at place 1, after the graph captured at place",
+            "refresh of stage 1, the graph captured at position 1, after the graph captured at",
             "replayed in the order of capture",
         ):
             rig.contract.check_refresh(1)
@@ -264,7 +265,9 @@ class TestRefreshInASharedPool:
         rig.forward(0, 0)
         _refresh(rig, 1)
 
-        with refused(rig, "capture.out-of-order", "captured at place 2, after the graph captured"):
+        with refused(
+            rig, "capture.out-of-order", "captured at position 2, after the graph captured"
+        ):
             rig.check_forward(0, 1)
 
     def test_a_later_refresh_keeps_wgrad_out(self) -> None:
@@ -275,7 +278,7 @@ class TestRefreshInASharedPool:
         rig.dgrad(ref, 0, 0)
         _refresh(rig, 1)
 
-        with refused(rig, "capture.out-of-order", "after the graph captured at place 7"):
+        with refused(rig, "capture.out-of-order", "after the graph captured at position 7"):
             rig.check_wgrad(ref, 0, 0)
 
     def test_a_refresh_in_flight_has_moved_the_pool(self) -> None:
@@ -310,7 +313,7 @@ class TestRefreshInASharedPool:
         _refresh(rig, 0)
         rig.forward(0, 0)
 
-        with refused(rig, "capture.out-of-order", "refresh of stage 1, the graph captured at pl"):
+        with refused(rig, "capture.out-of-order", "refresh of stage 1, the graph captured at po"):
             rig.contract.check_refresh(1)
 
     def test_a_refresh_within_its_forward_is_part_of_its_graph(self) -> None:

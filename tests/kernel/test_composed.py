@@ -1,5 +1,6 @@
 """
-The checked-in composition: current, whole, the object that every reading shares, and readable.
+The checked-in composition is up to date, complete and readable, and every reading uses the same
+object.
 """
 
 from __future__ import annotations

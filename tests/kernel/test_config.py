@@ -1,5 +1,5 @@
 """
-Configuration: an unusable one is refused in one clear line, before there is a contract.
+Configuration: an unusable configuration is refused in one clear line before a contract exists.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """
-Inputs that a separate stream copies into a slot: F must wait until the graph stream has waited
-for the copy.
+Inputs that a separate stream copies into a slot: F must wait until the graph stream has waited for
+the copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
-Cost: an action touches a handful of entries, whatever the size of the pool.
+Cost: an action touches only a few entries, whatever the size of the pool.
 
-Shown by counting what is touched, not by time: every column is replaced by one that counts its
-accesses and fails on anything that would walk it.
+The tests count accesses instead of measuring time: every column is replaced by a column that counts
+its accesses and fails if an action iterates over all entries.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-Device counts: the device ran exactly the committed actions, each as often and in that order.
+Device counts: the device ran exactly the committed actions, each the right number of times and in
+the same order.
 
 The device here is a list of counters beside the calls, so that a test can run anything.
 """

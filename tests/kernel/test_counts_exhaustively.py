@@ -1,10 +1,10 @@
 """
-Device counts over every short history: these calls are not proved, so all of them are tried.
+Device counts over every short history: these calls have no proof, so all of them are tried.
 
 The ledger of counts is separate from the composed transitions. Its counts are compared with the
 sums of an oracle over the list of committed actions, and with the columns that the proved
-transitions write. It must refuse exactly if two lists differ. Each of its refusals and updates is
-then deleted in turn; the comparisons must notice each deletion.
+transitions write. The ledger must refuse exactly if two lists differ. Each of its refusals and
+updates is then deleted in turn; the comparisons must notice each deletion.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-Several contracts of one process: with one registry, none writes another's gradient destinations.
+Several contracts in one process: with a common registry, no contract writes another contract's
+gradient destinations.
 """
 
 from __future__ import annotations

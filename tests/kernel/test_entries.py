@@ -1,4 +1,4 @@
-"""Entries compared and written in bulk are exactly the named entries."""
+"""Bulk comparisons and bulk writes of entries affect exactly the named entries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Epoch: an optimizer step is final only when whole, and a spoiled one never commits.
+Epoch: an optimizer step becomes final only when it is complete, and a spoiled step never commits.
 """
 
 from __future__ import annotations

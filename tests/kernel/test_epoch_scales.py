@@ -1,6 +1,4 @@
-"""
-Scales of an epoch: F and dI gather, and the update moves them once.
-"""
+"""Scales per epoch: F and dI only gather amaxes, and the update moves the scales once."""
 
 from __future__ import annotations
 

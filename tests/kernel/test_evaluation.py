@@ -1,6 +1,4 @@
-"""
-Evaluations: forwards that train nothing, between the actions of an epoch.
-"""
+"""Evaluations: forwards between the actions of an epoch that do not train."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Reads of gradients on other streams: they start when gradients are final, and end before a writer.
+Reads of gradients on other streams start when gradients are final, and end before the next write.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Grouped dW: one product writes the gradients of several tapes, and counts for each of them.
+Grouped dW: one product writes the gradients of several tapes, and counts as a dW of each tape.
 """
 
 from __future__ import annotations

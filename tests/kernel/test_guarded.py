@@ -1,6 +1,4 @@
-"""
-Guarded actions: check on entry, commit on a good exit, abort on any other.
-"""
+"""Guarded actions: check on entry, commit on a normal exit, abort on any other exit."""
 
 from __future__ import annotations
 

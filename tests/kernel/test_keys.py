@@ -1,6 +1,4 @@
-"""
-Keys and references: plain frozen names of what a tape is and where it is.
-"""
+"""Keys and references: plain immutable names that identify a tape and its slot."""
 
 from __future__ import annotations
 

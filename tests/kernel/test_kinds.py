@@ -1,8 +1,9 @@
 """
-Kinds of values: an object that only equals an int, or only resembles a key, is refused.
+Types of values: an object that only equals an int, or only resembles a key, is refused.
 
 ``True`` equals 1, 0.0 equals 0, a NumPy integer equals both, and a string is a collection of
-letters. Each would pass every guard and be kept: in a cache, in the memory, in an event log.
+letters. Without a check, each such value would pass every guard and be stored in a cache, in the
+contract's memory or in an event log.
 """
 
 from __future__ import annotations

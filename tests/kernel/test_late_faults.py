@@ -1,6 +1,4 @@
-"""
-A fault that is seen late: it spoils the current epoch, or the weights that used its gradients.
-"""
+"""A fault that is noticed late spoils the current epoch, or the weights that used its gradients."""
 
 from __future__ import annotations
 

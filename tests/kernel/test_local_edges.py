@@ -1,5 +1,6 @@
 """
-Stages that feed other stages of their process: no F before its input's F, no dI upstream first.
+Stages that feed other stages of the same process: F needs the F of its input first, and dI needs
+the dI of the following stage first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """
-Observers that raise: the call has happened, and nothing of it is lost.
+Observers that raise: the call has still happened, and no part of it is lost.
 
-A recorder on a full disk is such an observer. Wherever it raises, the books beside the memory agree
-with it, every ticket can be had again, and abort, drain and restore lead back to the start.
+A recorder on a full disk is such an observer. Wherever the observer raises, the recorded state
+agrees with the memory, every ticket can be obtained again, and abort, drain and restore lead back
+to the start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""
-Relations that a backend leaves out: what remains is still a contract.
-"""
+"""Relations that a backend leaves out: the remaining relations still form a contract."""
 
 from __future__ import annotations
 

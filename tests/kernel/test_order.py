@@ -1,6 +1,4 @@
-"""
-Order: F and dI advance their domain's effect token exactly once, dW never.
-"""
+"""Order: each F and dI advances the effect token of its domain exactly once; dW never does."""
 
 from __future__ import annotations
 

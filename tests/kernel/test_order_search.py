@@ -1,6 +1,4 @@
-"""
-Declared orders that no choice of slots can run are refused when a contract is made.
-"""
+"""Declared orders that no assignment of slots can run are refused when a contract is made."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""
-Ownership: one key, one slot, one generation; every consumer once and in order.
-"""
+"""Ownership: one key has one slot and one generation; every consumer runs once and in order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Persistence: a checkpoint only when nothing is live; a restore begins a new incarnation.
+Persistence: a checkpoint is possible only when nothing is live; a restore begins a new incarnation.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class TestRestore:
         ("options", "part", "saved", "ours"),
         [
             ({"callers": ("main", "loader")}, "callers", "2 callers", "1 callers"),
-            ({"callers": ("loader",)}, "callers", "'loader' at place 0", "'main' at place 0"),
+            ({"callers": ("loader",)}, "callers", "'loader' at position 0", "'main' at position 0"),
             ({"generation_max": 7}, "generation_max", "7", str(GENERATION_MAX)),
             (
                 {"declared": {0: [("F", CELL), ("dI", CELL)]}},
@@ -287,8 +287,8 @@ class TestRestore:
         with refused(
             contract,
             "persistence.configuration",
-            f"declared: {('dI', a)!r} at place 2",
-            f"declared: {('dI', b)!r} at place 2",
+            f"declared: {('dI', a)!r} at position 2",
+            f"declared: {('dI', b)!r} at position 2",
         ):
             contract.restore(checkpoint)
 

@@ -312,7 +312,7 @@ class TestOrder:
         rig.microbatch(0, 0)
         rig.contract.wait()
 
-        with refused(rig, "reduction.out-of-order", "at place 1", "at place 0"):
+        with refused(rig, "reduction.out-of-order", "at position 1", "at position 0"):
             rig.contract.start_reduction("own")
         rig.microbatch(0, 1)
         rig.contract.wait()

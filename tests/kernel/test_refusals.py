@@ -1,5 +1,6 @@
 """
-Refusals: one exception family, explained in words, and a plain record that travels.
+Refusals: one family of exceptions, explained in words, with a plain record that can be sent and
+stored.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-Effects that report themselves: fills, scaling updates and scales that were not as asked for.
+Effects that report themselves: fills, scaling updates, and scales that differ from the requested
+scales.
 """
 
 from __future__ import annotations

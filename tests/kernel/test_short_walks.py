@@ -1,6 +1,4 @@
-"""
-Walks with fewer microbatches than configured, such as the last batch of a data set.
-"""
+"""Passes (walks) with fewer microbatches than configured, such as the last batch of a data set."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """
-Programs that the contract's second edition accepted to their end, and that are wrong on a machine.
+Programs that the contract's second edition accepted completely, although they are wrong on a
+machine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Threads: calls take turns, and two at once are found before either does harm.
+Threads: calls take turns, and two simultaneous calls are detected before either call does harm.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-Tickets: a check reserves, its commit or abort redeems it once, and nothing between can refuse it.
+Tickets: a check reserves resources, a commit or abort redeems the ticket once, and no call between
+them can be refused for its sake.
 """
 
 from __future__ import annotations

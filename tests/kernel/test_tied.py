@@ -1,5 +1,6 @@
 """
-Tied weights: one gradient destination that two matrices write, of one stage, of two, or two ranks.
+Tied weights: two matrices write one gradient destination, in one stage, in two stages, or on two
+ranks.
 """
 
 from __future__ import annotations
@@ -286,7 +287,7 @@ class TestConfiguration:
     @pytest.mark.parametrize("buffers", ["table", [("w", 1)], 3, [("w", "a", "b")]])
     def test_names_are_names(self, buffers: Any) -> None:
         """Names are given by matrix."""
-        with pytest.raises(TypeError, match="buffers must be names by matrix"):
+        with pytest.raises(TypeError, match="buffers must map matrices to names"):
             _stage(0, buffers=buffers)
 
 

@@ -1,5 +1,6 @@
 """
-Transfers: messages that arrive before their use, readers that keep their slot, and who waits.
+Transfers: messages that arrive before their use, readers that keep their slot, and which stream
+waits.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ class TestStreams:
             rig.contract.reserve(rig.key(1), link=wire)
         rig.contract.wait()
         claimed = rig.contract.reserve(rig.key(1))
-        with refused(rig, "completion.slot-not-awaited", "", "slot 0's tenant"):
+        with refused(rig, "completion.slot-not-awaited", "", "slot 0's last tape"):
             rig.contract.post_receive(rig.key(1), claimed, link=wire)
         rig.contract.wait(wire)
         rig.contract.post_receive(rig.key(1), claimed, link=wire)

@@ -1,6 +1,4 @@
-"""
-Version: every action sees the weights, and the quantized weight cache, of its key's epoch.
-"""
+"""Version: every action sees the weights and the quantized weight cache of the epoch in its key."""
 
 from __future__ import annotations
 

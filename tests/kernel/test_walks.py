@@ -1,5 +1,6 @@
 """
-Several walks over all microbatches in one epoch: gradients accumulate until the last walk's update.
+Several passes (walks) over all microbatches in one epoch: gradients accumulate until the update
+after the last pass.
 """
 
 from __future__ import annotations

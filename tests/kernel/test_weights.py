@@ -1,5 +1,5 @@
 """
-Weights of gradients: those of one epoch add up to the declared sum, over all its walks.
+Weights of gradients: the weights of one epoch add up to the declared sum, over all passes (walks).
 """
 
 from __future__ import annotations

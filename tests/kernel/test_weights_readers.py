@@ -1,5 +1,5 @@
 """
-Reads of the weights on other streams: they start after the latest update and end before the next.
+Reads of the weights on other streams start after the latest update and end before the next update.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from qeffect.gpu_runtime.ranks.membership import Member
 
 
 def one_fails() -> tuple[list[dict[str, Any]], list[str]]:
-    """Four rows, of which the third cannot be built: the rows and the progress lines."""
+    """
+    Measure four rows, of which the third cannot be built; return the rows and the progress lines.
+    """
     build = GroupRow.make
 
     def make(row: GroupRow, member: Member) -> GuardedSide:

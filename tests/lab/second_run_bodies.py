@@ -1,4 +1,4 @@
-"""What ranks of the tests of `second_runs` run."""
+"""What the ranks run in the tests of `second_runs`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reported(options: list[str]) -> tuple[int, dict[str, Any]]:
 
 
 def launched(job: Job, count: int) -> list[dict[str, Any]]:
-    """Flips in launches of a job on a CPU, over the stand-in for graphs."""
+    """Flip bits in launches of a job on a CPU, with the stand-in for graphs."""
     member = join("cpu", second_runs.LIMITS)
     recorded.install()
 

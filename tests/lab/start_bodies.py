@@ -1,4 +1,4 @@
-"""What the ranks of the tests of starts run."""
+"""What the ranks run in the tests of starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qeffect.gpu_runtime.ranks.membership import all_gather, join
 
 
 def profiler(findings: Findings) -> None:
-    """Who this is, and what becomes of an attempt to profile."""
+    """Report this process, and the result of an attempt to profile."""
     import torch
 
     said: dict[str, Any] = {"pid": os.getpid(), "parent": os.getppid(), "used": True}
@@ -34,19 +34,19 @@ def profiler(findings: Findings) -> None:
 
 
 def meeting(findings: Findings) -> None:
-    """The process of every rank."""
+    """Collect the process ids of all ranks."""
     member = join("cpu")
     findings.add({"rank": member.rank, "pids": all_gather(member, os.getpid())})
 
 
 def profiler_and_meeting(findings: Findings) -> None:
-    """What both say, in this order."""
+    """Report the results of `profiler` and `meeting`, in this order."""
     profiler(findings)
     meeting(findings)
 
 
 def unusable(findings: Findings) -> None:
-    """A rank that cannot do it."""
+    """A rank that cannot run the request."""
     findings.add("before")
     raise BackendError("not today")
 

@@ -1,8 +1,8 @@
 """
 Derived figures of the checked-in reports, computed a second time by other code.
 
-Each figure follows from the raw numbers by the standard library's statistics and arithmetic.
-Nothing of the laboratory is imported: a formula that is wrong there is not wrong here too.
+Each figure follows from the raw numbers by the standard library's statistics and arithmetic. The
+tests import no code of the laboratory, so a wrong formula there is not repeated here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The report of grouped weight gradients: its rows, its figures computed once more, and a run."""
+"""
+The report of grouped weight gradients: its rows, its figures (computed a second time), and a run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`qeffect runtime report guards`: a line for each schedule, from one run. No time is asserted."""
+"""
+`qeffect runtime report guards` prints a line for each schedule, from one run. The tests assert no
+times.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """
-Ctrl-C in the parts of `qeffect runtime report`: one line, code 130, and no process left.
+Ctrl-C in the parts of `qeffect runtime report`: one line, exit code 130, and no remaining process.
 
-`streams` needs a device, and `plots` ends by itself at once.
+Two parts are left out: `streams` needs a device, and `plots` ends at once.
 """
 
 from __future__ import annotations

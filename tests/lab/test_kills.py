@@ -1,4 +1,4 @@
-"""The report of kills: which process is killed where, and what is compared at the end."""
+"""The report of kills: which process is killed at which moment, and what is compared at the end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """
-`report modes`: covers of pairs, how rows end, and ranks that fail, hang or say nothing.
+`report modes`: covers of pairs, the result of a row, and ranks that fail, hang or do not answer.
 
-Most tests have a script in the place of the interpreter of the ranks; one runs torch's own.
+Most tests replace the Python interpreter of the ranks by a script; one test runs torch's own
+pipeline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the parts of `qeffect runtime report` refuse before they measure anything."""
+"""What the parts of `qeffect runtime report` refuse before any measurement."""
 
 from __future__ import annotations
 

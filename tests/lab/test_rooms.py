@@ -1,6 +1,6 @@
 """
-The rooms of the laboratory: Megatron-core in one module, statistics without torch, one runner of
-rows over ranks, one place of medians.
+The structure of the laboratory: only one module imports Megatron-core, statistics work without
+torch, one module runs rows over ranks, and one module computes medians.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Rounds of a side: how many there are, which ones count, and what is said of the others."""
+"""
+Rounds of a side: how many rounds run, which rounds count, and what is reported of the other rounds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The report of scales that move once a step: its runs, and its figures computed once more."""
+"""
+The report of scales that move once per step: its runs, and its figures, computed a second time.
+"""
 
 from __future__ import annotations
 

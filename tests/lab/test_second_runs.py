@@ -1,4 +1,7 @@
-"""The report of steps that run twice: no flip is applied, and what it counts."""
+"""
+The report of steps that run twice: no flipped bit reaches an update, and flips are counted
+correctly.
+"""
 
 from __future__ import annotations
 

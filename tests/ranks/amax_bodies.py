@@ -1,4 +1,4 @@
-"""What the ranks of the tests of shared scaling state run."""
+"""What the ranks run in the tests of shared scaling state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks.bodies import LIMITS, bits, once_more
 
 
 class _Noting(Pipeline):
-    """A pipeline that keeps what its last F and dI left of the scaling state."""
+    """A pipeline that keeps the scaling state after its last F and dI."""
 
     left: dict[str, Tensor]
 
@@ -37,7 +37,10 @@ def _copied(pipeline: Pipeline) -> dict[str, Tensor]:
 
 
 def shared(job: Job, steps: int) -> list[dict[str, Any]]:
-    """Steps of a job: after each, which scaling state is that of the replicas, and of by hand."""
+    """
+    Run steps of a job; report after each step, by name, which scaling state differs between
+    replicas, from the state combined by hand, and from the rank's own state.
+    """
     worker = build_worker(join("cpu", LIMITS), job, "reference", limits=LIMITS, pipeline=_Noting)
     pipeline, member = worker.pipeline, worker.member
     assert isinstance(pipeline, _Noting)
@@ -75,7 +78,7 @@ def _missing(worker: Worker) -> None:
 
 
 def _early(worker: Worker) -> None:
-    """Before the last stage is whole: behind the reduction of the first."""
+    """Act after the reduction of the first stage, before the last stage is complete."""
     runtime, entries = worker.runtime, worker.pipeline.program
     at = next(n for n, entry in enumerate(entries) if entry.atom.kind is Kind.REDUCE_GRAD)
 
@@ -91,7 +94,7 @@ FAULTS: dict[str, Callable[[Worker], None]] = {"missing": _missing, "early": _ea
 
 
 def refused(job: Job, victim: int, fault: str) -> dict[str, Any]:
-    """One rank shares its scaling state wrongly; then the step once more."""
+    """Let one rank share its scaling state wrongly; then run the step again."""
     worker = build_worker(join("cpu", LIMITS), job, "reference", limits=LIMITS)
     worker.step()
     program, scaling = list(worker.pipeline.program), worker.runtime._reductions.scaling
@@ -109,7 +112,7 @@ def refused(job: Job, victim: int, fault: str) -> dict[str, Any]:
 
 
 def plain(job: Job, steps: int) -> dict[str, str]:
-    """What steps without a fault leave."""
+    """The state after steps without a fault."""
     worker = build_worker(join("cpu", LIMITS), job, "reference", limits=LIMITS)
     for _ in range(steps):
         worker.step()
@@ -119,7 +122,7 @@ def plain(job: Job, steps: int) -> dict[str, str]:
 
 
 def unlike(job: Job) -> str:
-    """Ranks that were told different things."""
+    """Ranks with different configurations."""
     member = join("cpu", LIMITS)
     own = attrs.evolve(job, amax="replicas" if member.rank else "replica")
     try:

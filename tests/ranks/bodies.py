@@ -1,4 +1,4 @@
-"""What the ranks of a test run."""
+"""The functions that ranks run in tests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LIMITS = Limits(start=60.0, message=20.0, commit=20.0, grace=1.0)
 
 
 def exact(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
-    """Every job in turn, natively under torch's pipeline and guarded, compared bit for bit."""
+    """Train each job natively under torch's pipeline and guarded, and compare bit for bit."""
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
@@ -70,7 +70,10 @@ def exact(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
 
 
 def connected_as_by_torch_2_11(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
-    """The same under torch 2.11's first messages: a number to the rank of each next stage."""
+    """
+    Do the same as `exact`, after torch 2.11's first messages: a number to the rank of each next
+    stage.
+    """
     from torch.distributed.pipelining._utils import InferenceMode  # in newer torch alone
 
     def exchange(_: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
@@ -94,7 +97,7 @@ def _at(worker: Worker, action: str) -> int:
 
 
 def twice(action: str) -> Fault:
-    """An action runs a second time, directly after itself."""
+    """Fault: an action runs a second time, directly after the first time."""
 
     def inject(worker: Worker) -> None:
         place = _at(worker, action)
@@ -104,7 +107,7 @@ def twice(action: str) -> Fault:
 
 
 def raising(action: str) -> Fault:
-    """An action raises, after the contract let it begin."""
+    """Fault: an action raises after the contract accepted its check."""
 
     def inject(worker: Worker) -> None:
         place = _at(worker, action)
@@ -127,14 +130,14 @@ def raising(action: str) -> Fault:
 
 
 class _Gone:
-    """The work of a message that was never posted."""
+    """A stand-in for the work object of a message that was never posted."""
 
     def wait(self, *_: Any) -> None:
         return None
 
 
 def dropped(action: str) -> Fault:
-    """A send is passed, and nothing leaves."""
+    """Fault: a send is accepted, but no message is sent."""
 
     def inject(worker: Worker) -> None:
         channels = worker.pipeline.channels
@@ -156,7 +159,7 @@ def dropped(action: str) -> Fault:
 
 
 def doubled(action: str) -> Fault:
-    """A message leaves twice."""
+    """Fault: a message is sent twice."""
 
     def inject(worker: Worker) -> None:
         channels = worker.pipeline.channels
@@ -173,7 +176,7 @@ def doubled(action: str) -> Fault:
 
 
 def exchanged(first: str, second: str) -> Fault:
-    """A message leaves only behind a later one."""
+    """Fault: a message is sent only after a later message."""
 
     def inject(worker: Worker) -> None:
         program = worker.pipeline.program
@@ -184,7 +187,7 @@ def exchanged(first: str, second: str) -> Fault:
 
 
 def late(action: str, seconds: float) -> Fault:
-    """The process does nothing for a while."""
+    """Fault: the process does nothing for a while."""
 
     def inject(worker: Worker) -> None:
         place = _at(worker, action)
@@ -200,7 +203,7 @@ def late(action: str, seconds: float) -> Fault:
 
 
 def killed(action: str) -> Fault:
-    """The process ends there as a crash would: nothing is flushed or closed by Python."""
+    """Fault: the process ends as in a crash; Python flushes and closes nothing."""
 
     def inject(worker: Worker) -> None:
         place = _at(worker, action)
@@ -214,7 +217,9 @@ def killed(action: str) -> Fault:
 
 
 def killed_in_sum(weight: str) -> Fault:
-    """The process ends where the gradients of a tied weight's copies are to be added."""
+    """
+    Fault: the process ends when the gradients of a tied weight's copies are about to be added.
+    """
 
     def inject(worker: Worker) -> None:
         reducers: Any = worker.runtime.reducer
@@ -229,7 +234,7 @@ def killed_in_sum(weight: str) -> Fault:
 
 
 def terminated(action: str) -> Fault:
-    """The launcher ends the process there, while it has the word."""
+    """Fault: the process receives SIGTERM, as from its launcher, during an action."""
 
     def inject(worker: Worker) -> None:
         place = _at(worker, action)
@@ -243,7 +248,7 @@ def terminated(action: str) -> Fault:
 
 
 def bits(worker: Worker) -> dict[str, str]:
-    """Every tensor that a step moves, as digests of raw bits."""
+    """Digests of the raw bits of every tensor that a step changes."""
     named = {
         f"{index}.{name}": tensor
         for index, stage in worker.runtime.stages.items()
@@ -255,7 +260,7 @@ def bits(worker: Worker) -> dict[str, str]:
 
 
 def copies_of(job: Job, held: Mapping[str, str]) -> list[list[str]]:
-    """Digests of this rank's copies of tied weights, and of what AdamW holds of each."""
+    """Digests of this rank's copies of tied weights, and of AdamW's state of each copy."""
     places = [f"{stage}.{name}" for tie in job.ties for stage, name in tie.copies]
     kinds = ("exp_avg", "exp_avg_sq", "step")
     return [
@@ -266,7 +271,7 @@ def copies_of(job: Job, held: Mapping[str, str]) -> list[list[str]]:
 
 
 def _step(worker: Worker) -> dict[str, Any]:
-    """One step: its cause where it was stopped, and whether anything moved then."""
+    """Run one step; if it was stopped, report the cause and whether any tensor changed."""
     before = bits(worker)
     try:
         worker.step()
@@ -279,13 +284,16 @@ def _step(worker: Worker) -> dict[str, Any]:
 
 
 def parameters_of(worker: Worker) -> dict[str, str]:
-    """The part of `bits` that only an update moves."""
+    """The part of `bits` that only an update changes."""
     state = live_state(worker.runtime.domain)
     return {name: value for name, value in bits(worker).items() if name not in state}
 
 
 def once_more(worker: Worker, mend: Callable[[], None]) -> dict[str, Any]:
-    """A step that a fault stops, as `_step` tells it; then the step, mended, once more."""
+    """
+    Run a step that a fault stops, and report it as `_step` does; then run the step again without
+    the fault.
+    """
     said = _step(worker)
     if said["cause"] is not None:
         mend()
@@ -296,12 +304,13 @@ def once_more(worker: Worker, mend: Callable[[], None]) -> dict[str, Any]:
 
 def recovering(job: Job, faults: list[tuple[int, Any]], limits: Limits) -> dict[str, Any]:
     """
-    A fault in one step after the other, each rebuilt and run again; then the same undisturbed.
+    Inject a fault in each step, rebuild and run the step again; then run the same steps
+    undisturbed.
 
     Args:
         job: What to train.
-        faults: For each step the rank that it befalls, and the fault as a name and arguments.
-        limits: How long anything may take.
+        faults: For each step, the rank of the fault, and the fault as a name and arguments.
+        limits: Timeouts in seconds.
     """
     member = join("cpu", LIMITS)
     worker = build_worker(member, job, "reference", limits=limits)
@@ -330,7 +339,7 @@ def recovering(job: Job, faults: list[tuple[int, Any]], limits: Limits) -> dict[
 
 
 def hanging_device(job: Job, victim: int, limits: Limits) -> dict[str, Any]:
-    """A step; then all ranks agree on a checkpoint, but one rank's device never finishes."""
+    """Run a step; then all ranks agree on a checkpoint, but one rank's device never finishes."""
     member = join("cpu", LIMITS)
     worker = build_worker(member, job, "reference", limits=limits)
     worker.step()
@@ -345,7 +354,10 @@ def hanging_device(job: Job, victim: int, limits: Limits) -> dict[str, Any]:
 
 
 def stopping(job: Job, victim: int, fault: tuple[Any, ...], limits: Limits) -> dict[str, Any]:
-    """A step without, one with a fault on one rank; and what a rebuild says then."""
+    """
+    Run a step without a fault, and a step with a fault on one rank; report what a rebuild says
+    afterwards.
+    """
     member = join("cpu", LIMITS)
     worker = build_worker(member, job, "reference", limits=limits)
     worker.step()
@@ -362,7 +374,10 @@ def stopping(job: Job, victim: int, fault: tuple[Any, ...], limits: Limits) -> d
 
 
 def updating(job: Job, limits: Limits) -> dict[str, Any]:
-    """The optimizer of one rank fails after all have consented; steps until all stop."""
+    """
+    Run steps until all ranks stop, because the optimizer of one rank fails after all ranks have
+    agreed to commit.
+    """
     member = join("cpu", LIMITS)
     worker = build_worker(member, job, "reference", limits=limits)
     worker.step()
@@ -380,7 +395,7 @@ def updating(job: Job, limits: Limits) -> dict[str, Any]:
 
 
 def alike(job: Job, tables: list[str], steps: int) -> list[dict[str, Any]]:
-    """A job trained under its own table, then under tables from files."""
+    """Train a job under its own table, then under tables from files."""
     member = join("cpu", LIMITS)
     found = []
     for schedule in (job.schedule, *tables):
@@ -402,7 +417,7 @@ def alike(job: Job, tables: list[str], steps: int) -> list[dict[str, Any]]:
 
 
 def behind(job: Job, limits: Limits) -> dict[str, Any]:
-    """The last rank goes back to an older checkpoint, the others do not."""
+    """The last rank loads an older checkpoint; all other ranks do not."""
     member = join("cpu", LIMITS)
     worker = build_worker(member, job, "reference", limits=limits)
     worker.step()
@@ -414,7 +429,7 @@ def behind(job: Job, limits: Limits) -> dict[str, Any]:
 
 
 def exchange(job: Job, first: str, second: str, digested: bool) -> dict[str, Any]:
-    """Two sends of rank 0 change places where no tag pairs them, with digests and without."""
+    """Exchange two sends of rank 0 where no tag identifies messages, with digests and without."""
     member = join("cpu", LIMITS)
     found = []
     for disturb in (True, False):
@@ -437,10 +452,11 @@ def exchange(job: Job, first: str, second: str, digested: bool) -> dict[str, Any
 
 def typed(cases: list[tuple[list[str], int | None]]) -> list[tuple[int, str, str]]:
     """
-    `qeffect runtime pipeline` with arguments, again and again.
+    Run `qeffect runtime pipeline` once for each case.
 
     Args:
-        cases: Arguments, and how many GPUs this host is to have; None for a torch without NCCL.
+        cases: For each case, the arguments, and the number of GPUs that this host pretends to have;
+            None for a torch without NCCL.
     """
     join("cpu", LIMITS)
     processes._LAST_WORD_S = 0.0
@@ -458,7 +474,7 @@ def typed(cases: list[tuple[list[str], int | None]]) -> list[tuple[int, str, str
 
 
 def unmet() -> str:
-    """The two ranks build their stages with different dimensions."""
+    """Let the two ranks build their stages with different dimensions."""
     member = join("cpu", LIMITS)
     hidden = 32 * (1 + member.rank)
     job = Job(pp=2, config=LayerConfig(hidden, 64, 2, 16))
@@ -470,7 +486,9 @@ def unmet() -> str:
 
 
 def unbuilt() -> tuple[str, str]:
-    """A mistake of rank 1's own in building its stages: what each rank hears, and of what class."""
+    """
+    Let rank 1 make an error when it builds its stages; report the error of each rank and its class.
+    """
     member = join("cpu", LIMITS)
     job = Job(pp=2)
 
@@ -488,7 +506,10 @@ def unbuilt() -> tuple[str, str]:
 
 
 def leaving() -> dict[str, Any]:
-    """Threads of groups before and after a rank leaves; a cycle holds one of its groups."""
+    """
+    Count the threads of process groups before and after a rank leaves, while a reference cycle
+    holds one of the groups.
+    """
     member = join("cpu", LIMITS)
     held: dict[str, Any] = {"group": dist.new_group([0, 1])}
     held["itself"] = held
@@ -506,7 +527,9 @@ def leaving() -> dict[str, Any]:
 
 
 def frozen() -> dict[str, Any]:
-    """What a rank begins with: whether the server imported it, and froze what it imported."""
+    """
+    Report whether the server imported the modules of this rank, and froze the imported objects.
+    """
     return {"imported": "tests.ranks.preloaded" in sys.modules, "frozen": gc.get_freeze_count()}
 
 
@@ -519,7 +542,10 @@ def _threads_of_groups() -> int:
 
 
 class _Kept:
-    """What a slot's actions reported; of each dI in turn, since each used another F's scales."""
+    """
+    The reports of a slot's actions; one report for each dI, because each dI used the scales of
+    another F.
+    """
 
     def __init__(self) -> None:
         self.ran: Any = None
@@ -531,7 +557,10 @@ class _Kept:
 
 
 class _Noting:
-    """An eager executor that keeps what every action reported, as graphs keep their captures'."""
+    """
+    An eager executor that keeps the report of every action, as graphs keep the reports of their
+    captures.
+    """
 
     marks_tail = False
 
@@ -568,11 +597,11 @@ class _Noting:
 
 def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
     """
-    The transitions of two guarded steps, and of a third that is rehearsed.
+    Record the contract's transitions in two guarded steps, and in a third step that is rehearsed.
 
     Args:
         job: What to train.
-        spoil: The action that the rehearsed program leaves out; None for a right one.
+        spoil: The action that the rehearsed program leaves out; None for a correct program.
     """
     member = join("cpu", LIMITS)
     worker = build_worker(member, job, "reference", limits=LIMITS)
@@ -629,7 +658,10 @@ _MOVES = ("token", "ticket", "epoch", "scales", "fill_epoch")
 
 
 def _same(given: Any) -> Any:
-    """A key without its epoch, a reference without its generation."""
+    """
+    Reduce keys and references to what recurs: a key without its epoch, a reference without its
+    generation.
+    """
     if isinstance(given, TapeKey):
         return given.cell
     if isinstance(given, TapeRef):
@@ -638,7 +670,7 @@ def _same(given: Any) -> Any:
 
 
 def example(source: str) -> str:
-    """A program as the README has it; what it printed."""
+    """Run a program of the README unchanged; return its output."""
     out = io.StringIO()
     with redirect_stdout(out):
         exec(compile(source, "README", "exec"), {})
@@ -646,7 +678,10 @@ def example(source: str) -> str:
 
 
 def late_counts(job: Job) -> dict[str, Any]:
-    """A device that ran something twice, where the device compares: a step, its end, and again."""
+    """
+    Let a device that compares counts run a graph twice: report the step, its end, and the step that
+    is run again.
+    """
     member = join("cpu", LIMITS)
     worker = Worker(
         member,
@@ -670,7 +705,7 @@ def late_counts(job: Job) -> dict[str, Any]:
 
 
 def connected_alone(seconds: float) -> str:
-    """Rank 0 makes a group with rank 1, which does not come."""
+    """Rank 0 makes a process group with rank 1, which never joins."""
     member = join("cpu", LIMITS)
     if member.rank == 1:
         member.store.wait(["over"])

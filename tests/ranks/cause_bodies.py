@@ -1,4 +1,4 @@
-"""What ranks of the tests of causes run."""
+"""What the ranks run in the tests of causes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of clipping run."""
+"""What the ranks run in the tests of clipping."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Plain(NativePipeline):
                     gradient.mul_(factor)
 
     def run(self, steps: int) -> None:
-        """Steps; in the spoiled ones the update is left out."""
+        """Run steps; leave out the update of spoiled steps."""
         self.totals: list[float] = []
         update = self.optimizer.step
         for step in range(steps):
@@ -98,7 +98,7 @@ def _bits(stages: Any, domain: Any, optimizer: Any) -> dict[str, str]:
 
 
 class _Spoiling(Pipeline):
-    """A pipeline that puts a value into one gradient of some epochs, when all is reduced."""
+    """A pipeline that writes a value into one gradient of some epochs, after all reductions."""
 
     epochs: tuple[int, ...] = ()
     value: float = math.nan
@@ -118,13 +118,14 @@ def clipped(
     spoil: tuple[int, int, float] | None = None,
 ) -> list[dict[str, Any]]:
     """
-    Every job guarded, with one norm over all ranks, and natively with plain torch's.
+    Train every job guarded with one norm over all ranks, and natively with plain torch's clipping.
 
     Args:
         jobs: What to train, in turn.
         steps: Optimizer steps.
-        max_norm: The limit.
-        spoil: A rank, an epoch, and what is put there into one of its reduced gradients alone.
+        max_norm: The limit of the norm.
+        spoil: A rank, an epoch, and the value that is written into one reduced gradient of this
+            rank.
     """
     member = join("cpu", LIMITS)
     found = []
@@ -169,7 +170,7 @@ def clipped(
 
 
 def mapped(jobs: list[Job], steps: int) -> list[list[str]]:
-    """The norms of each step under each job: the same stages, on other ranks."""
+    """The norms of each step under each job; the jobs place the same stages on other ranks."""
     member = join("cpu", LIMITS)
     found = []
     for job in jobs:
@@ -185,7 +186,7 @@ def mapped(jobs: list[Job], steps: int) -> list[list[str]]:
 
 
 def diverged(job: Job) -> dict[str, Any]:
-    """The second replica's reduced gradients are not the first's, and finite."""
+    """Let the second replica's reduced gradients be finite but differ from the first replica's."""
     member = join("cpu", LIMITS)
     worker = build_worker(
         member, job, "reference", limits=LIMITS, pipeline=_Spoiling, skip_nonfinite=True
@@ -204,7 +205,7 @@ def diverged(job: Job) -> dict[str, Any]:
 
 
 def unlike(job: Job) -> str:
-    """One rank is given another limit than the others."""
+    """Give one rank another norm limit than the other ranks."""
     member = join("cpu", LIMITS)
     try:
         build_worker(member, job, "reference", limits=LIMITS, clip_norm=1.0 + member.rank)

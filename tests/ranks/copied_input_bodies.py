@@ -1,4 +1,4 @@
-"""What the ranks of the tests of a feed with a stream of its own run."""
+"""What the ranks run in the tests of a data feed with its own stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.ranks.bodies import LIMITS, bits
 
 
 def made(member: Any, job: Job, feeder: str | None, every: int) -> Worker:
-    """A worker whose feed copies on the caller `loader`, or on the graph stream."""
+    """
+    A worker whose feed copies data on the stream of the caller `loader`, or on the graph stream.
+    """
     return Worker(
         member,
         job.table(),
@@ -30,7 +32,9 @@ def made(member: Any, job: Job, feeder: str | None, every: int) -> Worker:
 
 
 def trained(job: Job, steps: int, every: int = 0) -> dict[str, Any]:
-    """Steps with a feed of its own stream and without: their bits, and which stages copy."""
+    """
+    Run steps with and without a separate feed stream; return the bits, and the stages that copy.
+    """
     member = join("cpu", LIMITS)
     found, copies = [], []
     for feeder in ("loader", None):
@@ -44,7 +48,10 @@ def trained(job: Job, steps: int, every: int = 0) -> dict[str, Any]:
 
 
 def without(job: Job, left_out: str) -> str:
-    """A step in which the feed does not declare one of its waits; the clause that refuses it."""
+    """
+    Run a step in which the feed does not declare one of its waits; return the clause that refuses
+    the step.
+    """
     worker = made(join("cpu", LIMITS), job, "loader", 0)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(GuardedActions, left_out, lambda *_: None)

@@ -1,4 +1,4 @@
-"""What ranks of the tests of steps that run twice run."""
+"""What the ranks run in the tests of steps that run twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = Limits(start=60.0, message=15.0, commit=15.0, grace=4.0)
 
 
 def made(job: Job, every: int, mode: str, **options: Any) -> Worker:
-    """A worker whose steps run twice after each `every - 1` others."""
+    """A worker of which every `every`-th step runs twice."""
     member = join("cpu", LIMITS)
     return Worker(
         member,
@@ -49,7 +49,7 @@ def made(job: Job, every: int, mode: str, **options: Any) -> Worker:
 
 
 def flip(tensor: Tensor, bit: int = 6, place: int = 3) -> None:
-    """Flip a bit of an element of the first row, unseen by autograd."""
+    """Flip a bit of an element of the first row, hidden from autograd."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     held = tensor.data.view(words[tensor.element_size()])
     index = (0,) * (held.dim() - 1) + (min(place, held.shape[-1] - 1),) * (held.dim() > 0)
@@ -58,14 +58,14 @@ def flip(tensor: Tensor, bit: int = 6, place: int = 3) -> None:
 
 class Flips:
     """
-    An executor that flips one bit behind one action of one run of one step.
+    An executor that flips one bit after one action of one run of one step.
 
     Args:
         worker: The rank's worker.
         epoch: The step.
         run: 1 or 2.
         kind: `output`, `input gradient`, `destination`, `scale`, `history` or `cache`.
-        call: Behind which call of the kind's action in the run, from 0.
+        call: Index, from 0, of the call of the kind's action in the run after which the bit flips.
     """
 
     ACTIONS = {
@@ -121,7 +121,7 @@ class Flips:
 
 
 def undisturbed(job: Job, steps: int, every: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The same steps, running once, then running twice: what both leave."""
+    """Run the same steps once each, then twice each; return the final state of both."""
     found = []
     for each in (0, every):
         worker = made(job, each, "eager", **options)
@@ -136,7 +136,7 @@ def undisturbed(job: Job, steps: int, every: int, options: dict[str, Any]) -> di
 
 
 def _removed() -> Callable[[], None]:
-    """Let no comparison of two runs refuse."""
+    """Remove the comparisons of two runs, so that no comparison refuses a step."""
     real = DoubleRun.require_equal
     DoubleRun.require_equal = lambda _: None  # type: ignore[method-assign]
 
@@ -150,13 +150,13 @@ def flipped(
     job: Job, flips: list[dict[str, Any]], options: dict[str, Any], removed: bool = False
 ) -> list[dict[str, Any]]:
     """
-    Guarded steps that all run twice, with a bit that flips in one run of each.
+    Run guarded steps that all run twice, with a bit that flips in one run of each step.
 
     Args:
         job: What to train.
         flips: For each step, arguments of `Flips`, and the rank.
-        options: Of the worker.
-        removed: Whether no comparison refuses.
+        options: Options of the worker.
+        removed: Whether the comparisons of the two runs are removed.
 
     Returns:
         For each step: whether a bit flipped on this rank, what stopped the ranks, the parameters
@@ -201,7 +201,7 @@ def flipped(
 
 
 def launched(job: Job, steps: int, every: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Launches that run once, then launches that run twice: what both leave."""
+    """Run launches once, then launches twice; return the final state of both."""
     recorded.install()
     found = []
     for each in (0, every):
@@ -223,12 +223,12 @@ def launched(job: Job, steps: int, every: int, options: dict[str, Any]) -> dict[
 
 def _inside(runner: OneLaunch, launch: int, ends: list[int], draw: random.Random) -> list[int]:
     """
-    Let the output of one operation of one of the two launches get another bit, once.
+    Flip a bit in the output of one operation in one of the two launches, once.
 
     Args:
         runner: The launches; both are captured.
-        launch: Which of the two.
-        ends: How many operations of the second launch come before its comparison.
+        launch: Which of the two launches.
+        ends: Number of operations of the second launch before its comparison.
         draw: Chooses the operation and the bit.
 
     Returns:
@@ -262,7 +262,8 @@ def _inside(runner: OneLaunch, launch: int, ends: list[int], draw: random.Random
 
 def launches_flipped_inside(job: Job, steps: int, seed: int) -> dict[str, Any]:
     """
-    Launches that all run twice, each with a bit of some operation flipped in one of its two runs.
+    Run launches that all run twice; in one of the two runs of each, a bit of an operation's output
+    flips.
 
     Returns:
         How many flips there were, the causes of those that stopped the ranks, which parameters a
@@ -337,7 +338,7 @@ def _place(worker: Worker, kind: str) -> Tensor:
 
 def launches_flipped(job: Job, kinds: dict[str, int], rank: int) -> dict[str, Any]:
     """
-    Launches that all run twice, with a bit that flips between the two launches of some steps.
+    Run launches that all run twice; a bit flips between the two launches of some steps.
 
     Args:
         job: What to train.

@@ -36,7 +36,7 @@ Contract([StageConfig(0, microbatches=1, slots=1)], omit=UNUSED)
 
 
 class Block(nn.Module):
-    """An ordinary layer: linear, norm, nonlinearity; and a count of its forwards."""
+    """An ordinary layer (linear, norm, nonlinearity) that counts its forwards."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -50,14 +50,15 @@ class Block(nn.Module):
 
 
 class Stage(PipelineStage):
-    """torch's stage; it sends this rank nothing."""
+    """torch's pipeline stage, without messages from this rank to itself."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """
         Leave out messages of this rank to itself, which gloo cannot send.
 
         Before its first step torch 2.11 exchanges a number with the rank of each neighbouring stage
-        to open connections. Under a V-shaped schedule that can be this rank, which needs none.
+        to open connections. Under a V-shaped schedule a neighbouring stage can be on this rank
+        itself, which needs no connection.
         """
         own = self.group_rank
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
@@ -121,7 +122,7 @@ class Run:
         self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
     def alone(self) -> Run:
-        """Do without what stages tell each other of shapes, where no other rank is there."""
+        """Skip the exchange of shapes between stages if there is no other rank."""
         modes: Any = getattr(torch_utils, "InferenceMode", None)
         for stage in self.stages:
             if modes is None:  # torch 2.11 asks each stage for its first messages
@@ -154,12 +155,17 @@ def _digest(value: Any) -> str:
 
 
 def join(seconds: float = 30) -> None:
-    """Enter the group of both ranks; whoever waits for a rank that is gone does not wait long."""
+    """
+    Join the process group of both ranks, with a short timeout for waits for a rank that has ended.
+    """
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
 
 
 def accepted(names: list[str], steps: int) -> dict[str, Any]:
-    """Every schedule without and with a guard, the same model and data: the bits of both."""
+    """
+    Run every schedule without and with a guard, with the same model and data; return the bits of
+    both.
+    """
     join()
     said = {}
     for name in names:
@@ -181,9 +187,10 @@ def accepted(names: list[str], steps: int) -> dict[str, Any]:
 
 def replicas(names: list[str]) -> dict[str, Any]:
     """
-    Each schedule over two replicas, each a pipeline of one rank: a step without and with a guard.
+    Run a step of each schedule without and with a guard, over two replicas that are pipelines of
+    one rank.
 
-    In the run ``armed`` a module was called before the step, as torch's inference of shapes does.
+    In the run ``armed`` a module is called before the step, as in torch's inference of shapes.
     """
     join()
     rank = dist.get_rank()
@@ -234,9 +241,10 @@ def replicas(names: list[str]) -> dict[str, Any]:
 
 def begun_again(names: list[str], failing: int) -> dict[str, list[list[str]]]:
     """
-    The gradients of a step as it is, and behind one whose loss raised: with `rebuild`, without.
+    The gradients of an undisturbed step, and of a step that follows a step whose loss raised, with
+    `rebuild` and without.
 
-    Without is what torch does by itself: no guard is there.
+    Without `rebuild` there is no guard, so that the result is torch's own.
     """
     join()
     data = [torch.randn(2 * MICROBATCHES, WIDTH) for _ in range(2)]
@@ -272,7 +280,7 @@ def begun_again(names: list[str], failing: int) -> dict[str, list[list[str]]]:
 
 
 def edit_row(run: Run, edit: Callable[[list[str]], object], rank: int | None = None) -> None:
-    """Edit a rank's row, this one's by default, as texts."""
+    """Edit the entries of a rank's row, by default this rank's, as texts."""
     table, rank = run.schedule.pipeline_order_with_comms, rank or run.schedule.rank
     row = [str(action) for action in table[rank]]
     edit(row)
@@ -300,7 +308,7 @@ _ROWS = {"doubled": _doubled, "missing": _missing, "reordered": _reordered}
 
 
 def _loop(run: Run, fault: str) -> None:
-    """Let the loop of a single-stage class ask its stage for the wrong thing."""
+    """Let the loop of a single-stage class call its stage wrongly."""
     stage = run.stages[0]
     forward, backward, send = (
         stage.forward_one_chunk,
@@ -338,7 +346,10 @@ def inject(run: Run, fault: str) -> None:
 
 
 def faulted(name: str, fault: str) -> list[dict[str, Any]]:
-    """A fault without a guard, and then one behind a guarded step: what became of each."""
+    """
+    Run a fault without a guard, and the same fault after a guarded step; return the outcome of
+    each.
+    """
     join()
     plain = Run(name)
     inject(plain, fault)
@@ -351,7 +362,7 @@ def faulted(name: str, fault: str) -> list[dict[str, Any]]:
 
 
 def outcome(run: Run, guarded: GuardedSchedule | None) -> dict[str, Any]:
-    """What became of a step: it passed, was refused, or failed otherwise."""
+    """The outcome of a step: it passed, was refused, or failed in another way."""
     try:
         run.step(1)
     except Refused as refused:
@@ -385,14 +396,16 @@ LEFT_OUT = {
 
 
 def retained(stage: Any) -> dict[int, Any]:
-    """What forwards left in their stage, by microbatch; torch 2.15 has another name for it."""
+    """
+    What forwards stored in their stage, by microbatch; torch 2.15 stores it under another name.
+    """
     states: Any = getattr(stage, "_forward_chunk_states", None)
     found: dict[int, Any] = stage.fwd_cache if states is None else states
     return found
 
 
 def _forward_faked(stage: Any, m: int) -> Tensor:
-    """Leave what a forward leaves, of a tensor that the module never saw."""
+    """Store what a forward stores, for a tensor that never passed through the module."""
     given = torch.ones(2, WIDTH, requires_grad=True)
     made = given * 1
     if hasattr(stage, "_make_forward_chunk_state"):  # torch 2.15
@@ -403,7 +416,7 @@ def _forward_faked(stage: Any, m: int) -> Tensor:
 
 
 def _backward_faked(stage: Any, m: int) -> None:
-    """Consume what a backward consumes, and leave what it leaves."""
+    """Consume what a backward consumes, and store what a backward stores."""
     retained(stage).pop(m)
     if not stage.is_last and hasattr(stage, "_forward_chunk_states"):
         stage._retrieve_recv_grads(m)  # torch 2.15 looks after what it received
@@ -413,7 +426,7 @@ def _backward_faked(stage: Any, m: int) -> None:
 
 
 def leave_out(run: Run, method: str, microbatch: int = 2) -> None:
-    """Replace a method of this rank's last stage by one that leaves a microbatch out."""
+    """Replace a method of this rank's last stage by a method that skips a microbatch."""
     stage = run.stages[-1]
     found, (_, fake) = getattr(stage, method), LEFT_OUT[method]
 
@@ -424,7 +437,9 @@ def leave_out(run: Run, method: str, microbatch: int = 2) -> None:
 
 
 def left_out_over_ranks(name: str, method: str) -> list[Any]:
-    """A computation left out on rank 1, without a guard and with one: what became of each."""
+    """
+    Skip a computation on rank 1, without a guard and with a guard; return the outcome of each.
+    """
     join()
     own, plain = Run(name), Run(name)
     whole = own.step(0)
@@ -440,7 +455,7 @@ def left_out_over_ranks(name: str, method: str) -> list[Any]:
 
 
 def reported(name: str, folder: str) -> dict[str, Any]:
-    """Two steps of three leave a backward of rank 1 out, under a guard that reports."""
+    """Run three steps, of which two skip a backward of rank 1, under a guard that reports."""
     join()
     plain, run = Run(name), Run(name)
     seen: list[list[Any]] = []
@@ -475,9 +490,10 @@ def logged(name: str, folder: str) -> int:
 
 def rebuilt(name: str) -> dict[str, Any]:
     """
-    A step that rank 0 refuses after its messages; then all ranks rebuild and run the step again.
+    Run a step that rank 0 refuses after its messages; then all ranks rebuild and run the step
+    again.
 
-    Before that rank 0 rebuilds alone, and rank 1 comes too late.
+    Before the common rebuild, rank 0 rebuilds alone, and rank 1 comes too late.
     """
     join()
     plain, run = Run(name), Run(name)
@@ -515,7 +531,9 @@ def rebuilt(name: str) -> dict[str, Any]:
 
 
 def inject_missing(run: Run) -> Any:
-    """Leave the last dW of rank 0's row out, behind its last message; return the whole row."""
+    """
+    Remove the last dW of rank 0's row, which follows its last message; return the complete row.
+    """
     if dist.get_rank():
         return None
     kept = run.schedule.pipeline_order_with_comms[0]
@@ -524,7 +542,10 @@ def inject_missing(run: Run) -> Any:
 
 
 def cut_between_messages(name: str) -> dict[str, Any]:
-    """Rank 0 refuses in mid-step, rank 1 waits for it until the group's timeout; both rebuild."""
+    """
+    Rank 0 refuses in the middle of a step, and rank 1 waits for rank 0 until the group's timeout;
+    both rebuild.
+    """
     join(3)
     run = Run(name)
     guarded = guard(run.schedule)
@@ -545,7 +566,7 @@ def cut_between_messages(name: str) -> dict[str, Any]:
 
 
 def uneven(names: list[str], microbatches: int) -> dict[str, Any]:
-    """Schedules with a number of microbatches, as far as torch takes it: bits and epochs."""
+    """Run schedules with a number of microbatches, if torch accepts it; return bits and epochs."""
     join()
     said = {}
     for name in names:
@@ -560,7 +581,10 @@ def uneven(names: list[str], microbatches: int) -> dict[str, Any]:
 
 
 def evaluated(names: list[str], manner: Any) -> dict[str, Any]:
-    """Steps with evaluations between: whether bits are the same, epochs, and violations."""
+    """
+    Run steps with evaluations between them; return whether bits are the same, epochs, and
+    violations.
+    """
     join()
     said = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of faults that are seen late run."""
+"""What the ranks run in the tests of faults that are noticed late."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def _save(job: Job, worker: Any, folder: str) -> None:
 
 def failing(job: Job, folder: str, fault: str, steps: int) -> dict[str, Any]:
     """
-    Steps of which the last ends in a fault on the last rank, then two attempts to save.
+    Run steps, of which the last ends in a fault on the last rank, and then try to save twice.
 
     Args:
         job: What is trained; every second step runs twice.
-        folder: Where the saves would be.
-        fault: `action`: the device fails in a dW; `save`: it fails when the first save waits for
-            it; `gradient` or `weight`: that differs between the two runs of a step.
-        steps: How many steps end well before.
+        folder: Folder of the saves.
+        fault: `action`: the device fails in a dW; `save`: the device fails when the first save
+            waits for it; `gradient` or `weight`: a gradient or weight differs between the two runs
+            of a step.
+        steps: Number of steps that succeed before the fault.
     """
     worker = made(job, 2 if fault in ("gradient", "weight") else 0, "eager")
     runtime = worker.runtime

@@ -1,8 +1,8 @@
 """
-What the ranks of the tests of one launch a step run: on GPUs by launches, on CPUs by replays.
+What the ranks run in the tests of one launch per step: launches on GPUs, replays on CPUs.
 
-Every body is given the device, and takes the same steps on both, so that all of it but the launch
-itself runs where there is no GPU.
+Every body takes the device as an argument and runs the same steps on both kinds of devices. Without
+a GPU, everything except the launch itself is therefore tested.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BEFORE = 5  # a guarded step, a captured one, two launches that are rehearsed, o
 
 
 class _Poisoned(Batches):
-    """Data whose targets are no number in one step."""
+    """Data whose targets are NaN in one step."""
 
     poisoned = -1
 
@@ -89,7 +89,7 @@ def _made(job: Job, device: str, *, one: bool, rate: float | None = None, **opti
 
 
 def _runner(worker: Worker) -> OneLaunch | Worker:
-    """Launches on a GPU; on a CPU what launches are compared with."""
+    """Launches on a GPU; on a CPU the replays with which launches are compared."""
     return OneLaunch(worker) if worker.member.device.type == "cuda" else worker
 
 
@@ -110,14 +110,14 @@ def launched(
     *given: Any,
 ) -> dict[str, Any]:
     """
-    Steps as replays, then the same ones as launches: what each leaves, and what differs.
+    Run steps as replays, then the same steps as launches; return the final states and what differs.
 
     Args:
         job: What to train.
         device: `cpu` or `cuda`.
         steps: Optimizer steps.
-        given: The learning rate of each step, or None for one that is no tensor; the limit of the
-            norm or None; the step whose data are poisoned, or -1.
+        given: Three values: the learning rate of each step, or None for a rate that is not a
+            tensor; the limit of the norm, or None; and the step whose data are poisoned, or -1.
     """
     runs = [_run(job, device, steps, one, *given) for one in (False, True)]
     found, words = [left for left, _ in runs], [word for _, word in runs]
@@ -170,7 +170,10 @@ def _run(
 
 
 def _until_stopped(worker: Worker, runner: OneLaunch | Worker, most: int) -> dict[str, Any]:
-    """Steps until all stop: the cause, after how many, and what of the weights moved meanwhile."""
+    """
+    Run steps until all ranks stop; return the cause, the number of steps, and the weights that
+    changed meanwhile.
+    """
     _quiet(worker)
     before = parameters_of(worker)
     for step in range(most):
@@ -192,7 +195,7 @@ def _begun(job: Job, device: str) -> tuple[Worker, OneLaunch | Worker]:
 
 
 def differing(job: Job, device: str, victim: int) -> dict[str, Any]:
-    """One rank's device runs something that was not committed."""
+    """Let one rank's device run an action that was not committed."""
     worker, runner = _begun(job, device)
     if worker.member.rank == victim:
         _miscount(worker)
@@ -200,7 +203,7 @@ def differing(job: Job, device: str, victim: int) -> dict[str, Any]:
 
 
 def refused(job: Job, device: str, victim: int, action: str) -> dict[str, Any]:
-    """One rank's program has an action twice, which its rehearsal refuses."""
+    """Let one rank's program contain an action twice, which the rehearsal refuses."""
     worker, runner = _begun(job, device)
     published = None
     if worker.member.rank == victim:
@@ -214,20 +217,22 @@ def refused(job: Job, device: str, victim: int, action: str) -> dict[str, Any]:
 
 
 def _published(runner: OneLaunch | Worker) -> int:
-    """Steps that the device has run as launches, by its own count."""
+    """The number of steps that the device has run as launches, by its own count."""
     return int(runner._gate.number) if isinstance(runner, OneLaunch) else 0
 
 
 def recovered(job: Job, device: str, steps: int, victim: int, action: str | None) -> dict[str, Any]:
     """
-    Steps without a fault; then the same ones as launches, of which one ends, and is begun again.
+    Run steps without a fault; then run the same steps as launches, of which one is stopped and run
+    again.
 
     Args:
         job: What to train.
         device: `cpu` or `cuda`.
         steps: Optimizer steps.
         victim: The rank of the fault.
-        action: What its program has twice; None for a device that counts what nobody committed.
+        action: The action that the rank's program contains twice; None for a device that counts an
+            action that was not committed.
     """
     whole, _ = _run(job, device, steps, False, None, None, -1)
     gc.collect()
@@ -264,14 +269,14 @@ def _miscount(worker: Worker) -> None:
 
 def killed(job: Job, device: str, victim: int, action: str | None) -> dict[str, Any]:
     """
-    A rank ends as a crash would.
+    End a rank as a crash does.
 
     Args:
         job: What to train.
         device: `cpu` or `cuda`.
         victim: The rank.
-        action: Where in its replays; None between two launches; `warm-up` in that of a capture,
-            where the other ranks' devices wait for its word.
+        action: The action during which the rank ends; None for between two launches; `warm-up` for
+            the warm-up of a capture, where the devices of other ranks wait for this rank's vote.
     """
     if action == "warm-up":
         worker = _made(job, device, one=True)
@@ -307,14 +312,14 @@ def _die_in_warm_up(worker: Worker, runner: OneLaunch | Worker, victim: int) -> 
 
 
 def changed(job: Job, device: str) -> dict[str, Any]:
-    """A learning rate that is a number of the host changes behind a capture."""
+    """A learning rate that is a Python number changes after a capture."""
     worker, runner = _begun(job, device)
     worker.optimizer.set_rate(5e-4)
     return _until_stopped(worker, runner, 1)
 
 
 def resumed(job: Job, device: str) -> dict[str, Any]:
-    """Launches are left for a checkpoint and taken up again; and a launch after a guarded step."""
+    """Leave launches for a checkpoint and resume them; also launch after a guarded step."""
     worker, runner = _begun(job, device)
     _end(runner)
     checkpoint, _ = worker.runtime.checkpoint()
@@ -340,9 +345,10 @@ def resumed(job: Job, device: str) -> dict[str, Any]:
 
 def gated(limit: float | None) -> list[dict[str, Any]]:
     """
-    The gate's word on each rank: all well, a value that is no number, and a device that differs.
+    What the gate decides on each rank if all is well, if a value is not finite, and if a device's
+    counts differ.
 
-    Beside it what the host says of the same gradients.
+    The host's decision for the same gradients is returned too.
     """
     member, clipping, made = _gates(limit)
     found = []
@@ -369,7 +375,10 @@ def gated(limit: float | None) -> list[dict[str, Any]]:
 
 
 def gated_replicas(limit: float | None) -> list[dict[str, Any]]:
-    """The gate of two replicas of one rank: alike, no number in one alone, and one that differs."""
+    """
+    What the gate decides for two replicas of one rank: equal gradients, a value that is not finite
+    in one replica, and gradients that differ.
+    """
     member = join("cpu", LIMITS)
     gate_without_kernels()
     parts = tuple(parts_of({0: ["w"], 1: ["w"]}))
@@ -406,7 +415,10 @@ def gated_replicas(limit: float | None) -> list[dict[str, Any]]:
 
 
 def unheard(limit: float | None) -> list[dict[str, Any]]:
-    """Three steps that go well on each rank; the second hears what was said in the first."""
+    """
+    Run three steps that succeed on each rank; in the second step the rank receives the votes of the
+    first step.
+    """
     member, _, made = _gates(limit)
     gate, _, own = made()
     found, before, gather = [], torch.empty(0), gate._gather
@@ -425,7 +437,10 @@ def unheard(limit: float | None) -> list[dict[str, Any]]:
 
 
 def _gates(limit: float | None) -> tuple[Member, Clipping, Any]:
-    """This rank, its limits, and what makes a gate with gradients: of all stages, and its own."""
+    """
+    This rank, its limits, and functions that make a gate with the gradients of all stages and with
+    the rank's own gradients.
+    """
     member = join("cpu", LIMITS)
     gate_without_kernels()
     stages = 2 * member.world

@@ -1,4 +1,4 @@
-"""What the ranks do whose event logs are replayed together."""
+"""What the ranks run in the tests that replay the event logs of all ranks together."""
 
 from __future__ import annotations
 

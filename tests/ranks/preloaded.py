@@ -1,8 +1,10 @@
 """
-What the server of ranks imports before it starts one, so that no rank imports it again.
+The modules that the server of ranks imports before it starts a rank, so that no rank imports them
+again.
 
-A rank is a fork of the server. It looks for garbage when it leaves and before it captures; what the
-server imported is frozen, so that no rank looks through it, or copies its pages by doing so.
+A rank is a fork of the server. A rank collects garbage when it leaves and before it captures. The
+objects that the server imported are frozen, so that no rank's collection visits these objects and
+thereby copies their memory pages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """
-Every worker of a test's ranks keeps both logs. The model of ranks takes the rank logs, and each of
-them is compared with the event log of its worker.
+Rank logs and event logs of the workers in a test. The model of ranks replays the rank logs, and
+each rank log is compared with the event log of the same worker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def keep_logs(folder: Path, rank: int) -> None:
 
 
 def logs_of(folder: Path) -> list[Path]:
-    """The logs of those workers that every rank made; a rank may have ended before its own."""
+    """
+    The logs of those workers that every rank made; a rank may have ended before it made a worker.
+    """
     logs = [RankLines.read(path) for path in sorted(folder.glob("*.ranks.jsonl"))]
     found: dict[int, list[RankLines]] = {}
     for log in logs:
@@ -52,7 +54,10 @@ def logs_of(folder: Path) -> list[Path]:
 
 
 def replayed(logs: Iterable[Path], refused: str = "") -> RankReport | None:
-    """What the model says of some logs; it refuses them by this clause, or accepts them."""
+    """
+    The result of replaying some logs through the model; the model must refuse the logs by the given
+    clause, or accept them.
+    """
     logs = list(logs)
     if not logs:
         return None
@@ -63,13 +68,13 @@ def replayed(logs: Iterable[Path], refused: str = "") -> RankReport | None:
 
 def replayed_run(folder: Path, commits: int = 0) -> RankReport:
     """
-    What the model says of the rank logs of a training run, which it has to accept.
+    The result of replaying the rank logs of a training run, which the model must accept.
 
-    Attempts in which a rank ended before it had a log are left out.
+    Attempts in which a rank ended before it had a log are skipped.
 
     Args:
         folder: The run's `event_logs`; logs of earlier processes lie in folders below it.
-        commits: How many commits the logs have, of all ranks together, at the least.
+        commits: Minimum number of commits in the logs of all ranks together.
     """
     found: dict[tuple[str, int], list[RankLines]] = {}
     for path in sorted(folder.rglob("*.ranks.jsonl")):

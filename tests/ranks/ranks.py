@@ -1,7 +1,9 @@
 """
-Ranks as torchrun starts them, but from a server that has torch loaded: a launch takes no seconds.
+Start ranks as torchrun does, but by forks of a server that has loaded torch, so that a start takes
+less than seconds.
 
-The test's own process keeps the store, as torchrun's agent does, so that it outlives every rank.
+The test's own process hosts the store, as torchrun's agent does, so that the store outlives every
+rank.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ _CONTEXT.set_forkserver_preload(["tests.ranks.preloaded"])
 
 class Said:
     """
-    What the ranks of a launch left: exit codes, what each wrote by rank, and their rank logs, with
-    what the model of ranks says of them.
+    The results of a start of ranks: exit codes, the results that each rank returned, and the rank
+    logs with the verdict of the model of ranks.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ def _rank(
 
 
 def _stacks(logs: Path, rank: int) -> Path:
-    """Where a rank that hangs writes its stacks."""
+    """The file into which a rank that hangs writes its stacks."""
     return logs.with_name(f"stacks of {logs.name}") / str(rank)
 
 
@@ -94,18 +96,20 @@ def launch(
     beside: bool = True,
 ) -> Said:
     """
-    Run `body(*args)` on every rank; what it returns is what the rank says.
+    Run `body(*args)` on every rank, and return the results of all ranks.
 
     The rank logs of every worker are replayed through the model of ranks, and compared with the
     worker's event log.
 
     Args:
-        world: How many ranks.
+        world: Number of ranks.
         folder: An empty folder.
         body: A function of `tests.ranks.bodies`.
-        args: What it takes.
-        refused: The clause by which the model refuses what the ranks did; empty if it accepts.
-        beside: Whether each rank log is whole, so that the event log of its worker has to fit.
+        args: Arguments of the body.
+        refused: The clause by which the model must refuse the logs; empty if the model must accept
+            them.
+        beside: Whether each rank log is complete, so that it must agree with the event log of its
+            worker.
     """
     logs = next(path for n in itertools.count() if not (path := folder / f"logs {n}").exists())
     logs.mkdir()

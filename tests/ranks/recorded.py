@@ -1,14 +1,15 @@
 """
-CUDA graphs and the device's stream, on a CPU: for the tests of a step that is one launch.
+A stand-in for CUDA graphs and the device's stream on a CPU, for the tests of a step that is one
+launch.
 
 A capture records each operation of torch's dispatcher, each message and each collective, and leaves
-the memory as it was, as a capture does. A replay does them again, on the same memory, in a thread
-that does one thing after another, as a stream does. A message that cannot come is passed over, as
-a device passes over a kernel whose communicator was aborted.
+the memory as it was, as a capture does. A replay runs the recorded operations again, on the same
+memory, in a thread that runs one operation after another, as a stream does. A message that cannot
+arrive is skipped, as a device skips a kernel whose communicator was aborted.
 
-A device holds its communicators by itself. Here its thread takes them from where the host keeps
-them, so the host ends none while something is being posted: torch would not know the group any
-more, or would take no group for the group of all ranks.
+A real device holds its own communicators. Here the device's thread takes the communicators from the
+host, so the host ends no communicator while a message is being posted. Otherwise torch would not
+find the group any more, or would use the group of all ranks instead.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ from qeffect.gpu_runtime.training import saturation, step_runner
 
 class _Stream:
     """
-    One thread; what it was given it does in order.
+    A stream as one thread, which runs queued work in order.
 
-    It starts with the first work: a rank is a fork, and no thread outlives a fork.
+    The thread starts with the first work, because a rank is a fork, and threads do not survive a
+    fork.
     """
 
     def __init__(self) -> None:
@@ -83,7 +85,7 @@ class _Stream:
 
     @property
     def idle(self) -> bool:
-        """Whether everything that was given is done."""
+        """Whether all queued work is done."""
         return not self._given.unfinished_tasks
 
     def synchronize(self, *_: Any) -> None:
@@ -108,7 +110,9 @@ class _Event:
 
 
 class _Tape(TorchDispatchMode):
-    """Everything that runs while it is on, and the memory that was there before."""
+    """
+    A recording of all operations that run while it is active, with a copy of the memory before.
+    """
 
     current: _Tape | None = None
 
@@ -194,7 +198,10 @@ _POSTING = threading.RLock()
 
 
 def _recorded(owner: type, name: str, *, posts: bool = True) -> None:
-    """Let a method that talks to other ranks be one node of a tape; one that `posts` only posts."""
+    """
+    Record a method that communicates with other ranks as one node of a tape; with `posts`, the
+    method only posts messages.
+    """
     real = getattr(owner, name)
 
     def act(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +233,7 @@ def _recorded(owner: type, name: str, *, posts: bool = True) -> None:
 
 
 def _ends_alone(owner: type, name: str) -> None:
-    """Let a method that ends connections wait until nothing is being posted."""
+    """Let a method that ends connections wait until no message is being posted."""
     real = getattr(owner, name)
 
     def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +244,10 @@ def _ends_alone(owner: type, name: str) -> None:
 
 
 class RecordingExecutor(EagerExecutor):
-    """An eager executor that keeps what every action reported, as graphs keep their captures'."""
+    """
+    An eager executor that keeps the report of every action, as graphs keep the reports of their
+    captures.
+    """
 
     def __init__(self, inner: EagerExecutor) -> None:
         super().__init__(inner.counters)
@@ -279,7 +289,10 @@ class RecordingExecutor(EagerExecutor):
 
 
 def captured(*_: Any, counters: Any = None, **__: Any) -> RecordingExecutor:
-    """As `graphs.capture`, of nothing: the tape of a step holds what its actions run."""
+    """
+    A replacement of `graphs.capture` that captures nothing, because the tape of a step records what
+    its actions run.
+    """
     return RecordingExecutor(EagerExecutor(counters))
 
 
@@ -304,14 +317,14 @@ def _stamp(ring: Tensor, number: Tensor, place: int) -> None:
 
 
 def gate_without_kernels() -> None:
-    """The gate's kernels, as torch's operations; the host's clock is the device's."""
+    """The gate's kernels as operations of torch; the host's clock serves as the device's clock."""
     name = "qeffect.gpu_runtime.ranks.gate_kernel"
     kernels: Any = sys.modules.setdefault(name, ModuleType(name))
     kernels.compare, kernels.publish, kernels.stamp = _compare, _publish, _stamp
 
 
 def _behind_launches() -> None:
-    """What a training loop queues behind a launch, and before the next one."""
+    """The work that a training loop queues after a launch and before the next launch."""
     copy, training, optimizers = step_runner._copy, cast("Any", step_runner), cast("Any", Optimizer)
 
     def copied(held: Any, groups: Any) -> None:
@@ -339,7 +352,7 @@ def _behind_launches() -> None:
 
 
 def install() -> None:
-    """From here on this process captures and replays on its CPU."""
+    """Let this process capture and replay on its CPU from now on."""
     cuda: Any = torch.cuda
     cuda.CUDAGraph, cuda.Event, cuda.synchronize = _Graph, _Event, STREAM.synchronize
     cuda.graph_pool_handle = lambda: None

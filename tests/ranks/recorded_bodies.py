@@ -1,4 +1,4 @@
-"""What the ranks of the tests of launches on a CPU run."""
+"""What the ranks run in the tests of launches on a CPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _made(job: Job, options: dict[str, Any], mode: Mode = "one launch") -> Worke
 
 
 def replayed(job: Job, steps: int, options: dict[str, Any]) -> dict[str, str]:
-    """What guarded steps leave."""
+    """The final state of guarded steps."""
     worker = _made(job, options, "eager")
     for _ in range(steps):
         worker.step()
@@ -60,7 +60,7 @@ def replayed(job: Job, steps: int, options: dict[str, Any]) -> dict[str, str]:
 
 
 def launched(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Guarded steps, then the same ones as launches: what differs, and the norms."""
+    """Run guarded steps, then the same steps as launches; return what differs, and the norms."""
     recorded.install()
     first = _made(job, options)
     norms = []
@@ -93,10 +93,10 @@ def launched(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
 
 def uncaptured(job: Job, steps: int) -> dict[str, Any]:
     """
-    A capture that one rank's library refuses: how the run goes on, and what it leaves.
+    Let the library of one rank refuse a capture; return how the run continues, and its final state.
 
-    The last word is how many gates were made. A rank may still connect a gate that another has
-    closed, so a run without launches must not make one.
+    The last value is the number of gates that were made. A rank may still connect to a gate that
+    another rank has closed, so a run without launches must not make a gate.
     """
     recorded.install()
     worker = _made(job, {})
@@ -139,9 +139,9 @@ def unwarmed(job: Job, steps: int, behind: bool) -> dict[str, Any]:
 
     Args:
         job: What to train.
-        steps: Until which epoch.
-        behind: Whether its device has said its word by then; else the other ranks' devices wait
-            for it.
+        steps: The epoch at which the run ends.
+        behind: Whether the device of the last rank has voted before the failure; otherwise the
+            devices of other ranks wait for its vote.
     """
     recorded.install()
     worker = _made(job, {})
@@ -200,7 +200,7 @@ UNTIL_UNLIKE = torch.full((), 1 << 40, dtype=torch.int64)
 
 
 def _with_unlike_squares() -> None:
-    """Let what a launch says of its gradients differ once, when it is asked for."""
+    """Let the sums of squares that a launch reports of its gradients differ once."""
     real = gate.square_sums
 
     def squares(*given: Any) -> dict[Part, torch.Tensor]:
@@ -212,7 +212,7 @@ def _with_unlike_squares() -> None:
 
 
 def _slow_to_stop(runner: OneLaunch) -> None:
-    """Let the device come to the end of what was launched, before the host ends connections."""
+    """Let the device finish all launched work before the host ends connections."""
     real = runner._stopped
 
     def stopped() -> None:
@@ -233,13 +233,14 @@ def recovering(
     job: Job, steps: int, options: dict[str, Any], faults: list[tuple[int, int, str, str]]
 ) -> dict[str, Any]:
     """
-    Launches of which some end in a stop, after which all ranks begin the epoch again.
+    Run launches, of which some end in a stop; after a stop all ranks run the epoch again.
 
     Args:
         job: What to train.
-        steps: Until which epoch.
-        options: Of the worker.
-        faults: For each, the epoch before which it is made, its rank, its kind, and its action.
+        steps: The epoch at which the run ends.
+        options: Options of the worker.
+        faults: For each fault, the epoch before which it is injected, its rank, its kind, and its
+            action.
     """
     recorded.install()
     _with_unlike_squares()
@@ -277,7 +278,10 @@ def recovering(
 
 
 def unconfirmed(job: Job, waits: bool) -> str:
-    """Two launches, the first on a slow device: why the second one stopped; empty if it did not."""
+    """
+    Run two launches, the first on a slow device; return why the second launch stopped, or an empty
+    text if it did not stop.
+    """
     recorded.install()
     worker = _made(job, {})
     runner = OneLaunch(worker)
@@ -305,8 +309,8 @@ def ended_while_posting() -> list[list[str]]:
     The host ends connections while the device's thread posts on them.
 
     Returns:
-        What became of each post, of a message and of the two calls of a bucket: over which
-        connection it went.
+        The group over which each post went (its own group, an ended group, or the group of all
+        ranks): first for a message, then for the two calls of a bucket.
     """
     recorded.install()
     return [_posts_of(begin) for begin in (_a_message, _a_bucket)]

@@ -1,4 +1,7 @@
-"""Steps of one rank's row without device work, in one process: what is recorded and recurs."""
+"""
+Steps of one rank's row without device work, in one process, to test steps that are recorded and
+recur.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def _zeros(specs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
 
 
 class Feed:
-    """Data that nobody looks at."""
+    """Data whose values do not matter."""
 
     def __init__(self) -> None:
         self.made: dict[Any, tuple[torch.Tensor, ...]] = {}
@@ -41,7 +44,7 @@ class Feed:
         return self.made[key]
 
     def inputs(self, stage: Any, step: int, microbatch: int) -> tuple[torch.Tensor, ...]:
-        """Zeros; of a later stage only what no message brings."""
+        """Zeros; for a later stage, only the inputs that no message brings."""
         return self._of(("in", stage.index), stage.inputs)[1 if stage.index else 0 :]
 
     def output_gradients(self, stage: Any, step: int, microbatch: int) -> tuple[torch.Tensor, ...]:
@@ -53,7 +56,7 @@ class Feed:
 
 
 class _Slot:
-    """What the captures of a slot would have recorded, with the scales that an eager dI tells."""
+    """What the captures of a slot would have recorded, with the scales that an eager dI reports."""
 
     def __init__(self, runtime: Runtime, stage: int, index: int) -> None:
         memory = runtime.memories[stage]
@@ -67,7 +70,7 @@ class _Slot:
 
 
 class Told:
-    """Stands in for an executor of graphs: all went well."""
+    """A stand-in for an executor of graphs that always reports success."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.moved = False
@@ -88,7 +91,7 @@ class Told:
         }
 
     def check_addresses(self, memory: Any) -> None:
-        """Refuses where a test says that something has moved."""
+        """Refuse if the test declares that an address has moved."""
         if self.moved:
             raise BackendError(f"stage {memory.stage.index}: a cache has moved")
 
@@ -100,9 +103,10 @@ class Rank:
     Args:
         job: The pipeline.
         rank: The rank.
-        table: Its table as it is walked; None makes it.
-        late: Whether the device counts, and the counts come a step later.
-        reduced: Whether gradients are reduced over replicas, of which the contract is told.
+        table: The table that the rank runs; None to make the table.
+        late: Whether the device counts actions, and the counts arrive one step later.
+        reduced: Whether gradients are reduced over replicas, and the contract knows of the
+            reductions.
     """
 
     def __init__(
@@ -142,7 +146,7 @@ class Rank:
         self.late, self.ran = late, {}
 
     def fill(self) -> None:
-        """Leave in every slot what F and dI would have left."""
+        """Write into every slot what F and dI would have written."""
         for memory in self.runtime.memories.values():
             for slot in memory.table:
                 slot.outputs = _zeros(memory.stage.outputs)
@@ -160,7 +164,7 @@ class Rank:
         self.rehearsal.run()
 
     def tell(self) -> None:
-        """What is told behind it: the counts of the step before, then the commit."""
+        """The calls after a launch: the counts of the previous step, then the commit."""
         contract = self.contract
         if contract.counts_awaited:
             contract.present_counts(self.ran)
@@ -169,7 +173,7 @@ class Rank:
             self.ran = contract.committed_counts()
 
     def step(self) -> bool:
-        """One step; whether it was checked and committed as one."""
+        """Run one step; return whether it was checked and committed in one call."""
         self.ask()
         as_one = self.rehearsal.as_one
         self.tell()

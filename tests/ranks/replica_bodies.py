@@ -1,4 +1,4 @@
-"""What the ranks of the tests of replicas run."""
+"""What the ranks run in the tests of replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests.ranks.bodies import LIMITS, bits, once_more, parameters_of
 
 
 class _Counting(Pipeline):
-    """A pipeline that notes how many calls each bucket left in, and its reduced gradients."""
+    """
+    A pipeline that records in how many calls each bucket was reduced, and the reduced gradients.
+    """
 
     def note(self) -> None:
         """Before the first step."""
@@ -65,7 +67,10 @@ def _options(name: str) -> dict[str, Any]:
 
 
 def together(job: Job, steps: int, dtype: str) -> dict[str, Any]:
-    """A job whose gradients leave in one call, and one by one: the calls, and what differs."""
+    """
+    Train a job whose gradients are reduced in one call, and one by one; return the calls, and what
+    differs.
+    """
     found, calls = [], []
     for name in ("together", "one by one"):
         worker = _made(job, getattr(torch, dtype), pipeline=_Counting, **_options(name))
@@ -90,7 +95,7 @@ def together(job: Job, steps: int, dtype: str) -> dict[str, Any]:
 
 
 class _Once(Pipeline):
-    """A pipeline that keeps a copy of what its first step was given."""
+    """A pipeline that keeps a copy of the gradients of its first step."""
 
     kept: dict[str, torch.Tensor]
 
@@ -119,13 +124,13 @@ def meant(job: Job, dtype: str) -> dict[str, Any]:
 
 def disturbed(job: Job, victim: int, change: tuple[str, ...]) -> dict[str, Any]:
     """
-    A step whose reductions one rank starts otherwise, and the step again.
+    Run a step in which one rank starts reductions in a wrong way, and run the step again.
 
     Args:
         job: What to train.
         victim: The rank.
-        change: `early`, with an action and the one that it is put before; `behind`, with an
-            action and the one that it is put behind; `twice`, with one.
+        change: `early`, with an action and the action before which it is placed; `behind`, with an
+            action and the action after which it is placed; or `twice`, with one action.
     """
     worker = _made(job, torch.bfloat16)
     worker.step()
@@ -149,7 +154,9 @@ def disturbed(job: Job, victim: int, change: tuple[str, ...]) -> dict[str, Any]:
 
 
 def unreduced(job: Job, victim: int) -> dict[str, Any]:
-    """One rank's hook never fires: it goes to its commit without having reduced anything."""
+    """
+    Let the hook of one rank never fire, so that the rank reaches its commit without any reduction.
+    """
     worker = _made(job, torch.bfloat16)
     worker.step()
     if worker.member.rank == victim:

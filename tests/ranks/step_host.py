@@ -1,9 +1,9 @@
 """
-The host's time for a step that is one launch, without the launch.
+Measure the host's time for a step that is one launch, without the launch itself.
 
-Run as `python -m tests.ranks.step_host`.
-Steps of one rank whose actions are asked for one by one stand beside steps that are committed as
-one, in turns of one run; every number is the median of many, in microseconds. No GPU is wanted.
+Run as `python -m tests.ranks.step_host`. One run alternates between steps whose actions are checked
+one by one and steps that are committed in one call. Every number is a median in microseconds. No
+GPU is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.ranks.recurring import SMALL, Rank
 
 
 def timed(call: Callable[[], object], times: int) -> float:
-    """Microseconds of a call, the median of many."""
+    """The median time of many calls, in microseconds."""
     found = []
     for _ in range(times):
         began = time.perf_counter()
@@ -33,14 +33,14 @@ def timed(call: Callable[[], object], times: int) -> float:
 
 
 def rehearse(rank: Rank) -> None:
-    """A step whose actions are asked for and told one by one, and not recorded."""
+    """A step whose actions are checked and committed one by one, without a recording."""
     rank.rehearsal._walk()
     rank.contract.check_commit(caller="main", guards_alone=True)
     rank.tell()
 
 
 def measured(job: Job, number: int, times: int) -> dict[str, object]:
-    """What the parts of a step take on one rank."""
+    """The times of the parts of a step on one rank."""
     one, each = (Rank(job, number, late=True) for _ in range(2))
     for _ in range(5):
         one.step()

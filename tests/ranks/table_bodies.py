@@ -1,4 +1,4 @@
-"""What the ranks of the tables' tests run."""
+"""What the ranks run in the tests of `report tables`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .bodies import LIMITS
 
 
 def tables_command(argv: list[str]) -> tuple[int, str, str]:
-    """`qeffect runtime tables`: exit code and what the rank said."""
+    """Run `qeffect runtime tables`; return the exit code and the rank's output."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["runtime", "report", "tables", *argv])
@@ -36,7 +36,7 @@ def tables_command(argv: list[str]) -> tuple[int, str, str]:
 
 
 def one_fails() -> list[dict[str, Any]]:
-    """Three rows, of which the second cannot be built on rank 1."""
+    """Measure three rows, of which the second cannot be built on rank 1."""
     member = join("cpu", LIMITS)
     args = argparse.Namespace(rounds=1, steps=1, native_steps=1)
     row = TableRow("tiny-m2", "layers", 2, "zbv", "replays")
@@ -56,7 +56,7 @@ def one_fails() -> list[dict[str, Any]]:
 
 
 def peers_of_ours(folder: str) -> list[dict[str, Any]]:
-    """Native and replays of a small cell, as the peers measure them."""
+    """Measure native and replays of a small cell, as `report peers` does."""
     join("cpu", LIMITS)
     cells = ["tiny-m2"]
     asked = PeerSettings(
@@ -80,7 +80,7 @@ def peers_of_ours(folder: str) -> list[dict[str, Any]]:
 
 
 def captured_facts() -> dict[str, Any]:
-    """What is known of replays of a small cell, over stand-ins for graphs."""
+    """The facts that are reported of replays of a small cell, with stand-ins for graphs."""
     member = join("cpu", LIMITS)
     row = TableRow("tiny-m4", "language", 2, "zbv", "replays")
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def captured_facts() -> dict[str, Any]:
 
 
 def models_command(argv: list[str]) -> tuple[int, str, str]:
-    """`qeffect runtime report models`: exit code and what the rank said."""
+    """Run `qeffect runtime report models`; return the exit code and the rank's output."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["runtime", "report", "models", *argv])
@@ -103,7 +103,7 @@ def models_command(argv: list[str]) -> tuple[int, str, str]:
 
 
 def unmeasured_parts() -> str:
-    """What each rank hears where rank 1 cannot measure the parts of a model."""
+    """The error on each rank if rank 1 cannot measure the parts of a model."""
     member = join("cpu", LIMITS)
     measure = balance.measure_times
 

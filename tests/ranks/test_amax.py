@@ -1,6 +1,4 @@
-"""
-Scaling state that replicas share, or keep each its own.
-"""
+"""Scaling state that replicas share, or that each replica keeps separately."""
 
 from __future__ import annotations
 

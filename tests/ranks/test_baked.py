@@ -1,4 +1,6 @@
-"""What a graph holds of an optimizer: what may change of it, and what is found to have."""
+"""
+What a graph records of an optimizer: which values may change later, and which changes are found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guarded pipeline computes torch's own pipeline's bits."""
+"""The guarded pipeline computes the same bits as torch's own pipeline."""
 
 from __future__ import annotations
 

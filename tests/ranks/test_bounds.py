@@ -1,4 +1,4 @@
-"""What the bound of a step replays for each action of a rank's row."""
+"""Which replays the lower bound of a step uses for each action of a rank."""
 
 from __future__ import annotations
 

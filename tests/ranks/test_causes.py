@@ -1,6 +1,6 @@
 """
-The one cause of a stop names a rank that the model of ranks allows, also if ranks say less than
-they know.
+The reported cause of a stop names a rank that the model of ranks allows, even if ranks report less
+than they know.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-One norm over the gradients of all ranks: clipped alike, skipped alike, torch's own bits.
+One norm over the gradients of all ranks: all ranks clip alike and skip alike, with torch's own
+bits.
 
 The reference is torch's pipeline over native full backwards, whose gradients of all ranks are
 brought together and clipped by `torch.nn.utils` in float64.

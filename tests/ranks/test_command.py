@@ -1,4 +1,4 @@
-"""`qeffect runtime pipeline` under torchrun, and what it says where it cannot run."""
+"""`qeffect runtime pipeline` under torchrun, and its error messages where it cannot run."""
 
 from __future__ import annotations
 

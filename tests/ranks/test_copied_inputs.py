@@ -1,6 +1,4 @@
-"""
-A feed that copies data into slots on a stream of its own, which the contract knows as a caller.
-"""
+"""Data that a separate stream copies into slots; the contract treats that stream as a caller."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """
-Waits for a device, and for connections between devices: each has a limit, and its cause names it.
+Waits for a device, and for connections between devices: each wait has a limit, and the cause of a
+stop names the wait.
 
-A device that does not finish is a call that blocks until the test ends.
+In these tests, a device that does not finish is a call that blocks until the test ends.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-Steps that run twice: they leave the bits of steps that run once, and no flip in one run is applied.
+Steps that run twice leave the bits of steps that run once, and no bit flip in one of the two runs
+reaches an update.
 """
 
 from __future__ import annotations

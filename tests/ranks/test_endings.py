@@ -1,4 +1,6 @@
-"""How connections end after a stop: all at once, and not before what holds their kernels."""
+"""
+How connections end after a stop: all at once, and only after the kernels that use them have ended.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """
 The model of ranks also refuses two public orders that swap messages between two ranks.
 
-`qeffect check` refuses both tables. Here the ranks have walked them to the end of a step, as gloo
-and NCCL let them: the n-th receive takes the n-th send, whatever both are meant to be. Their rank
-logs are written from the tables, and the commit is refused by the relation of the protocol.
+`qeffect check` refuses both tables. Here the ranks have run the tables to the end of a step, which
+gloo and NCCL permit: the n-th receive takes the n-th send, whatever message each was meant for. The
+rank logs are written from the tables, and the protocol relation refuses the commit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-`guard(schedule)`: torch's schedules over ordinary modules run as before, and wrong ones are named.
+`guard(schedule)`: torch's schedules over ordinary modules run as before, and faulty schedules are
+named.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-The advice of the guards: cause and remedy are for a person who trains with the guarded framework.
+The advice of the guards: cause and remedy are written for a person who trains with the guarded
+framework.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-What torch's pipeline may do runs under `guard(schedule)` with the same bits: uneven microbatches,
+Legal uses of torch's pipeline run under `guard(schedule)` with the same bits: uneven microbatches,
 evaluations, exceptions, accumulated gradients, and the options of `step`.
 """
 

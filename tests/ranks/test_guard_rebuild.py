@@ -1,5 +1,5 @@
 """
-`rebuild()` of a guarded schedule: all ranks restart one epoch together, or none does.
+`rebuild()` of a guarded schedule: either all ranks restart one epoch together, or no rank does.
 """
 
 from __future__ import annotations

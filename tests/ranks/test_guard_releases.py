@@ -1,8 +1,8 @@
 """
-`guard` over the tables of every torch release, walked by a stand-in for torch's loop.
+`guard` over the tables of every torch release, run by a stand-in for torch's loop.
 
-The stand-in does what the loops of torch 2.11 to 2.15 have in common: it takes this rank's row
-entry by entry and calls the stage's method of that name. What runs in it computes nothing.
+The stand-in does what the loops of torch 2.11 to 2.15 have in common: it takes the entries of this
+rank's row one by one and calls the stage's method of that name. These methods compute nothing.
 """
 
 from __future__ import annotations

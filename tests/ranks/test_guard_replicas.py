@@ -1,8 +1,9 @@
 """
-`guard(schedule)` over two replicas: DistributedDataParallel reduces once, by the last backward.
+`guard(schedule)` over two replicas: DistributedDataParallel reduces once, in the last backward.
 
-It reduces in the nodes that accumulate gradients. A backward in two parts passes none of them, and
-torch's inference of shapes arms it before the first microbatch. torch says nothing of either.
+DistributedDataParallel reduces in the autograd nodes that accumulate gradients. A backward in two
+parts does not pass through these nodes, and torch's inference of shapes arms
+DistributedDataParallel before the first microbatch. torch reports neither fault.
 """
 
 from __future__ import annotations

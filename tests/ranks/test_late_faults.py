@@ -1,5 +1,6 @@
 """
-A fault that a rank sees late reaches its contract: no commit of that epoch, and no checkpoint.
+A fault that a rank notices late reaches the rank's contract: that epoch cannot commit, and no
+checkpoint is saved.
 """
 
 from __future__ import annotations

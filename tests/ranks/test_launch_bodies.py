@@ -1,7 +1,9 @@
 """
-What the tests of one launch do on GPUs (`tests/gpu/test_one_launch.py`), on CPUs, by replays.
+The test bodies that run one launch per step on GPUs (`tests/gpu/test_one_launch.py`), here run as
+replays on CPUs.
 
-The launch itself is not here; that the injections inject, and what they are to end in, is.
+These tests do not launch a whole step. They check that each fault is really injected, and how it
+must end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the host does around a launch, on a machine without a device: the graph is a stand-in."""
+"""What the host does around a launch, on a machine without a device; the graph is a stand-in."""
 
 from __future__ import annotations
 

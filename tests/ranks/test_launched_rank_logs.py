@@ -1,8 +1,8 @@
 """
-The rank logs of steps that are one launch, and logs that tell something else.
+The rank logs of steps that are one launch, and logs that describe something else.
 
-The logs are of real ranks, over the stand-in for a device's graphs (`tests.ranks.recorded`); a
-forged one has one edit, and digests that fit the edit.
+The logs come from real ranks, over a stand-in for a device's graphs (`tests.ranks.recorded`). A
+forged log has one edit, and digests that match the edit.
 """
 
 from __future__ import annotations

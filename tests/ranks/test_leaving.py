@@ -1,4 +1,6 @@
-"""How the processes of ranks end: with no thread of a group that the interpreter would wait for."""
+"""
+The processes of ranks exit without any process-group thread that the interpreter would wait for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event logs of ranks that really exchanged messages fit together."""
+"""The event logs of ranks that really exchanged messages are consistent with each other."""
 
 from __future__ import annotations
 

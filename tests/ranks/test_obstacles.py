@@ -53,8 +53,8 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "walks": (
         {"walks": 3},
-        "a step has 3 walks, each with graphs of its own: take one walk over a table of all "
-        "microbatches",
+        "a step has 3 walks (passes over the table), each with its own graphs: take one walk over "
+        "a table of all microbatches",
     ),
     "device": ({"device": CPU}, "a CPU has no CUDA graphs: run on cuda"),
     "driver": ({"driver": MISSING}, MISSING),

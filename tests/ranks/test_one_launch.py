@@ -1,4 +1,4 @@
-"""A step that is one launch, as far as a machine without a device can see."""
+"""A step that is one launch, as far as it can be tested on a machine without a device."""
 
 from __future__ import annotations
 

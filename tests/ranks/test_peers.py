@@ -1,4 +1,4 @@
-"""Ours among the peers, over two ranks of a CPU."""
+"""Our modes in the comparison with Megatron-core (`report peers`), over two ranks on a CPU."""
 
 from __future__ import annotations
 

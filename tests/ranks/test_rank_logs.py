@@ -1,7 +1,8 @@
 """
-The model of ranks takes what ranks really did, and refuses each log that tells something else.
+The model of ranks accepts what ranks really did, and refuses each log that describes something
+else.
 
-The logs are of real runs; a forged one has one edit, and digests that fit the edit.
+The logs come from real runs. A forged log has one edit, and digests that match the edit.
 """
 
 from __future__ import annotations

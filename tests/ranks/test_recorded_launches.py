@@ -1,7 +1,7 @@
 """
 A step that is one launch, with a stand-in for the device's graphs: its bits, and its recovery.
 
-What the device would do is done by `tests.ranks.recorded`; everything else is the launch's own.
+`tests.ranks.recorded` does the work of the device; everything else is the real code of a launch.
 """
 
 from __future__ import annotations

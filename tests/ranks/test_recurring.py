@@ -1,4 +1,6 @@
-"""A step that is checked and committed as one leaves what its actions leave one by one."""
+"""
+A step that is checked and committed in one call leaves the same state as its actions one by one.
+"""
 
 from __future__ import annotations
 

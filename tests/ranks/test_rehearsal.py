@@ -1,4 +1,4 @@
-"""A step that is one launch asks and tells the contract what guarded replays ask and tell."""
+"""A step that is one launch makes the same calls to the contract as guarded replays."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """
-Gradients over replicas: buckets that leave in one call, and what public projects got wrong.
+Gradients over replicas: buckets that are reduced in one call, and public faults of other projects.
 
-`HELD` is the list of those failures: which test runs each here, over replicas that are processes.
+`HELD` lists these faults and names the test that runs each fault here, over replicas that are
+processes.
 """
 
 from __future__ import annotations

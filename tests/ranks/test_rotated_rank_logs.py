@@ -1,8 +1,9 @@
 """
-Rank logs in several files: the files together tell what one file tells, and so do the newest ones.
+Rank logs in several files: all files together contain what one file contains, and the newest files
+alone can be checked too.
 
-The logs are of real runs, written again with a rotation. A forged log has one edit, and digests
-that fit the edit.
+The logs come from real runs and are written again with a rotation. A forged log has one edit, and
+digests that match the edit.
 """
 
 from __future__ import annotations

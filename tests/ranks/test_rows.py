@@ -1,4 +1,7 @@
-"""A row as it is walked: sends behind their source, waits where slots are taken again."""
+"""
+The order in which a rank runs its row: sends follow their source, and an action waits where a slot
+is used again.
+"""
 
 from __future__ import annotations
 

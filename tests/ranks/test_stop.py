@@ -1,8 +1,9 @@
 """
-One rank cannot go on: all stop, with one cause in the same words, and no weights have moved.
+One rank cannot continue: all ranks stop, with one cause in the same words, and no weights have
+changed.
 
-Every wait is bounded by a limit given here. A cause that every rank survives is rebuilt, and the
-run goes on bit for bit.
+A limit given here bounds every wait. If every rank survives the cause, the epoch is rebuilt, and
+the run continues bit for bit.
 """
 
 from __future__ import annotations

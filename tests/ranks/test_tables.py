@@ -1,4 +1,7 @@
-"""`qeffect runtime tables`: a trial over two ranks of a CPU, what it asks for, and merging."""
+"""
+`qeffect runtime tables`: a trial over two ranks on a CPU, its requirements, and the merging of
+trials.
+"""
 
 from __future__ import annotations
 

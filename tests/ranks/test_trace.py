@@ -1,4 +1,4 @@
-"""One trace of all ranks: what ran, in order, and each message from one end to the other."""
+"""One trace of all ranks: what ran, in order, and both ends of each message."""
 
 from __future__ import annotations
 

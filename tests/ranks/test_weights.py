@@ -1,6 +1,4 @@
-"""
-The scale of the loss over ranks: a step whose weights do not add up never updates any rank.
-"""
+"""The scale of the loss over ranks: a step whose weights do not add up never updates any rank."""
 
 from __future__ import annotations
 

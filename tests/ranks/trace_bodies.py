@@ -1,4 +1,4 @@
-"""What the ranks of the tests of traces run."""
+"""What the ranks run in the tests of traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ranks.bodies import LIMITS, bits
 
 
 def traced(job: Job) -> dict[str, Any]:
-    """Three steps, the second of them traced; and three that were not."""
+    """Run three steps of which the second is traced, and three steps without a trace."""
     member = join("cpu", LIMITS)
     found = []
     words: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of weights run."""
+"""What the ranks run in the tests of loss weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .bodies import LIMITS, parameters_of
 
 @attrs.frozen
 class Divided(Job):
-    """A job whose loss is divided by a number of its own."""
+    """A job whose loss is divided by a given number."""
 
     parts: int = 1
 
@@ -30,7 +30,7 @@ class Divided(Job):
 
 @attrs.frozen
 class DividedLanguage(LanguageJob):
-    """A language model whose loss is divided by a number of its own."""
+    """A language model whose loss is divided by a given number."""
 
     parts: int = 1
 
@@ -41,7 +41,7 @@ class DividedLanguage(LanguageJob):
 
 
 def stepped(jobs: list[Job]) -> list[dict[str, Any]]:
-    """A step of each job: how it ended, and which tensors of the state moved."""
+    """Run a step of each job; return how the step ended, and which tensors of the state changed."""
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:

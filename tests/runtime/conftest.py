@@ -1,5 +1,6 @@
 """
-Shared by the runtime's tests: one thread, because results on a CPU depend on the thread count.
+Fixtures of the runtime's tests: torch uses one thread, because results on a CPU depend on the
+thread count.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """
-Device counts, as tests of a live runtime on any device. The commit of a step refuses a replay
-behind the guards' back, a skipped replay, a replay that ran twice and two swapped replays. Then the
+Tests of device counts in a live runtime, for any device. The commit of a step refuses a replay that
+bypassed the guards, a skipped replay, a replay that ran twice, and two swapped replays. Then the
 step is run again, and training ends with the bits of an undisturbed native run.
 """
 
@@ -27,14 +27,14 @@ Replay = Callable[[], object]
 
 class Replays:
     """
-    Every graph of an executor, replayed as a test wants it.
+    Every graph of an executor, replayed as a test requests.
 
     Args:
-        executor: The executor; its graphs are replaced by ones that look here first.
+        executor: The executor; its graphs are replaced by graphs that first consult this object.
 
     Attributes:
-        ran: Kind, place and replay of every graph that was asked for, in order.
-        instead: What to replay for some of them, by their place in `ran`.
+        ran: Kind, position and replay of every requested graph, in order.
+        instead: Replacements of some replays, by their position in `ran`.
         variants: The graphs of each slot's dW, by how each writes.
     """
 
@@ -66,7 +66,7 @@ class Replays:
         return SimpleNamespace(replay=replayed)
 
     def places(self, kind: str) -> list[int]:
-        """Where in `ran` the graphs of a kind are."""
+        """The positions in `ran` of the graphs of a kind."""
         return [n for n, (own, _, _) in enumerate(self.ran) if own == kind]
 
 
@@ -75,7 +75,9 @@ class DeviceCountsCases:
 
     @pytest.fixture
     def replays(self, injected: Injection) -> Replays:
-        """The graphs of a run before its third epoch; the second one's are noted."""
+        """
+        The graphs of a run before its third epoch; the replays of the second epoch are recorded.
+        """
         executor = injected.run.runtime.executor
         assert isinstance(executor, GraphExecutor)
         made = Replays(executor)
@@ -83,23 +85,26 @@ class DeviceCountsCases:
         return made
 
     def skipped(self, injected: Injection, kind: str, place: int, replay: Replay) -> list[Replay]:
-        """What to replay so that a graph was not; on a device nothing."""
+        """The replacement that skips a graph; on a device, a replay of nothing."""
         return []
 
     def repeated(self, injected: Injection, kind: str, place: int, replay: Replay) -> list[Replay]:
-        """What to replay so that a graph ran twice; on a device the graph, twice."""
+        """The replacement that runs a graph twice; on a device, two replays of the graph."""
         return [replay, replay]
 
     def replaced(
         self, injected: Injection, own: tuple[str, int, Replay], other: tuple[str, int, Replay]
     ) -> list[Replay]:
-        """What to replay so that another graph ran in its place; on a device that graph."""
+        """The replacement that runs another graph instead; on a device, a replay of that graph."""
         return [other[2]]
 
     def written(
         self, injected: Injection, own: tuple[str, int, Replay], writes: int, other: Replay
     ) -> list[Replay]:
-        """What to replay so that a dW wrote in another way; on a device that graph."""
+        """
+        The replacement with which a dW writes in another way; on a device, a replay of the other
+        graph.
+        """
         return [other]
 
     def refused(
@@ -125,7 +130,7 @@ class DeviceCountsCases:
         return str(caught.value.found)
 
     def shifted(self, replays: Replays, *places: int) -> list[int]:
-        """The same places in the epoch that comes."""
+        """The same positions in the next epoch."""
         return [len(replays.ran) + place for place in places]
 
     def test_nothing_disturbed(
@@ -187,7 +192,7 @@ class DeviceCountsCases:
     def test_a_replay_behind_the_guards(
         self, injected: Injection, replays: Replays, undisturbed: Recording
     ) -> None:
-        """A refresh that nobody asked for, before the step: all of its effects are in bounds."""
+        """An unrequested refresh before the step: all of its effects stay within legal memory."""
         with injected.run.runtime.caller_scope():
             replays.ran[replays.places("refresh")[0]][2]()
 
@@ -197,13 +202,16 @@ class DeviceCountsCases:
     def test_two_microbatches_exchanged(
         self, injected: Injection, replays: Replays, undisturbed: Recording
     ) -> None:
-        """F of two microbatches of one stage, each in the other's slot."""
+        """
+        The F of two microbatches of one stage are exchanged: each runs in the slot of the other
+        microbatch.
+        """
         self._exchanged(injected, replays, undisturbed, same_stage=True)
 
     def test_two_stages_exchanged(
         self, injected: Injection, replays: Replays, undisturbed: Recording
     ) -> None:
-        """F of two stages of one domain, each in the other's place."""
+        """The F of two stages of one domain are exchanged."""
         self._exchanged(injected, replays, undisturbed, same_stage=False)
 
     def _exchanged(
@@ -230,12 +238,18 @@ class DeviceCountsCases:
 
 
 class LateCountsCases(DeviceCountsCases):
-    """The same faults where the device compares: no weight moves, and the host learns it later."""
+    """
+    The same faults if the device compares the counts: no weight changes, and the host learns of the
+    fault later.
+    """
 
     def refused(
         self, clause: str, injected: Injection, replays: Replays, undisturbed: Recording
     ) -> str:
-        """The disturbed step ends, the next one's end is refused; in between nothing moved."""
+        """
+        The disturbed step ends, and the end of the next step is refused; no weight changes between
+        them.
+        """
         run, runtime = injected.run, injected.run.runtime
         before = self.kept(injected)
         epoch = runtime.epoch
@@ -266,14 +280,17 @@ class LateCountsCases(DeviceCountsCases):
         return found | {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def unmoved(self, before: dict[str, torch.Tensor], injected: Injection) -> bool:
-        """Whether the update left everything as it was."""
+        """Whether the update changed nothing."""
         now = self.kept(injected)
         return before.keys() == now.keys() and all(same_bits(before[n], now[n]) for n in now)
 
     def test_a_failure_before_it_is_known(
         self, injected: Injection, replays: Replays, undisturbed: Recording
     ) -> None:
-        """A rebuild in the middle of the next step asks first, and begins the skipped epoch."""
+        """
+        A rebuild in the middle of the next step first reads the counts, and then begins the skipped
+        epoch again.
+        """
         place = replays.places("dW")[-1]
         (at,) = self.shifted(replays, place)
         replays.instead[at] = self.skipped(injected, *replays.ran[place])
@@ -300,7 +317,7 @@ class LateCountsCases(DeviceCountsCases):
         injected.start_over(undisturbed)
 
     def test_a_checkpoint_after_a_right_update(self, injected: Injection, replays: Replays) -> None:
-        """A checkpoint asks first; nothing waits for counts after it."""
+        """A checkpoint first reads the counts; afterwards no counts are outstanding."""
         runtime = injected.run.runtime
         assert runtime.contract.counts_awaited
         checkpoint, _ = runtime.checkpoint()

@@ -1,21 +1,20 @@
 """
-An oracle of scales that move once an epoch: plain torch, written from the recipe's description.
+An oracle for scales that move once per epoch: plain torch, written from the recipe's description.
 
-It has microbatches one after another, F and then a full backward, and knows neither stages nor
-slots, tapes, runtimes or backends. Its quantization is its own:
+The oracle runs one microbatch after another, F and then a full backward, and has no stages, slots,
+tapes, runtimes or backends. Its quantization is its own code:
 
-* Every cast takes the maximum of its tensor's amax into the open entry of the tensor's history.
-* It multiplies by the tensor's scale, saturates, and rounds to E4M3 (inputs and weights) or E5M2
-  (output gradients). A product of two casts is exact in fp32 up to its sum, and is then multiplied
-  by both inverse scales.
-* The scales move once, at the end of an epoch: the largest amax of the last `length` epochs gives
-  the scale: its inverse, rounded to fp32, times the format's largest value. An amax of zero leaves
-  the scale.
-* A weight is cast once an epoch, before its first use.
+* Every cast takes the maximum of its tensor's amax into the open entry of the tensor's history. *
+The cast multiplies by the tensor's scale, saturates, and rounds to E4M3 (inputs and weights) or
+E5M2 (output gradients). A product of two casts is exact in fp32 up to its sum, and is then
+multiplied by both inverse scales. * The scales move once, at the end of an epoch: a scale is the
+inverse of the largest amax of the last `length` epochs, rounded to fp32, times the format's largest
+value. An amax of zero does not change the scale. * A weight is cast once per epoch, before its
+first use.
 
 Weight gradients add up in the order of microbatches, rounded to bf16 after each product; other
-gradients add up in bf16. In a recipe with groups, the casts of several microbatches, one behind the
-other, are the operands of one product.
+gradients add up in bf16. In a recipe with groups, the concatenated casts of several microbatches
+are the operands of one product.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Gauge:
         return scaled.to(dtype).float(), 1.0 / self.scale
 
     def move(self) -> None:
-        """The end of an epoch."""
+        """End an epoch."""
         largest = max(self.open, *self.closed[-(self.length - 1) :], 0.0)
         self.closed = [*self.closed, self.open][-(self.length - 1) :]
         self.open = 0.0
@@ -59,7 +58,10 @@ class Gauge:
 
 
 class Linear:
-    """A product with its three gauges, its weight as cast at the epoch's begin, and its dW."""
+    """
+    A matrix product with its three gauges, the weight as cast at the beginning of the epoch, and
+    dW.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor, length: int, group: int) -> None:
         self.weight, self.bias = weight, bias
@@ -139,7 +141,7 @@ class Oracle:
         self.adamw = torch.optim.AdamW(self.named.values(), lr=1e-3, fused=True)
 
     def gauges(self) -> dict[str, Gauge]:
-        """Every gauge, by its product's name and what it casts."""
+        """Every gauge, by the name of its product and of the tensor that it casts."""
         return {
             f"{name}.{kind}": getattr(linear, kind)
             for name, linear in self.linears.items()
@@ -175,7 +177,7 @@ class Oracle:
             batch(self)
 
     def calibrate(self, batches: Sequence[Callable[[Oracle], None]]) -> int:
-        """The walks before the first step of a run; returns how many."""
+        """Run the calibration passes before the first step of a run; return their number."""
         for number in range(1, MOST_WALKS + 1):
             for gauge in self.gauges().values():
                 gauge.closed.clear()
@@ -190,7 +192,7 @@ class Oracle:
         return MOST_WALKS
 
     def step(self, batches: Sequence[Callable[[Oracle], None]]) -> None:
-        """One epoch: all microbatches, AdamW, and the one move of the scales."""
+        """Run one epoch: all microbatches, AdamW, and the single move of the scales."""
         self.run(batches)
         for linear in self.linears.values():
             linear.weight.grad = linear.total

@@ -1,17 +1,18 @@
 """
-A stand-in for Transformer Engine 2.18 to 2.20 on a CPU: its structure and habits, no kernels.
+A stand-in for Transformer Engine 2.18 to 2.20 on a CPU: it has the library's structure and
+behaviour, but no kernels.
 
-It exists so that the backend's own code (which stores are installed when, what is drained, where a
-destination is bound, which state is whose) runs in a test without a GPU. Each habit below is one
-that the real library has: stores are read at F and filled at dI; `main_grad` is read at dI;
-`LayerNormMLP` queues FC2 before FC1 in one store; leaving autocast updates every registered forward
-history, the first FP8 module's backward every backward one (here all of them roll, as by the real
-unfused update; its fused one passes over those without a new entry); a workspace is made on first
-use. None of them differs between 2.18 and 2.20 (see the runtime's README); what does is in
-`Graphs`.
-The arithmetic is the reference backend's, but for what changes the model: the rows of the fused
-product are head by head (queries, keys and values of each), and GELU is the approximate one. It
-proves nothing about the real library's numerics.
+With the stand-in, the backend's own code runs in a test without a GPU: which stores are installed
+when, what is drained, where a destination is bound, and which stage owns which state. Each
+behaviour below is one of the real library: stores are read at F and filled at dI; `main_grad` is
+read at dI; `LayerNormMLP` queues FC2 before FC1 in one store; leaving autocast updates every
+registered forward history, and the backward of the first FP8 module updates every backward history
+(here all histories roll, as in the real unfused update; the real fused update skips histories
+without a new entry); a workspace is made on first use. No such behaviour differs between 2.18 and
+2.20 (see the runtime's README); `Graphs` has the differences. The arithmetic is that of the
+reference backend, with two differences of the model: the rows of the fused product are ordered head
+by head (queries, keys and values of each head), and GELU is the approximation. The stand-in proves
+nothing about the real library's numerics.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class DelayedScaling:
 
 
 class StatelessScaling:
-    """A recipe without state; it is only ever looked for."""
+    """A recipe without state, which code only tests for."""
 
 
 class Meta(ScalingState):
@@ -106,7 +107,9 @@ class FP8GlobalStateManager:
 
 @contextmanager
 def autocast(enabled: bool, recipe: DelayedScaling, _graph: bool = False) -> Iterator[None]:
-    """An FP8 region; leaving it rolls, also when it raised, but not one under capture."""
+    """
+    An FP8 region. Leaving the region rolls histories, also after an error, but not during capture.
+    """
     state = FP8GlobalStateManager.quantization_state
     state.recipe, state.is_first_fp8_module, state.gathers = recipe, enabled, _graph
     try:
@@ -176,7 +179,7 @@ class Float8TensorStorage:
 
     @classmethod
     def of(cls, operand: QuantizedTensor, *, rowwise: bool) -> Float8TensorStorage:
-        """An operand of dW: with its transpose, and perhaps without its rows."""
+        """An operand of dW, with its transpose, and with or without its rows."""
         found = cls(
             data=operand.data.view(torch.uint8),
             fp8_scale_inv=operand.scale_inv,
@@ -188,7 +191,7 @@ class Float8TensorStorage:
         return found
 
     def update_usage(self, *, columnwise_usage: bool) -> None:
-        """Create the transpose, as the library does where its product reads one."""
+        """Create the transpose, as the library does for a product that reads the transpose."""
         if columnwise_usage and (self._transpose is None or self._transpose_invalid):
             assert self._data is not None
             self._transpose, self._transpose_invalid = self._data.t().contiguous(), False
@@ -204,7 +207,7 @@ class Float8TensorStorage:
         }
 
     def transposed(self) -> QuantizedTensor:
-        """What a product of layout NT reads: the transpose."""
+        """The transpose, which a product of layout NT reads."""
         assert self._transpose is not None
         assert not self._transpose_invalid
         values = self._transpose.view(self._fp8_dtype).t().contiguous()
@@ -307,7 +310,7 @@ class Call:
 
 
 class FP8Module(torch.nn.Module):
-    """What linear modules have in common."""
+    """The common base of linear modules."""
 
     tp_size = 1
     primary_weights_in_fp8 = False
@@ -379,7 +382,7 @@ class LayerNormLinear(FP8Module):
 
 
 class Head(LayerNormLinear):
-    """The library's own `LayerNormLinear`, as it is made by whoever needs one alone."""
+    """The library's own `LayerNormLinear`, as a user makes a single one."""
 
     def __init__(
         self,
@@ -427,7 +430,7 @@ class LayerNormMLP(FP8Module):
 
 
 class SelfAttention(torch.nn.Module):
-    """Where the library keeps the attention's two linear modules."""
+    """The module in which the library keeps the attention's two linear modules."""
 
     def __init__(
         self, hidden: int, kv: int, *, fused_qkv: bool, fuse: bool, bias: bool, normalization: str
@@ -505,7 +508,7 @@ class TransformerLayer(torch.nn.Module):
 
 
 class DeviceGenerator:
-    """As a device's default generator: its numbers follow from seed and offset."""
+    """A stand-in for a device's default generator, whose numbers follow from seed and offset."""
 
     def __init__(self) -> None:
         self._seed, self._offset = 1, 8
@@ -528,7 +531,7 @@ class DeviceGenerator:
         self._seed, self._offset = seed, 0
 
     def drop(self, x: Tensor, probability: float) -> Tensor:
-        """Dropout; without a probability nothing is drawn."""
+        """Apply dropout; with a probability of zero no random number is drawn."""
         if probability == 0.0:
             return x
         drawn = torch.Generator().manual_seed((self._seed + self._offset) % 2**63)
@@ -541,7 +544,10 @@ generator = DeviceGenerator()
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    """As the library's fused kernel: in fp32, each pair by one rotation of the plane."""
+    """
+    The same as the library's fused kernel: in fp32, each pair is turned by one rotation of the
+    plane.
+    """
     half = x.shape[-1] // 2
     pairs = torch.view_as_complex(torch.stack((x[..., :half], x[..., half:]), -1).float())
     turned = pairs * torch.polar(torch.ones_like(angles), angles)[..., :half]
@@ -554,13 +560,15 @@ def noop_cat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Graphs:
-    """`make_graphed_callables`: what it was asked for; it captures nothing."""
+    """A stand-in for `make_graphed_callables` that records its arguments and captures nothing."""
 
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
 
     def of(self, version: str) -> Callable[..., tuple[Any, ...]]:
-        """The function with the parameters of a version: from 2.19 on it can leave clones out."""
+        """
+        The function with the parameters of a version; from 2.19 on the function can omit clones.
+        """
 
         def make_graphed_callables(
             modules: Any,
@@ -598,7 +606,7 @@ graphs = Graphs()
 
 class CrossEntropy:
     """
-    The function of the mean cross entropy, with the options of a version, which are kept.
+    The function of the mean cross entropy, with the options of a version; the options are recorded.
 
     2.18 takes `is_cg_capturable`; 2.20 takes it too, with a warning, and `overwrite_input`.
     """
@@ -607,7 +615,9 @@ class CrossEntropy:
         self.asked: list[dict[str, Any]] = []
 
     def of(self, version: str) -> Any:
-        """The function of a version; 2.18 has no `overwrite_input` and must be told of graphs."""
+        """
+        The function of a version; 2.18 has no `overwrite_input`, and needs an option for graphs.
+        """
         old = version.startswith("2.18")
 
         def function(

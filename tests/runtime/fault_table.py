@@ -1,9 +1,9 @@
 """
 The fault table's seven rows as tests of a live runtime, whatever its executor and its device are.
 
-A test says where the fault is refused (the row's clause and transition, and no other) and that it
-changed nothing, then goes on to the end of training: what comes out must be what an undisturbed
-native run gives, bit for bit.
+A test checks that the fault is refused by the row's clause in the row's transition, and that it
+changed nothing. Training then continues to its end and must give the result of an undisturbed
+native run, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FaultTable:
     def test_old_reference_after_slot_reuse(
         self, injected: Injection, undisturbed: Recording
     ) -> None:
-        """The slot's tenant of now, under the reference of its last one, is not handed over."""
+        """A reference to the slot's previous tape does not give access to its current tape."""
         injected.until("1W0")
         old = injected.ref(1, 0)
         injected.until("1W2")
@@ -51,7 +51,10 @@ class FaultTable:
     def test_finalize_with_one_wgrad_missing(
         self, injected: Injection, undisturbed: Recording
     ) -> None:
-        """An epoch that lacks one dW is not final, and the weights stay; the dW can still come."""
+        """
+        An epoch without one dW cannot be finalized, and the weights stay unchanged; the dW can
+        still run.
+        """
         last = ORDER.steps[-1]
         assert last.kind is Kind.WGRAD
         injected.until(str(last))
@@ -67,7 +70,9 @@ class FaultTable:
         injected.go_on(undisturbed)
 
     def test_write_after_aborted_write(self, injected: Injection, undisturbed: Recording) -> None:
-        """A dW that was aborted half way spoils its epoch's arena; nothing is written after it."""
+        """
+        A dW that was aborted half way spoils the arena of its epoch; no later write is accepted.
+        """
         injected.until("1W2")
         runtime = injected.run.runtime
         weights = [p.detach().clone() for p in parameters_of(runtime.stages[1])]
@@ -82,7 +87,7 @@ class FaultTable:
         injected.start_over(undisturbed)
 
     def test_stale_weight_cache(self, injected: Injection, undisturbed: Recording) -> None:
-        """F in a new epoch without a refresh is refused; after the refresh it goes on."""
+        """F in a new epoch without a refresh is refused; after the refresh, F is accepted."""
         runtime = injected.run.runtime
         key = runtime.key(1, 0)
         inputs = Workload().inputs(runtime.stages[1], 1, 0)

@@ -38,7 +38,7 @@ def reference_stages(
     dropout: float = 0.0,
     scales: Scales = "action",
 ) -> list[ReferenceStage]:
-    """Fresh stages in one fresh state domain, the same bits each time."""
+    """Fresh stages in one fresh state domain, with the same bits each time."""
     domain = ReferenceDomain(history, scales=scales)
     return [
         ReferenceStage(index, domain, config, num_layers=num_layers, seed=index, dropout=dropout)
@@ -47,7 +47,10 @@ def reference_stages(
 
 
 def optimizer_for(stages: list[ReferenceStage], dtype: torch.dtype) -> Optimizer:
-    """AdamW, with master weights of the destinations' type where it is not the parameters'."""
+    """
+    AdamW; if the destinations have another data type than the parameters, with master weights of
+    that type.
+    """
     return Optimizer(stages, master_dtype=None if dtype == torch.bfloat16 else dtype)
 
 
@@ -92,7 +95,9 @@ def unguarded(
     num_layers: int = 1,
     change: Callable[[UnguardedRun], None] = lambda run: None,
 ) -> Recording:
-    """A recorded run of F, dI and dW with no guards; `change` may spoil it first."""
+    """
+    A recorded run of F, dI and dW without guards; `change` may alter the run before it starts.
+    """
     stages = reference_stages(order, history, config, num_layers=num_layers)
     recording = Recording(f"split, {rule}")
     run = UnguardedRun(
@@ -164,7 +169,7 @@ def guarded(
 
 
 def run_and_repeat(run: GuardedRun) -> None:
-    """Run two steps; before the second is recorded, its epoch is run once and rebuilt."""
+    """Run two steps; before the second step is recorded, its epoch is run once and rebuilt."""
     run.run(1)
     run.recording, kept = None, run.recording
     run.actions()
@@ -174,7 +179,9 @@ def run_and_repeat(run: GuardedRun) -> None:
 
 
 def assert_same(reference: Recording, candidate: Recording) -> Comparison:
-    """Every value of every category, bit for bit, and something in each category."""
+    """
+    Require that every value of every category is equal, bit for bit, and that no category is empty.
+    """
     result = compare(reference, candidate)
     assert result.mismatched == 0, str(result)
     assert all(category.compared for category in result.categories)

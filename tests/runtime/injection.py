@@ -1,4 +1,6 @@
-"""A run that stops before one action for a fault, and then goes on or starts over."""
+"""
+A run that stops before one action to inject a fault, and then continues or starts the epoch again.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ FINAL = ("parameters", "AdamW state", "amax histories", "scales", "caches")
 
 
 def final_of(stages: list[Any], optimizer: Any) -> Recording:
-    """What training left, recorded."""
+    """A recording of the final state of training."""
     recording = Recording("final")
     recording.add_state("final", live_state(stages[0].domain))
     for stage in stages:
@@ -39,7 +41,7 @@ def final_of(stages: list[Any], optimizer: Any) -> Recording:
 
 
 def native_final(history: int = 4) -> Recording:
-    """The oracle: native full backward, never disturbed."""
+    """The oracle: an undisturbed run of native full backward."""
     stages = reference_stages(ORDER, history, TINY)
     optimizer = optimizer_for(stages, torch.bfloat16)
     rule = rule_for(ORDER, "accumulate")
@@ -48,7 +50,9 @@ def native_final(history: int = 4) -> Recording:
 
 
 class Injection:
-    """A run that is stopped before one action of its second epoch, to do something there."""
+    """
+    A run that is stopped before one action of its second epoch, so that a test can inject a fault.
+    """
 
     def __init__(self, **options: Any) -> None:
         self.run: GuardedRun = guarded_run(ORDER, **options)
@@ -98,13 +102,15 @@ class Injection:
         self.assert_final(undisturbed)
 
     def assert_final(self, undisturbed: Recording) -> None:
-        """The same bits as if nothing had happened."""
+        """Require the same bits as in an undisturbed run."""
         stages = list(self.run.runtime.stages.values())
         result = compare(undisturbed, final_of(stages, self.run.optimizer), categories=FINAL)
         assert result.mismatched == 0, str(result)
 
     def refused(self, clause: str, action: Callable[[], object]) -> Refused:
-        """The action is refused by a clause, and nothing has changed: no tensor, no ledger."""
+        """
+        Require that a clause refuses the action, and that no tensor and no contract state changes.
+        """
         before, contents = kernel_state(self.run.runtime), self.contents()
         with pytest.raises(Refused) as caught:
             action()
@@ -116,7 +122,10 @@ class Injection:
         return caught.value
 
     def row(self, name: str, action: Callable[[], object]) -> None:
-        """A row of the fault table: refused by its clause, in its transition, changing nothing."""
+        """
+        Run a row of the fault table: its clause must refuse, in its transition, and nothing may
+        change.
+        """
         refusal = self.refused(ROWS[name]["clause"], action)
         assert ROWS[name]["transition"] == refusal.transition
 

@@ -19,7 +19,7 @@ SCHEDULES = (
 
 @cache
 def table_order(name: str, rank: int, *, pp: int = 2, microbatches: int = 4) -> Order:
-    """One rank's row of one of torch's tables, two chunks a rank."""
+    """One rank's row of one of torch's tables, with two chunks per rank."""
     return Order.of_rank(torch_schedule(name, pp=pp, vpp=2, microbatches=microbatches), rank)
 
 

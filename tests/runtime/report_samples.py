@@ -1,4 +1,6 @@
-"""Reports made of chosen numbers, in memory or in a test's own folder: never a measurement."""
+"""
+Reports made of chosen numbers, in memory or in a test's own folder; no number is a measurement.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,10 @@ def cell_record(cell: BenchCell, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def host_actions(over_us: float) -> dict[str, Any]:
-    """Host times of one action a step, its replay of 2 µs and what it takes beyond that."""
+    """
+    Host times of one action per step: its replay takes 2 µs, and the action takes a given time
+    longer.
+    """
     guarded = int(1e3 * (2 + over_us))
     return {
         "steps": 3,
@@ -168,7 +173,7 @@ def bench_report() -> dict[str, Any]:
 
 
 def sweep_report(*, arena_rise: int = 0) -> dict[str, Any]:
-    """A sweep report; the live arena may rise where it should be flat."""
+    """A sweep report; the arena of live slots may rise where it should stay constant."""
     cells = []
     for count in (2, 4, 8):
         columns = {}
@@ -196,7 +201,7 @@ def sweep_report(*, arena_rise: int = 0) -> dict[str, Any]:
 
 
 def streams_report(*, stale: int = 0, vacuous: int = 0) -> dict[str, Any]:
-    """A stream report: one-way always stale, two-way as given."""
+    """A stream report: one-way handoffs are always stale, two-way handoffs as given."""
     runs = [
         {
             "handoff": handoff,
@@ -281,7 +286,9 @@ def pools_report(
 
 
 def probes_report(*, line: int | None = 7) -> dict[str, Any]:
-    """A report of the probes: an attention that fails, a pairing, a look at addresses."""
+    """
+    A report of the probes: an attention that fails, a pairing of graphs, a comparison of addresses.
+    """
     attention = [
         {"sequence": 64, "fused_attention": True, "how": "captured", "error": "illegal access"},
         {
@@ -320,7 +327,7 @@ def _report(kind: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def scale_report(*, differ: int = 0) -> dict[str, Any]:
-    """A pipeline over two ranks: compared once, timed natively and as one launch a step."""
+    """A pipeline over two ranks: compared once, timed natively and as one launch per step."""
 
     def timed(side: str, ms: float, peak: int, **more: Any) -> dict[str, Any]:
         return {
@@ -475,7 +482,7 @@ def tables_report(*, differ: int = 0) -> dict[str, Any]:
 
 
 def against(name: str, different: int, relative: float | None, odd: int = 0) -> dict[str, Any]:
-    """How far a side's gradients are from those of another."""
+    """The distance of one side's gradients from another side's."""
     return {
         "with": name,
         "compared": 30,
@@ -495,7 +502,7 @@ def peer_row(
     main_grad: str = "bf16",
     group: int | None = None,
 ) -> dict[str, Any]:
-    """A row of the peers at the large cell."""
+    """A row of `report peers` at the large cell."""
     return {
         "cell": "h4096-s256-m8",
         "side": side,
@@ -571,7 +578,9 @@ def model_row(side: str, schedule: str, ms: list[float], **more: Any) -> dict[st
 
 
 def models_report() -> dict[str, Any]:
-    """Native, one launch with its bits, a mode of Megatron, and a row that found no memory."""
+    """
+    Native, one launch with native's bits, a mode of Megatron, and a row that ran out of memory.
+    """
     launches = [{"capture_s": 3.0}, {"capture_s": 5.0}]
     rows = [
         model_row("native", "il", [400.0], loss=12.0),
@@ -588,7 +597,7 @@ def models_report() -> dict[str, Any]:
 def group_row(
     schedule: str, dtype: str, group: int, ms: list[float], **more: Any
 ) -> dict[str, Any]:
-    """A row over two ranks; group 0 is today."""
+    """A row over two ranks; group 0 is the row `today`."""
     place = {"arena_bytes": 10, "capture_s": 1.0 + group}
     facts = [
         {**place, "slots": [4, 2], "slots_of": {"0": 4, "2": 2}},
@@ -604,7 +613,7 @@ def group_row(
 
 
 def groups_report() -> dict[str, Any]:
-    """Both schedules between rows of today; one digest differs, and one row found no memory."""
+    """Both schedules between rows `today`; one digest differs, and one row ran out of memory."""
     failed = {"cell": "h4096-s1024-m8", "schedule": "il", "dtype": "fp32", "scales": "epoch",
               "group": 8, "error": "no memory"}  # fmt: skip
     rows = [
@@ -638,7 +647,7 @@ def groups_report() -> dict[str, Any]:
 
 
 def train_report(*, differ: int = 0) -> dict[str, Any]:
-    """A run beside native, and one by itself."""
+    """A run with a native run beside it, and a run without."""
     alone = {
         "how": "train",
         "schedule": "il",
@@ -674,7 +683,7 @@ def train_report(*, differ: int = 0) -> dict[str, Any]:
 
 
 def restarts_report() -> dict[str, Any]:
-    """A run that went on, and one whose stages lie elsewhere."""
+    """A resumed run, and a run whose stages are on other ranks."""
     weighed = {"weights": 600, "optimizer": 1200, "numerical": 20, "random": 10, "extra": 0,
                "facts": 70, "total": 2000}  # fmt: skip
     resumed = {
@@ -736,7 +745,7 @@ def kills_report() -> dict[str, Any]:
 
 
 def scales_report() -> dict[str, Any]:
-    """Two seeds of both recipes, whose losses are easily averaged."""
+    """Two seeds of both recipes, with losses that are easy to average."""
     runs = [
         {
             "scales": scales,
@@ -757,7 +766,10 @@ def scales_report() -> dict[str, Any]:
 
 
 def modes_report() -> dict[str, Any]:
-    """A reference; a row of the same bits, one of others that the guard names, a refused one."""
+    """
+    A reference, a row with the same bits, a row with other bits that the guard reports, and a
+    refused row.
+    """
     plainest = {"schedule": "GPipe", "walks": 1}
 
     def trained(bits: str) -> dict[str, Any]:
@@ -824,7 +836,9 @@ def curve_run(
     held_out: Sequence[tuple[int, float | None]] = ((40, 1.25),),
     **changes: Any,
 ) -> dict[str, Any]:
-    """A run whose loss falls from 5 by the same each step, timed in blocks of ten steps."""
+    """
+    A run whose loss falls from 5 by the same amount in each step, timed in blocks of ten steps.
+    """
     ends = [*range(10, steps, 10), steps]
     return {
         "side": side,

@@ -2,7 +2,7 @@
 Stand-in graphs: capture and replay on a CPU.
 
 A stand-in runs its action again and leaves the results where the capture left them, as a graph's
-replay does, so that everything but the device's own capture runs.
+replay does. All code except the device's own capture therefore runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qeffect.gpu_runtime.step.streams import HostHandoff
 
 
 class StandInGraph:
-    """Runs what was captured again."""
+    """A graph whose replay runs the captured action again."""
 
     def __init__(self, pool: Any, action: Callable[[], None]) -> None:
         self.pool = pool
@@ -32,7 +32,7 @@ class StandInGraph:
 
 
 class InPlace:
-    """Leaves every result of a slot in the memory of its first result."""
+    """An executor that leaves every result of a slot in the memory of its first result."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[int, str], Sequence[Tensor]] = {}
@@ -46,7 +46,7 @@ class InPlace:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
-    """Put stand-ins where a device's graphs would be; give every graph that is made."""
+    """Replace a device's graphs by stand-ins; return every graph that is made."""
     made: list[StandInGraph] = []
     pools = itertools.count()
     place = InPlace()

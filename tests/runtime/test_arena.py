@@ -1,4 +1,4 @@
-"""Physical gradient destinations: sizes, identity, sums."""
+"""Physical gradient destinations: sizes, identity and sums."""
 
 from __future__ import annotations
 

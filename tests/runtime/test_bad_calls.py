@@ -1,4 +1,7 @@
-"""Unusable input to the runtime: a clear line before the kernel is asked, and nothing touched."""
+"""
+Unusable input to the runtime is refused in one clear line, before the contract kernel is asked, and
+changes nothing.
+"""
 
 from __future__ import annotations
 

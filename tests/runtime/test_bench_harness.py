@@ -1,4 +1,4 @@
-"""The benchmark's machinery, on scripted and toy columns and on the reference backend."""
+"""The benchmark's machinery, with scripted and toy columns and with the reference backend."""
 
 from __future__ import annotations
 

@@ -323,5 +323,5 @@ class TestConfiguration:
 
     def test_a_bucket_that_there_is_not(self) -> None:
         """The buckets that there are are named."""
-        with pytest.raises(BackendError, match="no bucket 'x' is reduced; expected one of"):
+        with pytest.raises(BackendError, match="no bucket 'x' exists; expected one of"):
             made(Replica()).runtime.reduce("x")

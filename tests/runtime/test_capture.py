@@ -1,11 +1,12 @@
 """
-Capture and replay over stand-in graphs on a CPU: what is captured, what each replay picks.
+Capture and replay with stand-in graphs on a CPU: what is captured, and which graph each replay
+uses.
 
-A stand-in graph runs its action again and leaves the results where the capture left them, as a
-graph's replay does. So everything in `qeffect.gpu_runtime.step.graphs` but the device's own
-capture runs: which graphs a plan needs, pools, evidence, static results, checks of addresses, and
-that graphs survive a rebuild. Real graphs are compared with native on a GPU by `python -m
-qeffect.gpu_runtime compare`.
+A stand-in graph runs its action again and leaves the results where the capture left them, as a real
+graph's replay does. All code in `qeffect.gpu_runtime.step.graphs` therefore runs, except the
+device's own capture: which graphs a plan needs, pools, evidence, static results, checks of
+addresses, and the survival of graphs after a rebuild. `python -m qeffect.gpu_runtime compare`
+compares real graphs with native on a GPU.
 """
 
 from __future__ import annotations

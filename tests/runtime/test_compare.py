@@ -1,4 +1,4 @@
-"""Comparing recorded runs: what is counted, and what cannot pass."""
+"""Comparing recorded runs: what is counted, and what must be reported as a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What follows from loss curves: counts, ratios and intervals against numbers made by hand."""
+"""
+Figures derived from loss curves: counts, ratios and intervals, compared with numbers computed by
+hand.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Device counts over the reference backend: stand-in graphs count as captured ones do, and eager
+Device counts over the reference backend: stand-in graphs count as captured graphs do, and eager
 actions count as well.
 """
 

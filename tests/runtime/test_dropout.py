@@ -1,4 +1,7 @@
-"""Dropout: each F draws new random numbers and says where, bit for bit with native."""
+"""
+Dropout: each F draws new random numbers and reports the generator's position, bit for bit with
+native.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """
-Effects that the reference backend reports, held against what it did; and the wrong gradients that
-live scales give where no contract refuses them.
+Effects that the reference backend reports, compared with what the backend did; and the wrong
+gradients that live scales give where no contract refuses them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The README's loop, run as it stands there."""
+"""The loop in the README, run unchanged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """
-Scales that move once an epoch: in the domain, in the runtime, and beside two references.
+Scales that move once per epoch: in the domain, in the runtime, and compared with two references.
 
-One reference is the backend's own full backward under the same recipe, the other an oracle in plain
-torch that was written from the recipe's description (`epoch_oracle`).
+The first reference is the backend's own full backward under the same recipe. The second is an
+oracle in plain torch that was written from the recipe's description (`epoch_oracle`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Evaluations in the middle of training: guarded, and training's bits stay as they are."""
+"""Evaluations in the middle of training are guarded, and leave the bits of training unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The runtime's event log: the kernel's replayer accepts it, and refuses it one field away."""
+"""
+The runtime's event log: the kernel's replayer accepts the log, and refuses it after a change of one
+field.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """
-The evidence commands on a CPU: what is covered, what a planted difference does, what is refused.
+The evidence commands on a CPU: what they cover, how a planted difference shows, and what they
+refuse.
 
 The matrix of rows, histories, destinations and QKV layouts runs here over the reference backend:
-four cases that hold every part of it, the rest in `make nightly`. All of it at once is
-`qeffect runtime compare --device cpu --sets matrix`.
+four cases that contain every value of the matrix, and the rest in `make nightly`. `qeffect runtime
+compare --device cpu --sets matrix` runs all cases at once.
 """
 
 from __future__ import annotations

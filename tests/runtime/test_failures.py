@@ -1,7 +1,7 @@
 """
-Failures that only a running runtime has: actions that raise, work that is not deferred, memory that
-moves, streams that were not waited for. As with the fault table, training then ends bit for bit as
-if nothing had happened.
+Failures that only a running runtime has: actions that raise, dW that is not deferred, memory that
+moves, and streams without a wait. As with the fault table, training then ends bit for bit as if
+nothing had happened.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class TestActionsThatRaise:
 
         runtime = injected.run.runtime
         for act in (runtime.rebuild, runtime.checkpoint, lambda: injected.actions.refresh(1)):
-            with pytest.raises(BackendError, match="load a checkpoint into a fresh runtime"):
+            with pytest.raises(BackendError, match="load a checkpoint into a new runtime"):
                 act()
 
     def test_a_reduction_that_fails_stops_the_commit_until_a_rebuild(
@@ -257,7 +257,7 @@ class TestTheWholeStepIsAborted:
         injected.run.actions()
         injected.run.finish()
         runtime.fail(1, epoch=runtime.epoch - 1)
-        with pytest.raises(BackendError, match="gradients of a fault that was found only later"):
+        with pytest.raises(BackendError, match="gradients in which a fault was found only later"):
             injected.run.actions()
 
     def test_by_a_device_error_that_a_wait_meets(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +276,9 @@ class TestTheWholeStepIsAborted:
                 runtime.checkpoint()
 
         assert injected.contract.half_updated
-        with pytest.raises(BackendError, match="gradients of a fault that was found only later"):
+        with pytest.raises(BackendError, match="gradients in which a fault was found only later"):
             runtime.checkpoint()
-        with pytest.raises(BackendError, match="gradients of a fault that was found only later"):
+        with pytest.raises(BackendError, match="gradients in which a fault was found only later"):
             injected.run.actions()
 
     def test_by_an_update_beside_a_reader_of_the_weights(self) -> None:

@@ -1,6 +1,6 @@
 """
-Every row of the paper's fault table, injected on a CPU into the eager runtime and into one whose
-stand-in graphs are live.
+Every row of the paper's fault table, injected on a CPU into the eager runtime and into a runtime
+whose stand-in graphs are live.
 """
 
 from __future__ import annotations

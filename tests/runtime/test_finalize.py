@@ -1,7 +1,8 @@
 """
-The sum over microbatches without a device: what a launch is told, and what happens without one.
+The sum over microbatches without a device: the arguments of the kernel launch, and the result
+without a kernel.
 
-That the kernel gives the bits of additions is compared on a GPU, in `tests/gpu`.
+The tests in `tests/gpu` compare the kernel with separate additions on a GPU, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-Grouped dW in the runtime: one product over several microbatches, beside an oracle and one by one.
+Grouped dW in the runtime: one product over several microbatches, compared with an oracle and with
+separate products.
 """
 
 from __future__ import annotations

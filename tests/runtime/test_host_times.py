@@ -1,4 +1,4 @@
-"""Host time of single actions: what is timed, what is derived, over stand-in graphs on a CPU."""
+"""Host time of single actions: what is timed and what is derived, with stand-in graphs on a CPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""
-Stages of one process that feed each other: the runtime declares the edges to its contract.
-"""
+"""Stages of one process that feed each other: the runtime declares these edges to its contract."""
 
 from __future__ import annotations
 

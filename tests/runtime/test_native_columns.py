@@ -1,10 +1,10 @@
 """
-The native columns' loops over a layer that needs no device: which graph runs when, and what the
-sums come to.
+The loops of the native columns over a layer that needs no device: which graph runs when, and the
+resulting sums.
 
-The layer has the library's signature and its two ways to return a weight gradient; graphs are the
-layer itself, handed out in the library's documented order. Numbers of the real library are the
-device's business; a wrong index or a forgotten reset would show here.
+The layer has the library's signature and the library's two ways to return a weight gradient. A
+graph is the layer itself, handed out in the library's documented order. Only a device can show the
+numbers of the real library; a wrong index or a forgotten reset would show here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 The guarded runtime against the backend's own full backward, bit for bit, at every action and step.
 
-Native against native comes first, because a comparison is worth what its oracle's repeatability is;
-runs without one guard come last, because it is worth what it can find.
+Native is first compared with itself, because a comparison is only as good as the repeatability of
+its reference. Runs without one guard come last, to show which faults the comparison can find.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The guarded actions as torch operators: checked by torch, refused by the kernel, same bits."""
+"""
+The guarded actions as torch operators: torch checks them, the contract kernel refuses misuse, and
+the bits are the same.
+"""
 
 from __future__ import annotations
 

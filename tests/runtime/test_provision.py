@@ -1,4 +1,4 @@
-"""Slots as a pure function of the order."""
+"""The plan of slots is a pure function of the order of actions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """
-Several runtimes of one process: with one registry, none writes another's gradient destinations.
+Several runtimes in one process: with a common registry, no runtime writes another runtime's
+gradient destinations.
 """
 
 from __future__ import annotations

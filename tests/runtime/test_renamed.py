@@ -1,5 +1,6 @@
 """
-Import names of earlier releases: each goes on working, warns, and gives the object of the new name.
+Import names of earlier releases: each name still works, warns, and gives the object with the new
+name.
 """
 
 from __future__ import annotations

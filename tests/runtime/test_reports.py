@@ -1,4 +1,6 @@
-"""Reports: what follows from raw numbers, the schema, every checked-in one, and the pictures."""
+"""
+Reports: figures derived from raw numbers, the schema, every checked-in report, and the pictures.
+"""
 
 from __future__ import annotations
 

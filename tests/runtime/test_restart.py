@@ -1,8 +1,8 @@
 """
-Restart: what a checkpoint keeps is enough to continue, bit for bit, in a fresh object.
+Restart: the contents of a checkpoint are enough to continue, bit for bit, in a new object.
 
-Numerical state, parameters, optimizer state and the contract's checkpoint cross; references, slots,
-caches, destinations and tokens are made anew.
+Numerical state, parameters, optimizer state and the contract's checkpoint are carried over;
+references, slots, caches, destinations and tokens are made anew.
 """
 
 from __future__ import annotations

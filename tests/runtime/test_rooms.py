@@ -1,5 +1,6 @@
 """
-The rooms of the runtime: what each may import, and that nothing imports the laboratory.
+The structure of the runtime: what each package may import, and that no package imports the
+laboratory.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """
 What the reference backend reports reaches the kernel's commits through the runtime.
 
-Each fault is one of those that users reported in public: a cast that was skipped, a cache
-placeholder that nobody filled, a scaling update that ran twice or not at all. With the reports it
-is refused at its own commit; with them off the same fault trains to other bits, in silence.
+Users reported each of these faults in public: a cast that was skipped, a cache placeholder that
+nobody filled, a scaling update that ran twice or not at all. With reports, the commit of the faulty
+action is refused; without reports, the same fault silently trains to other bits.
 
-The two stages take turns, so every second row of an amax history is empty. Over an odd number of
-rows an update too many moves no largest amax, over an even number an update too few does not: each
-fault gets a length at which it shows.
+The two stages take turns, so every second row of an amax history is empty. With an odd number of
+rows, one update too many does not change the largest amax; with an even number, one update too few
+does not change it. Each fault therefore gets a history length at which it shows.
 """
 
 from __future__ import annotations

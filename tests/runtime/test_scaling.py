@@ -1,4 +1,4 @@
-"""Delayed scaling of the reference backend: the rules that the contract protects."""
+"""Delayed scaling in the reference backend: the rules that the contract protects."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """
-Walks of fewer microbatches than the order has: the bits of native over those that are left.
+Passes (walks) with fewer microbatches than the order has: native's bits over the remaining
+microbatches.
 """
 
 from __future__ import annotations
@@ -155,7 +156,10 @@ def test_a_rebuilt_epoch_is_shortened_again() -> None:
         ({"declared": True}, "set declared=False"),
         ({"rule": "per_microbatch"}, "set rule='accumulate'"),
         ({"rule": "copied"}, "set rule='accumulate'"),
-        ({"order": "0F0 0F1 0I0 0I1 0W1 0W0"}, "the first dW of stage 0.* is of microbatch 1"),
+        (
+            {"order": "0F0 0F1 0I0 0I1 0W1 0W0"},
+            "the first dW of stage 0 .* belongs to microbatch 1",
+        ),
     ],
 )
 def test_what_cannot_be_shortened(options: dict[str, Any], told: str) -> None:

@@ -1,4 +1,4 @@
-"""Slots as a receive, a send and the ends of a pipeline see them."""
+"""Slots from the point of view of a receive, of a send, and of the first and last stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both halves of the handoff on a device without streams, and what they tell the kernel."""
+"""Both halves of the handoff on a device without streams, and what they report to the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's tables from trials: every derived number against one that is worked out by hand."""
+"""The paper's tables from trials: every derived number, compared with a number computed by hand."""
 
 from __future__ import annotations
 

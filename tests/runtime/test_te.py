@@ -1,9 +1,9 @@
 """
-The Transformer Engine backend against a stand-in for the library (`fake_te`), on a CPU.
+The Transformer Engine backend with a stand-in for the library (`fake_te`), on a CPU.
 
-What the stand-in can show: the order in which stores, destinations and state are touched, and every
-refusal. What it cannot: the real library's numerics, which `qeffect runtime compare`
-checks on a GPU.
+The stand-in can show every refusal, and the order in which stores, destinations and state are
+touched. It cannot show the real library's numerics, which `qeffect runtime compare` checks on a
+GPU.
 """
 
 from __future__ import annotations
@@ -942,7 +942,7 @@ class TestDoctor:
 
         assert not found.works
         assert "tested: 2.18 to 2.20" in found.remedy
-        assert found.remedy.endswith("All names that the runtime imports are present")
+        assert found.remedy.endswith("Transformer Engine has all names that the runtime imports")
 
     def test_an_untested_version_without_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The message names the missing name before anything uses it."""

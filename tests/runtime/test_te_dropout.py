@@ -1,7 +1,8 @@
 """
-Dropout of the library's layers, over the stand-in for the library: where F draws, and what it says.
+Dropout in the library's layers, with a stand-in for the library: where F draws random numbers, and
+what F reports.
 
-The device's numbers themselves are in `tests/gpu/test_dropout.py`.
+`tests/gpu/test_dropout.py` tests the random numbers of the device.
 """
 
 from __future__ import annotations

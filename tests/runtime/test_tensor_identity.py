@@ -1,4 +1,6 @@
-"""The identity of destinations: when it says that one changed, with torch's guards and without."""
+"""
+The identity of destinations: when a destination counts as changed, with torch's guards and without.
+"""
 
 from __future__ import annotations
 

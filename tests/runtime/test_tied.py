@@ -1,9 +1,10 @@
 """
-Tied weights in the runtime: one parameter of two products, one gradient destination, one update.
+Tied weights in the runtime: one parameter in two products, one gradient destination, one update.
 
-Native is autograd on the tied parameter. A destination that both products accumulate into holds
-their gradients in the order of dW; where dW follows dI that is the order in which the full backward
-adds to `.grad`, and for any other order native's own gradients are added in that of dW.
+The native reference is autograd on the tied parameter. A destination that both products accumulate
+into holds their gradients in the order of dW. If dW follows dI, this is also the order in which the
+full backward adds to `.grad`; for any other order, native's own gradients are added in the order of
+dW.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-What a guarded run must not do from step to step: each of it, done on purpose, is seen.
+What must not happen between the steps of a guarded run: the tests cause each such event on purpose,
+and each is noticed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-Gradient accumulation over several walks of one order: the bits of one larger step, and its limits.
+Gradient accumulation over several passes (walks) of one order: the bits of one larger step, and its
+limits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Columns and workers that do what a test says, so that the harness is tested and not the clock."""
+"""
+Columns and workers that a test scripts, so that the tests check the harness and not the clock.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SETTINGS = Settings(
 
 @attrs.define
 class Toy:
-    """A column that counts its steps, and fails or dies where it is told to."""
+    """A column that counts its steps, and fails or dies where a test requests."""
 
     fail_in: str = ""
     die_in: str = ""
@@ -69,13 +71,13 @@ def spec(
 @attrs.define
 class Scripted:
     """
-    A worker that writes down what it is asked and answers from a script.
+    A worker that records its requests and answers from a script.
 
     Args:
-        log: Shared by all workers: (column, method).
+        log: List of (column, method) entries that all workers share.
         name: The column.
         wall_s: Wall time of a turn, by round.
-        fails: Method in which it fails, and at which call of it.
+        fails: The method in which the worker fails, and the number of the call.
     """
 
     log: list[tuple[str, str]]
@@ -142,11 +144,11 @@ class InlineColumn:
         self._next: tuple[str, dict[str, Any]] | None = None
 
     def post(self, method: str, **arguments: Any) -> None:
-        """Remember what to run."""
+        """Store the method to run."""
         self._next = (method, arguments)
 
     def collect(self, timeout_s: float) -> dict[str, Any]:
-        """Run it."""
+        """Run the stored method."""
         assert self._next is not None
         method, arguments = self._next
         try:

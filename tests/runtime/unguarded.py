@@ -1,7 +1,7 @@
 """
-F, dI and dW over a backend with no guard at all: what a runtime that never asks would do.
+F, dI and dW over a backend without any guard, as in a runtime that never asks the contract.
 
-The backend's numerics are tested through it, and so is what goes wrong when a guard is missing.
+These runs test the backend's numerics, and what goes wrong if a guard is missing.
 """
 
 from __future__ import annotations

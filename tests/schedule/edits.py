@@ -1,5 +1,5 @@
 """
-Small helpers of these tests: tables as lists of entry texts, edited and read again.
+Helpers of the schedule tests: tables as lists of entry texts, which are edited and read again.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def rows_of(schedule: Schedule) -> Rows:
 
 
 def edited(name: str, edit: Callable[[Rows], object]) -> Schedule:
-    """A shipped table after an edit, with everything inferred again from the edited table."""
+    """A shipped table after an edit; all properties are inferred again from the edited table."""
     rows = rows_of(read_fixture(name))
     edit(rows)
     return from_actions(rows, source=f"edited {name}")
 
 
 def findings_after(name: str, edit: Callable[[Rows], object]) -> tuple[Finding, ...]:
-    """What is found in a shipped table after an edit; before it nothing is."""
+    """The findings in a shipped table after an edit; before the edit there must be none."""
     assert check_ranks(read_fixture(name)) == ()
     return check_ranks(edited(name, edit))
 
 
 def move(row: list[str], entry: str, before: str) -> None:
-    """Move an entry directly before another one of its row."""
+    """Move an entry directly before another entry of the same row."""
     row.remove(entry)
     row.insert(row.index(before), entry)

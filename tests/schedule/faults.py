@@ -1,8 +1,8 @@
 """
-Schedules that one edit has made illegal, each with the clause that must refuse it.
+Schedules that one edit has made illegal, each with the clause that must refuse the schedule.
 
-The edit is made in a legal schedule, and what the table was meant to be (stages, microbatches,
-homes) is kept, as a user would state it.
+The edit is made in a legal schedule, and the intended properties of the table (stages,
+microbatches, ranks of stages) are kept, as a user would state them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def random_illegal(seed: int | Random, fault: str | None = None) -> Illegal:
     A random legal schedule with one random fault in it.
 
     Args:
-        seed: A seed, or where randomness comes from.
-        fault: One of `FAULTS`; random when left out.
+        seed: A seed, or a random generator.
+        fault: One of `FAULTS`; random if left out.
 
     Raises:
         ValueError: There is no such fault.
@@ -69,12 +69,13 @@ def random_illegal(seed: int | Random, fault: str | None = None) -> Illegal:
 
 def inject(rng: Random, schedule: Schedule, fault: str | None = None) -> Illegal | None:
     """
-    Make one edit that breaks a legal schedule, or return `None` where it offers no place for it.
+    Make one edit that breaks a legal schedule; return `None` if the schedule has no place for this
+    edit.
 
     Args:
-        rng: Where randomness comes from.
+        rng: Random generator.
         schedule: A legal schedule.
-        fault: One of `FAULTS`; random when left out.
+        fault: One of `FAULTS`; random if left out.
     """
     name = rng.choice(sorted(FAULTS)) if fault is None else fault
     clause, edit = FAULTS[name]
@@ -184,7 +185,7 @@ def _repeat(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Action] |
 
 
 def _before(later: frozenset[Kind], earlier: Mapping[Kind, Kind]) -> Edit:
-    """Move an action directly before the one that it must follow, on the same rank."""
+    """Move an action directly before the action that it must follow, on the same rank."""
 
     def edit(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Action] | None:
         place = _pick(rng, rows, later)
@@ -251,7 +252,10 @@ def _swap_receives(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Ac
 
 
 def _wait_for_own(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Action] | None:
-    """Let a rank wait for what another can only do after it has gone on."""
+    """
+    Let a rank wait for an action that another rank can do only after the waiting rank has
+    continued.
+    """
     if schedule.has_comms:
         # The gradient of a microbatch cannot arrive before its activation was sent.
         return _before(frozenset({Kind.RECV_B}), {Kind.RECV_B: Kind.SEND_F})(rng, schedule, rows)

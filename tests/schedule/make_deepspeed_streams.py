@@ -3,9 +3,10 @@ Write the instruction streams of a DeepSpeed release, from its own schedule clas
 
     python -m tests.schedule.make_deepspeed_streams deepspeed-0.19.8.tar.gz
 
-Only `deepspeed/runtime/pipe/schedule.py` of the source distribution is read. It needs one function
-of the rest, which prints. The streams go to `deepspeed_streams/<version>.json`: for each class and
-size, the rank's number of buffers, and by step the instructions with their arguments.
+Only `deepspeed/runtime/pipe/schedule.py` of the source distribution is read. That module needs only
+one other function, which prints. The streams go to `deepspeed_streams/<version>.json`: for each
+class and size, the number of buffers of the rank, and for each step the instructions with their
+arguments.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main(sources: list[str]) -> None:
 
 
 def load(source: Path, version: str) -> ModuleType:
-    """Import the module of schedules under a package of its own."""
+    """Import the module of schedules as part of a separate package."""
     member = f"deepspeed-{version}/deepspeed/runtime/pipe/schedule.py"
     with tempfile.TemporaryDirectory() as scratch:
         with tarfile.open(source) as archive:

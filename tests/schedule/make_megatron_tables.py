@@ -3,12 +3,13 @@ Record what the loops of a Megatron-core release run and send, rank by rank, as 
 
     python -m tests.schedule.make_megatron_tables megatron_core-0.19.2-....whl [more wheels]
 
-The release's own `forward_backward_pipelining_with_interleaving` and `..._without_interleaving`
-run, and its own `P2PCommunicator` and functions that post messages. Replaced are: F and B, which
-only note that they ran; `torch.distributed`, which only notes what was posted; and the device,
-which is a CPU. So one process runs the ranks one after the other. Messages get their names as in
-`qeffect.schedule.megatron`: a sent tensor from the F or B that made it, a received one from the F
-or B that took it. A folder that holds the package `megatron` may stand for a wheel.
+The release's own code runs: `forward_backward_pipelining_with_interleaving`,
+`..._without_interleaving`, `P2PCommunicator`, and the functions that post messages. Three parts are
+replaced: F and B only record that they ran; `torch.distributed` only records the posted messages;
+and the device is a CPU. One process therefore runs the ranks one after the other. Messages get
+their names as in `qeffect.schedule.megatron`: a sent tensor is named after the F or B that made it,
+and a received tensor after the F or B that used it. A folder that contains the package `megatron`
+may replace a wheel.
 
 Needs torch. The tables go to `megatron_tables/<version>/`.
 """
@@ -59,7 +60,7 @@ def name_of(pp: int, vpp: int, microbatches: int, group: int | None, messages: s
 
 
 def main(sources: list[str]) -> None:
-    """Record the tables of one release: the process imports it under its own name."""
+    """Record the tables of one release, which the process imports under the release's own name."""
     for source in sources:
         with tempfile.TemporaryDirectory() as scratch:
             place = Path(source)
@@ -80,7 +81,7 @@ def record(place: Path) -> tuple[str, dict[str, list[list[str]]]]:
     Run a release's loops for all shapes.
 
     Args:
-        place: The folder that holds the package `megatron`.
+        place: The folder that contains the package `megatron`.
 
     Returns:
         The version, and the rows of each table by its file's name.
@@ -109,7 +110,10 @@ def record(place: Path) -> tuple[str, dict[str, list[list[str]]]]:
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """Stand in for the one module of GPU kernels that is imported at once; nothing here uses it."""
+    """
+    Install a stand-in for the only module of GPU kernels that is imported at once; no code here
+    uses this module.
+    """
     absent: Any = mock.MagicMock()
     sys.modules[NEEDS_TRITON] = absent
     yield
@@ -152,11 +156,11 @@ class _Group:
 
 class _Posted:
     def wait(self) -> None:
-        """Return at once: nothing travels."""
+        """Return at once, because no message is really sent."""
 
 
 class _Recorder:
-    """One rank: what it ran and posted in one step."""
+    """The actions and messages of one rank in one step."""
 
     def __init__(
         self,
@@ -248,7 +252,10 @@ class _Recorder:
         return _Posted()
 
     def _exchange(self, post: Any) -> Any:
-        """Wrap a function that posts messages together: none waits for another, sends go first."""
+        """
+        Wrap a function that posts messages together: no message waits for another, and sends are
+        posted first.
+        """
 
         def run(**given: Any) -> Any:
             done = post(**given)

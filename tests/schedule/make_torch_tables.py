@@ -3,11 +3,11 @@ Write the tables of several torch releases, from each release's own schedule cla
 
     python -m tests.schedule.make_torch_tables torch-2.15.0-....whl [more wheels or folders]
 
-Only `torch/distributed/pipelining` of a wheel is read; it is run against the torch that is
-installed, whose version does not matter much: constructing a schedule needs lists and regular
-expressions only. Names that a release imports and the installed torch lacks are replaced by
-placeholders that cannot be called, and are listed. A folder may stand for a wheel when it is named
-after its version (`2.15.0`) and holds `torch/distributed/pipelining`.
+Only `torch/distributed/pipelining` of a wheel is read. This code runs with the installed torch,
+whose version hardly matters, because constructing a schedule needs only lists and regular
+expressions. Names that a release imports and the installed torch lacks are replaced by placeholders
+that cannot be called, and are listed. A folder may replace a wheel if it is named after the version
+(`2.15.0`) and contains `torch/distributed/pipelining`.
 
 The tables go to `torch_tables/<version>/`, beside the activation slots that the release itself
 computes (`liveness.json`, torch 2.15 and later).
@@ -43,7 +43,7 @@ _MISSING_NAME = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 
 
 class Placeholder:
-    """Stands for a name that the installed torch lacks."""
+    """A placeholder for a name that the installed torch lacks."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,11 +55,11 @@ class Placeholder:
 
 def load(source: Path, scratch: Path) -> tuple[str, ModuleType, list[str]]:
     """
-    Import a release's `schedules` module under a name of its own.
+    Import a release's `schedules` module under a separate name.
 
     Args:
         source: A wheel, or a folder named after its version.
-        scratch: Where a wheel's modules may be unpacked.
+        scratch: Folder into which a wheel's modules may be unpacked.
 
     Returns:
         The version, the module, and the names that are placeholders.
@@ -94,7 +94,7 @@ def load(source: Path, scratch: Path) -> tuple[str, ModuleType, list[str]]:
 
 
 def tables(version: str, schedules: ModuleType) -> dict[str, Schedule]:
-    """The tables of a release by file name; variants that it does not have are left out."""
+    """The tables of a release by file name; variants that the release lacks are left out."""
     absent: dict[str, str] = {}
     made: dict[str, Schedule] = {}
     for cls in CLASSES:
@@ -124,7 +124,7 @@ def tables(version: str, schedules: ModuleType) -> dict[str, Schedule]:
 
 
 class _Finalized:
-    """What `analyze_pipeline_activation_liveness` reads of a schedule."""
+    """The parts of a schedule that `analyze_pipeline_activation_liveness` reads."""
 
     def __init__(self, order: dict[int, list[Any]], microbatches: int) -> None:
         self.pipeline_order = order
@@ -134,7 +134,7 @@ class _Finalized:
 def liveness(schedules: ModuleType, made: dict[str, Schedule]) -> dict[str, Any] | None:
     """
     The slots that the release computes, by table and rank: of all the rank's stages together, of
-    each stage alone, and of whole microbatches; `None` where the release computes none.
+    each stage alone, and of whole microbatches; `None` if the release computes no slots.
     """
     analyze = getattr(schedules, "analyze_pipeline_activation_liveness", None)
     if analyze is None:

@@ -1,10 +1,11 @@
 """
-An oracle for pairing: the weight gradients that a runtime without keys gives other work than their
-own.
+An oracle for pairing: which weight gradients a runtime without keys would compute from another
+action's deferred work.
 
-It looks back over the whole row at every weight gradient and says from the definition of each
-discipline what it is given. It holds neither queue nor key, so that it shares nothing with
-`qeffect.schedule.pairing` and with the contract, which `check` runs.
+For every weight gradient, the oracle reads the whole earlier row and decides, from the definition
+of each pairing discipline, which work the weight gradient is given. The oracle has no queues and no
+keys, so that it shares nothing with `qeffect.schedule.pairing` or with the contract, which `check`
+runs.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from qeffect.schedule.pairing import Work
 @attrs.frozen
 class Mispaired:
     """
-    A weight gradient that is given other work than its own.
+    A weight gradient that is given the deferred work of another action.
 
     Args:
         rank: The rank.
         step: The step of the weight gradient.
         action: Its entry.
-        own: The stage and microbatch that it is for.
-        given: The stage and microbatch whose work it is given.
+        own: The stage and microbatch of the weight gradient.
+        given: The stage and microbatch whose work the weight gradient is given.
     """
 
     rank: int
@@ -41,7 +42,7 @@ def mispaired(schedule: Schedule, pairing: str) -> tuple[Mispaired, ...]:
 
     Args:
         schedule: The schedule, free of findings of `check_ranks`.
-        pairing: `fifo`, `latest`, `global` or `contract`, under which there are none.
+        pairing: `fifo`, `latest`, `global`, or `contract` (which never pairs wrongly).
     """
     found: list[Mispaired] = []
     for rank, atoms in enumerate(schedule.atoms):
@@ -60,7 +61,7 @@ def mispaired(schedule: Schedule, pairing: str) -> tuple[Mispaired, ...]:
 
 
 def first_on_each_rank(schedule: Schedule, pairing: str) -> tuple[Mispaired, ...]:
-    """The first of each rank, by step and then rank: where `check` must refuse."""
+    """The first wrong pairing of each rank, by step and then rank, which `check` must refuse."""
     first: dict[int, Mispaired] = {}
     for found in mispaired(schedule, pairing):
         first.setdefault(found.rank, found)

@@ -2,13 +2,13 @@
 An oracle for capture memory: whether graphs that share a memory pool would be replayed out of the
 order of their capture.
 
-It walks the rows by itself and shares nothing with the contract that `check` runs, nor with the
+The oracle reads the rows itself and shares no code with the contract that `check` runs, or with the
 planner of slots.
 
-While graphs are captured, memory that an earlier graph frees becomes scratch of a later one.
-Replayed in another order, one graph overwrites what another still needs. So while any tape lives
-in a pool, the graphs of that pool must be replayed in the order of their capture; once none does,
-the order begins anew.
+While graphs are captured, memory that an earlier graph frees becomes scratch memory of a later
+graph. If the graphs are replayed in another order, one graph overwrites what another graph still
+needs. So while any tape lives in a pool, the graphs of that pool must be replayed in the order of
+their capture; once no tape lives in the pool, the order starts again.
 
 With one pool per slot, F, dI and dW of one tape is the only possible order; ownership forces it.
 With one pool for all slots the schedule decides: a slot that is used again while
@@ -26,7 +26,7 @@ import attrs
 from qeffect.schedule.actions import SEND_WAITS, SENDS, Atom, Kind, Schedule, ScheduleError
 
 Graph = tuple[Kind, int, int]
-"""What is captured: F, dI or dW of one tape of one stage."""
+"""A captured graph: F, dI or dW of one tape of one stage."""
 
 TAPES = ("slots", "microbatches")
 POOLS = ("rank", "stage", "slot")
@@ -42,10 +42,10 @@ class Replay:
     One replay of a captured graph.
 
     Args:
-        graph: Which graph.
-        pool: The pool that it is in.
-        atom: The action that replays it.
-        live: Tapes live in the pool before it.
+        graph: The graph that is replayed.
+        pool: The memory pool of the graph.
+        atom: The action that replays the graph.
+        live: Number of tapes that are live in the pool before the replay.
     """
 
     graph: Graph
@@ -55,7 +55,7 @@ class Replay:
 
 
 def graph_name(graph: Graph) -> str:
-    """A captured graph for people, such as "dI of stage 3, tape 1"."""
+    """A readable name of a captured graph, such as "dI of stage 3, tape 1"."""
     kind, stage, tape = graph
     return f"{_NAMES[kind]} of stage {stage}, tape {tape}"
 
@@ -66,8 +66,8 @@ def replays(
     """
     The graphs that a rank replays in one step, in order.
 
-    A tape has the lowest free slot of its stage from its first receive or F on, and keeps it, and
-    its memory, until its dW ran and its sends ended.
+    From its first receive or F on, a tape has the lowest free slot of its stage. The tape keeps the
+    slot and its memory until its dW has run and its sends have ended.
 
     Args:
         schedule: The schedule, free of findings of `check_ranks`.
@@ -133,11 +133,11 @@ class OutOfOrder:
     A replay that breaks the capture order of its pool.
 
     Args:
-        rank: Its rank.
+        rank: Rank of the replay.
         replay: The replay.
-        position: The place of its graph in the capture order.
-        before: The pool's replay before it.
-        after: The place of that one's graph.
+        position: Position of the replayed graph in the capture order.
+        before: The previous replay in the same pool.
+        after: Position of the previous replay's graph in the capture order.
     """
 
     rank: int
@@ -200,7 +200,8 @@ def some_order(
     schedule: Schedule, rank: int, *, tapes: str = "slots", pool: str = "rank"
 ) -> tuple[Graph, ...] | None:
     """
-    A capture order under which a rank's replays keep all its pools, or `None` if there is none.
+    A capture order that is correct for all pools of a rank's replays, or `None` if no such order
+    exists.
 
     Args:
         schedule: The schedule, free of findings of `check_ranks`.

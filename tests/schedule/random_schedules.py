@@ -1,14 +1,14 @@
 """
 Random schedules that are legal and far from LIFO, and schedules that one edit has made illegal.
 
-A legal schedule is a random run of the pipeline written down: at every moment some rank does
-something that its inputs and free slots allow. Microbatches come in any order, a weight gradient
-waits as long as it likes, stages lie anywhere. Since it was written down in the order of one run,
-no rank can deadlock: a wait for a send, too, is written after its receive was. Nor can the run get
-stuck for want of slots: the deepest stage that holds a tape can always go on with it, and a send
-that holds one is received and awaited sooner or later.
+A legal schedule is the record of a random run of the pipeline: at every moment some rank does an
+action that its inputs and free slots allow. Microbatches come in any order, weight gradients wait
+for any time, and stages are on any ranks. Because the schedule is recorded in the order of one run,
+no rank can deadlock: even a wait for a send is recorded after its receive. The run cannot get stuck
+for lack of slots either: the deepest stage that holds a tape can always continue with this tape,
+and a send that holds a tape is eventually received and awaited.
 
-Everything is a function of a `random.Random`, so a seed names a schedule.
+Every choice comes from a `random.Random`, so a seed identifies a schedule.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from qeffect.schedule.infer import schedule_of
 @attrs.frozen
 class Shape:
     """
-    What a random schedule is for.
+    The shape of a random schedule.
 
     Args:
         homes: The rank of each stage.
         microbatches: Microbatches of one step.
-        slots: The most tapes that each stage may have live at once.
-        comms: Write sends, receives, sharding and reductions into the table.
-        delay: How long weight gradients wait: 0 runs them as soon as any, 1 at the very end.
+        slots: Maximum number of tapes that each stage may have live at once.
+        comms: Whether the table contains sends, receives, sharding and reductions.
+        delay: How long weight gradients wait: 0 runs them as soon as other actions, 1 at the very
+            end.
         full: The share of backwards that are not split.
         overlap: The share of forwards that are overlapped with a backward.
-        ordered: Run microbatches in ascending order where there is a choice.
-        waits: With `comms`, write where sends and reductions end; a tape then lives until its sends
-            are awaited.
+        ordered: Whether microbatches run in ascending order where there is a choice.
+        waits: With `comms`, whether the table contains waits for the end of sends and reductions; a
+            tape then lives until its sends are awaited.
     """
 
     homes: tuple[int, ...]
@@ -58,10 +59,10 @@ def random_shape(
     A random shape: stages in a loop, in a V, or anywhere.
 
     Args:
-        rng: Where randomness comes from.
-        max_ranks: The most ranks.
-        max_chunks: The most stages a rank.
-        max_microbatches: The most microbatches.
+        rng: Random generator.
+        max_ranks: Maximum number of ranks.
+        max_chunks: Maximum number of stages per rank.
+        max_microbatches: Maximum number of microbatches.
     """
     ranks = rng.randint(1, max_ranks)
     stages = ranks * rng.randint(1, max_chunks)
@@ -90,8 +91,8 @@ def random_schedule(seed: int | Random, shape: Shape | None = None) -> Schedule:
     A random legal schedule.
 
     Args:
-        seed: A seed, or where randomness comes from.
-        shape: What it is for; random when left out.
+        seed: A seed, or a random generator.
+        shape: The shape; random if left out.
     """
     rng = seed if isinstance(seed, Random) else Random(seed)
     chosen = random_shape(rng) if shape is None else shape
@@ -107,7 +108,7 @@ def random_schedule(seed: int | Random, shape: Shape | None = None) -> Schedule:
 
 
 class _Run:
-    """One random run of the pipeline, and the rows that it leaves."""
+    """One random run of the pipeline, and the rows that it records."""
 
     def __init__(self, rng: Random, shape: Shape) -> None:
         self.rng = rng
@@ -148,7 +149,7 @@ class _Run:
         return self.written
 
     def _catch_up(self, rank: int) -> None:
-        """Post a receive of a message that is under way, and await a send that was received."""
+        """Post a receive of a message that was sent, and await a send that was received."""
         senders = [source for source, home in self.inbox if home == rank]
         waiting = [source for source in senders if self.inbox[source, rank]]
         if waiting:
@@ -172,12 +173,14 @@ class _Run:
             self._read((wait.stage, wait.microbatch))
 
     def _read(self, work: tuple[int, int]) -> None:
-        """One of a tape's readers is done; the last one frees its slot."""
+        """End one of a tape's readers; the last reader frees the slot."""
         self.readers[work] -= 1
         self.live[work[0]] -= not self.readers[work]
 
     def _act(self, rank: int) -> int:
-        """Let a rank do something if it can; returns how many steps of the schedule it did."""
+        """
+        Let a rank do an action if possible; return the number of schedule steps that were done.
+        """
         options = [kind for kind in self.ready if self._choices(kind, rank)]
         if not options:
             return 0

@@ -1,8 +1,10 @@
 """
-Another simulator of a step: a graph of everything and what it waits for, and its longest paths.
+A second simulator of a step: the longest paths in a graph of all actions and the actions that they
+wait for.
 
-It shares no code with `qeffect.schedule.steptime`: it reads the entries' texts, writes every rule
-of that module's docstring down as arrows between names, and leaves the order to `graphlib`.
+The oracle shares no code with `qeffect.schedule.steptime`. It reads the texts of the entries, turns
+every rule in that module's docstring into edges between names, and lets `graphlib` compute the
+order.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ def longest_paths(
     group: int = 1,
 ) -> dict[Name, tuple[Time, Time]]:
     """
-    When everything begins and ends, by name: `("0F1",)`, `("0SEND_F1",)`, `("update", 2)`.
+    The begin and end of every action, by name: `("0F1",)`, `("0SEND_F1",)`, `("update", 2)`.
 
     Args:
         schedule: The table; with a group above 1, a table with grouped dW.
         durations: The durations.
         queues: Which messages share a queue.
-        rendezvous: What a send blocks.
+        rendezvous: What a send blocks until the message is received.
         group: Microbatches whose dW is one product.
 
     Raises:
-        graphlib.CycleError: Something waits for itself.
+        graphlib.CycleError: An action waits for itself.
     """
     home = dict(schedule.stage_to_rank)
     takes: dict[Name, Time] = {}

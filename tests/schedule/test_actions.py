@@ -1,6 +1,4 @@
-"""
-Entries and actions.
-"""
+"""Schedule tables: entries and the actions that they describe."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""
-Whatever is read: one clear line or a verdict, and every verdict can be shown.
-"""
+"""Any input gives one clear error line or a verdict, and every verdict can be shown."""
 
 from __future__ import annotations
 

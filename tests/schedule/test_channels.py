@@ -1,8 +1,8 @@
 """
-Channel models: which messages share a queue, when a send ends, and which tables are right then.
+Channel models: which messages share a queue, when a send ends, and which tables are then right.
 
-The dry run under rendezvous semantics is compared with a brute-force one that knows no queues of
-events, only lists that it reads again until nothing moves.
+The dry run under rendezvous semantics is compared with a brute-force simulation that has no event
+queues, only lists that it reads again until nothing changes.
 """
 
 from __future__ import annotations

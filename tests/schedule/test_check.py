@@ -1,5 +1,5 @@
 """
-Verdicts: every action of a schedule through the contract, and the contract's own refusals.
+Verdicts: every action of a schedule goes through the contract, whose refusals become the verdict.
 """
 
 from __future__ import annotations

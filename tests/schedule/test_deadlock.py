@@ -1,6 +1,4 @@
-"""
-Deadlock: the cycle is shown, and two other simulations get stuck at the same places.
-"""
+"""Deadlock: the cycle is shown, and two other simulations get stuck at the same actions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-DeepSpeed's instruction streams: those of a release as it wrote them, and what goes wrong in others.
+DeepSpeed's instruction streams: the streams that a release wrote, and the faults in other streams.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def test_groups_cover_all_microbatches_once() -> None:
 def test_a_bad_group_is_refused(group: object) -> None:
     """The message says expected, found, and what 1 would do."""
     table = read_fixture("ScheduleZBVZeroBubble_pp4_vpp2_m8.compute.csv")
-    said = f"group: expected a divisor of the 8 microbatches of a walk, found {group!r}; 1 computes"
+    said = f"group: expected a divisor of the 8 microbatches of the schedule, found {group!r}; 1"
     for refuse in (
         lambda: require_group(group, 8),  # type: ignore[arg-type]
         lambda: group_wgrads(table, group),  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ def test_the_groups_are_those_of_megatron() -> None:
         ({"messages": "sent"}, "expected one of batched, overlapped, prefetched, plain"),
         ({"vpp": 1, "messages": "overlapped"}, "overlap_p2p_comm needs virtual stages"),
         ({"vpp": 1, "messages": "prefetched"}, "overlap_p2p_comm needs virtual stages"),
-        ({"vpp": 1, "group": 2}, "without virtual stages there are no groups"),
+        ({"vpp": 1, "group": 2}, "a group needs virtual stages"),
         ({"group": 5}, "at most microbatches=4"),
         ({"group": 1}, "at least pp=2"),
         ({"microbatches": 5}, "the last group has 1 of 2 microbatches"),

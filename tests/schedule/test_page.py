@@ -1,5 +1,6 @@
 """
-The HTML page of a verdict: whole, self-contained, escaped, and what the checker said.
+The HTML page of a verdict is complete, self-contained and escaped, and shows what the checker
+reported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-Pairing disciplines: what a runtime without keys would pair, on torch's tables and on random ones.
+Pairing of messages: what a runtime without message keys would pair, on torch's tables and on random
+tables.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class TestGrid:
             "",
             "  >  the refused entry, marked >..<",
             "  +  the expected entry, the first of two entries, or a needed entry",
-            "  !  the entry taken instead, or another entry that waits",
+            "  !  the entry that was used instead, or another entry that waits",
         ] == lines
 
     def test_cut_at_both_ends(self, mismatch: Finding) -> None:

@@ -1,6 +1,4 @@
-"""
-Plans: peaks, slots, graphs and bytes, against the paper's figures and against brute force.
-"""
+"""Plans: peaks, slots, graphs and bytes, compared with the paper's figures and with brute force."""
 
 from __future__ import annotations
 

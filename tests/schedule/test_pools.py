@@ -1,8 +1,8 @@
 """
-Capture memory, as its oracle sees it: a shared pool breaks on ZB-V, a pool for each slot never
-does.
+Capture memory according to an oracle: a shared pool breaks on ZB-V, and a pool for each slot never
+breaks.
 
-`test_check` holds `check --shared-pool` against the same oracle.
+`test_check` compares `check --shared-pool` with the same oracle.
 """
 
 from __future__ import annotations

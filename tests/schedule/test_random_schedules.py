@@ -1,5 +1,6 @@
 """
-The generator: seeds name schedules, legal ones are legal and far from LIFO, bounds hold.
+The generator of random schedules: a seed identifies a schedule, legal schedules are legal and far
+from LIFO, and bounds hold.
 """
 
 from __future__ import annotations

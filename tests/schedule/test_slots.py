@@ -1,4 +1,4 @@
-"""The one slot planner: against brute force, and every planner that calls it against the others."""
+"""The slot planner, compared with brute force, and every other planner that calls it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """
-The step-time simulator: closed forms of the literature, an oracle, and laws that any clock keeps.
+The step-time simulator: closed forms from the literature, an oracle, and laws that hold for any
+durations.
 """
 
 from __future__ import annotations

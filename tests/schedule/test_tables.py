@@ -1,6 +1,4 @@
-"""
-CSV tables: both formats, every way in which a file can be unusable, and the shipped tables.
-"""
+"""CSV tables: both formats, every way in which a file can be unusable, and the shipped tables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """
-The tables of torch 2.11 to 2.15, each written by that release's own schedule classes.
+The tables of torch 2.11 to 2.15, each written by the schedule classes of that release.
 
-`make_torch_tables.py` says how they were made. Each is read and given a verdict, and torch 2.15's
-own activation slots are compared with the planner's.
+`make_torch_tables.py` says how the tables were made. Each table is read and given a verdict, and
+torch 2.15's own activation slots are compared with the planner's.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class TestOptions:
 
     def test_only_with_messages(self) -> None:
         """Options about messages say nothing about a table without them."""
-        with pytest.raises(ScheduleError, match="no messages without comms"):
+        with pytest.raises(ScheduleError, match="a table without comms has no messages"):
             torch_schedule("ZBVZeroBubble", pp=2, microbatches=4, defer_receives=True)
 
     @NEEDS_DEFERRED

@@ -1,6 +1,4 @@
-"""
-Tables of torch's schedule classes by name.
-"""
+"""The tables of torch's schedule classes, selected by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """
-Waits for sends and reductions: each after what it ends, once, and no cycle through them.
+Waits for sends and reductions: each wait comes once, after the operation that it waits for, and no
+cycle goes through the waits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-The clauses and the code say the same: every clause is raised, by the transitions it names.
+The clauses and the code agree: every clause is raised, by the transitions that the clause names.
 """
 
 from __future__ import annotations

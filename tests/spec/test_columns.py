@@ -1,6 +1,4 @@
-"""
-The table of state columns says what the relations declare and what their halves write.
-"""
+"""The table of state columns agrees with what the relations declare and what their halves write."""
 
 from __future__ import annotations
 

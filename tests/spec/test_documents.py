@@ -1,6 +1,4 @@
-"""
-The written contract and the fault table are what their data say.
-"""
+"""The written contract and the fault table agree with their data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""
-The order of the guards is the specification's, in every composition.
-"""
+"""The order of the guards is the order of the specification, in every composition."""
 
 from __future__ import annotations
 

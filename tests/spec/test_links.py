@@ -1,6 +1,6 @@
 """
-The contract leads from a clause to its code, its tests and its promises, and from each promise to
-the functions and lemmas that prove it.
+The contract links each clause to its code, its tests and its promises, and each promise to the
+functions and lemmas that prove it.
 """
 
 from __future__ import annotations

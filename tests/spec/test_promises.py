@@ -1,6 +1,4 @@
-"""
-The promises are named once, in words that are explained, and the paper's invariants among them.
-"""
+"""The promises are named once, in explained terms, and include the paper's invariants."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""
-Each promise of a step in one call names a proof or tests that exist.
-"""
+"""Each promise about a step in one call names a proof or existing tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""
-Predicates are entered once, under one name.
-"""
+"""Every predicate is registered once, under one name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-The chapter on clauses without a rejected log lists what the example logs leave out.
+The chapter on clauses without a rejected log lists the clauses that the example logs leave out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two torchrun agents on one machine that train one run, as two hosts would."""
+"""Two torchrun agents on one machine that train one run, as agents on two hosts do."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Agents:
     Two agents, each with one worker, and a run in a folder.
 
     Args:
-        folder: An empty folder, for the run and what the agents print.
-        share: Whether agents keep one store over all rounds, as they do by default. An agent that
-            is started again can then not join: torch 2.13 tells the store's address in the first
-            round alone.
+        folder: An empty folder for the run and the agents' output.
+        share: Whether agents keep one store over all rounds, as they do by default. A restarted
+            agent then cannot join, because torch 2.13 publishes the store's address only in the
+            first round.
     """
 
     def __init__(self, folder: Path, *, share: bool = True) -> None:
@@ -70,9 +70,9 @@ class Agents:
 
     def start(self, agent: int) -> None:
         """
-        Start an agent; agent 0 keeps the rendezvous.
+        Start an agent; agent 0 hosts the rendezvous.
 
-        Each agent has a loopback address of its own: agents are numbered in the order of their
+        Each agent has its own loopback address. Agents are numbered in the order of their
         addresses, so that the worker of agent 0 is rank 0 in every round.
         """
         command = [
@@ -103,7 +103,7 @@ class Agents:
         return int(child)
 
     def kill_agent(self, agent: int) -> None:
-        """Kill an agent at once; its worker lives on as an orphan."""
+        """Kill an agent at once; its worker continues as an orphan."""
         self.agents[agent].kill()
         self.agents[agent].wait()
 
@@ -118,13 +118,13 @@ class Agents:
         os.kill(self.worker(agent), signal.SIGKILL)
 
     def wait(self, reached: Callable[[], bool]) -> None:
-        """Wait until something is so; the test fails where it does not come."""
+        """Wait until a condition holds; the test fails if the condition does not hold in time."""
         while not reached():
             assert time.monotonic() < self.ended, self.said()
             time.sleep(0.05)
 
     def trained(self, steps: int) -> bool:
-        """Whether a checkpoint of this step, or of a later one, is there."""
+        """Whether a checkpoint of this step, or of a later step, exists."""
         return any(self.folder.glob("kept/step-*")) and steps <= max(
             int(path.name.removeprefix("step-")) for path in self.folder.glob("kept/step-*")
         )
@@ -144,7 +144,7 @@ class Agents:
         return [json.loads(line) for line in found]
 
     def losses(self) -> list[float]:
-        """Return the losses by step; a step that ran again counts with its last loss."""
+        """Return the losses by step; for a step that ran again, the last loss counts."""
         found = {line["step"]: line["loss"] for line in self.log() if "loss" in line}
         return [found[step] for step in range(STEPS)]
 
@@ -153,14 +153,14 @@ class Agents:
         return [line["step"] for line in self.log() if "resumed" in line]
 
     def runs(self, process: int) -> bool:
-        """Whether a process runs, and is no zombie."""
+        """Whether a process runs and is not a zombie."""
         try:
             return ") Z" not in Path(f"/proc/{process}/stat").read_text()
         except FileNotFoundError:
             return False
 
     def said(self) -> str:
-        """Return what both agents and their workers printed last."""
+        """Return the last lines that both agents and their workers printed."""
         return "\n".join(path.read_text()[-3000:] for path in self.folder.glob("agent*.txt"))
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a model that is cut by measured times run."""
+"""What the ranks run in the tests of a model that is cut by measured times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from .helpers import language
 
 
 def products(path: str) -> dict[str, Any]:
-    """Time a product of 1, 2 and 4 microbatches; return each one's slots and whether it adds."""
+    """
+    Time a product of 1, 2 and 4 microbatches; return the slots of each product, and whether it adds
+    to its destination.
+    """
     member = join("cpu", LIMITS)
     job = language(
         Path(path), schedule="zbv", pp=2, microbatches=4, scales="epoch", rule="accumulate"
@@ -46,7 +49,7 @@ def products(path: str) -> dict[str, Any]:
 
 
 def measuring(path: str) -> dict[str, Any]:
-    """Measure, train; then with the times that were found, where nothing may be measured."""
+    """Measure and train; then train with the measured times, without another measurement."""
     member = join("cpu", LIMITS)
     config = read(Path(path))
     trainer = Trainer(member, config)
@@ -71,7 +74,7 @@ def measuring(path: str) -> dict[str, Any]:
 
 
 def unlike(path: str) -> dict[str, Any]:
-    """Ranks whose devices take different times, and one that cannot measure."""
+    """Run ranks whose devices take different times, and a rank that cannot measure."""
     member = join("cpu", LIMITS)
     config = read(Path(path))
     times = [
@@ -97,7 +100,9 @@ def unlike(path: str) -> dict[str, Any]:
 
 
 def going_on(path: str) -> dict[str, Any]:
-    """A run whose times were measured goes on with them, whatever the device takes then."""
+    """
+    A resumed run uses the times that were measured first, even if the device now takes other times.
+    """
     member = join("cpu", LIMITS)
     config = read(Path(path))
     alike = Times((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))

@@ -1,4 +1,4 @@
-"""What the ranks of these tests run."""
+"""What the ranks run in the tests of checkpoints and resumed training."""
 
 from __future__ import annotations
 
@@ -57,17 +57,19 @@ def trial(job: Job, **options: Any) -> Trial:
 
 
 def started(job: Job, folder: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
-    """A run from the beginning."""
+    """Train a run from the beginning."""
     return restarts.first_run(join("cpu", LIMITS), trial(job, **how), folder, **options)
 
 
 def gone_on(job: Job, folder: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
-    """A run from the latest checkpoint."""
+    """Train a run from the latest checkpoint."""
     return restarts.resumed_run(join("cpu", LIMITS), trial(job, **how), folder, **options)
 
 
 def remapped(job: Job, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A step from the latest checkpoint, and the same step set up by hand."""
+    """
+    Run a step from the latest checkpoint, and the same step from a state that was set up by hand.
+    """
     return restarts.remapped_run(join("cpu", LIMITS), trial(job), folder, **options)
 
 
@@ -82,11 +84,13 @@ class Run:
         self.rank = self.worker.member.rank
 
     def save(self, **free: Any) -> Path:
-        """Save; every rank."""
+        """Save; every rank calls this method."""
         return self.checkpoints.save(self.worker, self.naming, facts_of(self.job), free)
 
     def load(self, path: Path, **changes: Any) -> dict[str, Any]:
-        """Load; every rank. `changes` are made to the facts that must be equal."""
+        """
+        Load; every rank calls this method. `changes` are made to the facts that must be equal.
+        """
         must = {**facts_of(self.job), **changes}
         return self.checkpoints.load(path, self.worker, self.naming, must)
 
@@ -95,7 +99,7 @@ class Run:
         return persistent_digests(self.worker, self.job)
 
     def attempt(self, act: Callable[[], Any]) -> dict[str, Any]:
-        """What an act raises, and whether it moved anything."""
+        """The error that an action raises, and whether any tensor changed."""
         before, epoch = self.bits(), self.worker.runtime.epoch
         said: dict[str, Any] = {"error": None, "cause": None}
         try:
@@ -114,7 +118,7 @@ class Run:
 
 
 def _sealed(path: Path, facts: Callable[[Any], Any], held: Callable[[Any], Any]) -> None:
-    """Edit facts and manifest, and hash both again: only what they say is wrong then."""
+    """Edit facts and manifest, and hash both again, so that only their contents are wrong."""
     told = json.loads((path / FACTS).read_text())
     facts(told)
     (path / FACTS).write_bytes(canonical(told))
@@ -146,7 +150,7 @@ def _fact(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
 
 
 def _foreign(path: Path) -> None:
-    """An index that DCP reads well, and that has none of the tensors; its hash is right."""
+    """Write an index that DCP can read but that contains no tensors; its hash is right."""
     content = pickle.dumps(Metadata({}, None, {}))
     (path / ".metadata").write_bytes(content)
     mark = [len(content), hashlib.sha256(content).hexdigest()]
@@ -204,7 +208,10 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 def damaged(job: Job, folder: str) -> dict[str, Any]:
-    """Every damage in turn, each tried by every rank; then the sound one."""
+    """
+    Load a checkpoint with every kind of damage in turn on every rank; then load the undamaged
+    checkpoint.
+    """
     run = Run(job, folder)
     run.worker.step()
     sound = run.save(position=1)
@@ -243,14 +250,16 @@ def damaged(job: Job, folder: str) -> dict[str, Any]:
 
 
 def refused(job: Job, folder: str) -> dict[str, Any]:
-    """A save in the middle of each thing that may not be in the middle of, and after it."""
+    """
+    Save in the middle of each operation that a save must not interrupt, and after the operation.
+    """
     run = Run(job, folder)
     worker, said = run.worker, {}
     worker.step()
     run.save()  # so that connections of saves are there, which a stop may leave on some ranks alone
 
     def inside(action: str, rank: int) -> dict[str, Any]:
-        """One rank saves behind an action, in the step of all."""
+        """One rank saves after an action, in a step of all ranks."""
         program = list(worker.pipeline.program)
         if run.rank == rank:
             place = next(n for n, e in enumerate(program) if action_name(e.atom) == action)
@@ -312,7 +321,7 @@ def refused(job: Job, folder: str) -> dict[str, Any]:
 
 
 def full(job: Job, folder: str, asynchronous: bool) -> dict[str, Any]:
-    """One rank can write no more than a few thousand bytes a file; then it can again."""
+    """Limit the files of one rank to a few thousand bytes; then remove the limit."""
     run = Run(job, folder, asynchronous=asynchronous)
     if run.worker.rank_log is not None:
         run.worker.rank_log.close()  # it could not be written either
@@ -344,7 +353,7 @@ def full(job: Job, folder: str, asynchronous: bool) -> dict[str, Any]:
 
 
 def lost_before(job: Job, folder: str) -> dict[str, Any]:
-    """An asynchronous save that fails, which nobody waits for; and the save after it."""
+    """Start an asynchronous save that fails, without waiting for it; then save again."""
     run = Run(job, folder, asynchronous=True)
     run.worker.step()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -367,7 +376,10 @@ def lost_before(job: Job, folder: str) -> dict[str, Any]:
 
 
 def untidy(job: Job, folder: str) -> dict[str, Any]:
-    """Two saves where one stays, among things that have names like ours; one cannot be removed."""
+    """
+    Save twice and keep one checkpoint, among files with similar names, of which one cannot be
+    removed.
+    """
     run = Run(job, folder, keep=1)
     if run.rank == 0:
         for name in ("step-7", "step-\u00b2", ".partial-mine", ".removed-step-1", "step-00000000"):
@@ -390,7 +402,7 @@ def untidy(job: Job, folder: str) -> dict[str, Any]:
 
 
 def drifted(job: Job, folder: str) -> dict[str, Any]:
-    """A weight of the second replica is another one."""
+    """Change a weight of the second replica."""
     run = Run(job, folder)
     run.worker.step()
     if run.worker.replica == 1:
@@ -403,7 +415,10 @@ def drifted(job: Job, folder: str) -> dict[str, Any]:
 
 
 def kept(job: Job, folder: str) -> dict[str, Any]:
-    """Five saves where two stay, and one behind them."""
+    """
+    Save four times and keep two checkpoints; then load the older checkpoint and try to save before
+    the newest.
+    """
     run = Run(job, folder, keep=2)
     for _ in range(4):
         run.worker.step()
@@ -417,12 +432,13 @@ def kept(job: Job, folder: str) -> dict[str, Any]:
 
 def behind_the_next_step(job: Job, folder: str, copied: bool) -> dict[str, Any]:
     """
-    An asynchronous save that writes only when the next step has run.
+    Start an asynchronous save that writes only after the next step has run.
 
     Args:
         job: What to train.
-        folder: Where to.
-        copied: Whether the save copies; without, the files have what they should not.
+        folder: The folder of the checkpoints.
+        copied: Whether the save copies tensors first; without a copy, the files contain values of
+            the later step.
     """
     run = Run(job, folder, asynchronous=True)
     stepped = threading.Event()
@@ -452,7 +468,7 @@ def behind_the_next_step(job: Job, folder: str, copied: bool) -> dict[str, Any]:
 
 
 def stopped_under_way(job: Job, folder: str) -> dict[str, Any]:
-    """A step is stopped and begun again while an asynchronous save of the one before is written."""
+    """Stop a step and run it again while an asynchronous save of the previous step is written."""
     run = Run(job, folder, asynchronous=True)
     worker = run.worker
     rebuilt = threading.Event()
@@ -488,7 +504,10 @@ def stopped_under_way(job: Job, folder: str) -> dict[str, Any]:
 
 
 def carried(job: Job, folder: str) -> dict[str, Any]:
-    """What the generators and a tensor of the caller's are, after a load of other processes."""
+    """
+    Save, or load the checkpoint of other processes; return the state of the generators and of the
+    caller's tensors.
+    """
     run = Run(job, folder)
     torch.manual_seed(7 + run.rank)
     counts = torch.full((3,), 2.0 + run.worker.replica)
@@ -506,7 +525,7 @@ def carried(job: Job, folder: str) -> dict[str, Any]:
 
 
 def language(job: LanguageJob, folder: str) -> dict[str, Any]:
-    """Two steps of a language model and a save; or a load, and a step."""
+    """Run two steps of a language model and save; or load, and run a step."""
     member = join("cpu", LIMITS)
     worker = build_worker(member, job, "reference", limits=LIMITS)
     checkpoints, must = Checkpoints(folder), {"layers": sum(job.cut)}
@@ -533,7 +552,7 @@ def language(job: LanguageJob, folder: str) -> dict[str, Any]:
 
 
 def beside_torch(job: Job, folder: str) -> dict[str, Any]:
-    """Two steps from a checkpoint, and torch's own pipeline from the same tensors."""
+    """Run two steps from a checkpoint, and torch's own pipeline from the same tensors."""
     run = Run(job, folder)
     path = run.checkpoints.latest()
     assert path is not None
@@ -597,7 +616,7 @@ def beside_torch(job: Job, folder: str) -> dict[str, Any]:
 
 
 def unasked(job: Job, folder: str) -> dict[str, Any]:
-    """A save in the middle of a step, of ranks whose contracts are not asked."""
+    """Save in the middle of a step, on ranks whose contracts are not asked."""
     run = Run(job, folder)
     run.worker.step()
     runtime = run.worker.runtime
@@ -611,7 +630,7 @@ def unasked(job: Job, folder: str) -> dict[str, Any]:
 
 
 def reducing(job: Job, folder: str) -> dict[str, Any]:
-    """A save while gradients are summed over replicas."""
+    """Save while gradients are summed over replicas."""
     run = Run(job, folder)
     run.worker.step()
     run.worker.pipeline.run_actions()
@@ -621,7 +640,7 @@ def reducing(job: Job, folder: str) -> dict[str, Any]:
 
 
 def half_updated(job: Job, folder: str) -> dict[str, Any]:
-    """A save after an update that failed half way on the last rank."""
+    """Save after an update that failed half way on the last rank."""
     run = Run(job, folder)
     run.worker.step()
     if run.rank == job.world - 1:
@@ -640,7 +659,9 @@ def half_updated(job: Job, folder: str) -> dict[str, Any]:
 
 
 def failed_alone(job: Job, folder: str, place: str) -> dict[str, Any]:
-    """A first save that fails on rank 1 alone, where the other rank waits for it; then a save."""
+    """
+    Make a first save that fails only on rank 1, while the other rank waits for it; then save again.
+    """
     run = Run(job, folder)
     run.worker.step()
 
@@ -664,7 +685,7 @@ def failed_alone(job: Job, folder: str, place: str) -> dict[str, Any]:
 
 
 def load_failed_alone(job: Job, folder: str) -> dict[str, Any]:
-    """A load that fails on rank 1 alone before it has compared anything; then a load."""
+    """Load, with a failure only on rank 1 before its comparisons; then load again."""
     run = Run(job, folder)
     run.worker.step()
     path = run.save()
@@ -684,7 +705,7 @@ def load_failed_alone(job: Job, folder: str) -> dict[str, Any]:
 
 
 def half_loaded(job: Job, folder: str) -> dict[str, Any]:
-    """A load that fails on one rank when all have found it right."""
+    """Load, with a failure on one rank after all ranks have accepted the checkpoint."""
     run = Run(job, folder)
     run.worker.step()
     path = run.save()
@@ -706,7 +727,7 @@ def _die() -> None:
 
 
 def _in_save(where: str) -> None:
-    """Let the next save of this process be its end."""
+    """Kill this process in its next save."""
     if where == "before its file":
         Writer.write_data = lambda *_: _die()  # type: ignore[method-assign,assignment]
     elif where == "behind its file":
@@ -750,13 +771,13 @@ IN_SAVES: dict[str, int | None] = {
 
 def killed(job: Job, folder: str, until: int, seed: int | None) -> dict[str, Any]:
     """
-    Go on from what is there and save after each step; a rank is killed on the way.
+    Continue from the newest checkpoint and save after each step; a rank is killed on the way.
 
     Args:
         job: What to train.
-        folder: Of the checkpoints.
-        until: The last epoch.
-        seed: What the rank and the place are drawn from; None for no kill.
+        folder: The folder of the checkpoints.
+        until: The epoch at which the run ends.
+        seed: Seed of the random choice of rank and moment; None for no kill.
     """
     # The dead say nothing: it is not worth waiting for.
     run = Run(job, folder, limits=attrs.evolve(LIMITS, grace=0.5))
@@ -797,14 +818,14 @@ def killed(job: Job, folder: str, until: int, seed: int | None) -> dict[str, Any
 
 
 def _arm(worker: Worker, place: float) -> None:
-    """Die at some action of the next step."""
+    """Kill this process at some action of the next step."""
     program = worker.pipeline.program
     n = int(place * len(program))
     program[n] = program[n]._replace(act=lambda _: _die())
 
 
 def killed_in(job: Job, folder: str, where: str) -> dict[str, Any]:
-    """The second save kills rank 0; what is left is what the other finds."""
+    """Kill rank 0 in the second save; report what the other rank then finds."""
     run = Run(job, folder, limits=attrs.evolve(LIMITS, grace=0.5))
     run.worker.step()
     run.save()
@@ -817,7 +838,7 @@ def killed_in(job: Job, folder: str, where: str) -> dict[str, Any]:
 
 
 def refused_load(job: Job, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A load that raises."""
+    """Load a checkpoint, and return the error."""
     run = Run(job, folder)
     path = run.checkpoints.latest()
     assert path is not None
@@ -827,13 +848,13 @@ def refused_load(job: Job, folder: str, options: dict[str, Any]) -> dict[str, An
 def with_masters(
     body: str, job: Job, folder: str, options: dict[str, Any], masters: bool
 ) -> dict[str, Any]:
-    """Another body of these, over master weights in float32."""
+    """Run another function of this module, with master weights in float32."""
     found: dict[str, Any] = globals()[body](job, folder, options, masters=masters)
     return found
 
 
 def restored_otherwise(job: Job, _: str) -> dict[str, Any]:
-    """A contract's checkpoint loaded where replicas share amax, and where they do not."""
+    """Load a contract's checkpoint where replicas share amaxes, and where they do not."""
     member = join("cpu", LIMITS)
     own = attrs.evolve(job, amax="replica")
     workers = [build_trial(member, trial(each)) for each in (own, job)]

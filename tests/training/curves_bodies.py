@@ -1,4 +1,4 @@
-"""What the ranks of a test of loss curves run."""
+"""What the ranks run in the tests of loss curves."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from tests.runtime import fake_te
 
 def in_turn(config: str, names: list[str], limits: list[int]) -> list[dict[str, Any]]:
     """
-    Runs in the same processes; each with how many pipelines there are when it has ended.
+    Train runs in the same processes; return for each run the number of pipelines that exist when it
+    has ended.
 
-    Over a stand-in for Transformer Engine, whose scales are the process's.
+    The runs use a stand-in for Transformer Engine, whose scales belong to the process.
     """
     sys.modules.update(fake_te.modules())
     te.library.cache_clear()
@@ -55,7 +56,10 @@ def in_turn(config: str, names: list[str], limits: list[int]) -> list[dict[str, 
 
 
 def measured_apart(config: str, out: str) -> tuple[int, list[list[int]], int]:
-    """Exit code, cuts of two runs, and how often times were measured, which differ each time."""
+    """
+    The exit code, the cuts of two runs, and the number of measurements; each measurement gives
+    other times.
+    """
     member = join("cpu", LIMITS)
     assert member.world == 1
     alike, slow = (
@@ -74,9 +78,9 @@ def measured_apart(config: str, out: str) -> tuple[int, list[list[int]], int]:
 
 def limited(config: str, runs: list[str], out: str, looks: list[int]) -> list[tuple[int, str]]:
     """
-    Under limits of so many looks at the clock: exit codes, and what was said.
+    Run under time limits that end after a number of clock readings; return exit codes and output.
 
-    The clock stands still until it has been looked at so often, and the time is over then.
+    The clock stands still for that number of readings, and then exceeds the limit.
     """
     command._LAST_WORD_S = 0.0
     join("cpu", LIMITS)
@@ -97,7 +101,7 @@ def limited(config: str, runs: list[str], out: str, looks: list[int]) -> list[tu
 
 
 def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:
-    """`qeffect runtime curves`, one after the other: exit codes, and what was said."""
+    """Run several `qeffect runtime curves` commands in turn; return exit codes and output."""
     command._LAST_WORD_S = 0.0
     said = []
     for case in cases:

@@ -1,4 +1,4 @@
-"""What ranks of the tests of digests run."""
+"""What the ranks run in the tests of digests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .language_bodies import trained
 
 
 def in_turn(cases: list[dict[str, Any]]) -> list[tuple[int, str, str]]:
-    """Runs of the command in one process after the other."""
+    """Run the command several times in turn, in the same process."""
     return [flipped(**case) for case in cases]
 
 
@@ -47,6 +47,6 @@ def flipped(
 
 
 def launched(cases: list[dict[str, Any]]) -> list[tuple[int, str, str]]:
-    """As `in_turn`, where a step can be one launch."""
+    """The same as `in_turn`, in a process where a step can be one launch."""
     recorded.install()
     return in_turn(cases)

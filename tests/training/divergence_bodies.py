@@ -1,4 +1,4 @@
-"""What ranks of the tests of runs that diverge run."""
+"""What the ranks run in the tests of runs that diverge."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .language_bodies import trained
 
 
 def in_turn(cases: list[dict[str, Any]]) -> list[tuple[int, str, str]]:
-    """Runs of the command in one process, each with its own mishap."""
+    """Run the command several times in one process, each time with its own numerical fault."""
     return [mishap(**case) for case in cases]
 
 
 def launched(cases: list[dict[str, Any]]) -> list[tuple[int, str, str]]:
-    """As `in_turn`, where a step can be one launch."""
+    """The same as `in_turn`, in a process where a step can be one launch."""
     recorded.install()
     return in_turn(cases)
 
 
 def priced(config: str) -> dict[str, float]:
-    """What a look costs."""
+    """The cost of a check for non-finite values."""
     return look_price.ratios(Path(config), rounds=1)
 
 
@@ -42,16 +42,16 @@ def mishap(
     before: bool = False,
 ) -> tuple[int, str, str]:
     """
-    `qeffect runtime train` in which a number goes wrong.
+    Run `qeffect runtime train` with a wrong value in one step.
 
     Args:
         argv: The file and the options.
-        weight: The step after which a weight's first value is another, the end of the weight's
-            name, and the value.
+        weight: The step after which a weight's first value is changed, the end of the weight's
+            name, and the new value.
         gradient: By step, the gradient of the loss of the first microbatch with respect to itself.
         rank: The rank whose weight it is.
-        before: Whether saves are those of earlier releases: they do not look, and do not hash the
-            whole corpus.
+        before: Whether saves are those of earlier releases, which do not check values and do not
+            hash the whole corpus.
     """
     take, given, look = StepRunner.step, Batches.output_gradients, checkpoints.nonfinite
     state = Loader.state

@@ -1,4 +1,4 @@
-"""What ranks of the tests of a run's end run."""
+"""What the ranks run in the tests of the end of a run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def signalled(
     cases: list[list[str]], signals: dict[int, list[tuple[int, str]]], launches: bool = False
 ) -> Any:
     """
-    Runs, one after the other, in which ranks get signals.
+    Train several runs in turn, in which ranks receive signals.
 
     Args:
         cases: The arguments of `train`.
-        signals: By rank, before which steps it gets which signals.
+        signals: For each rank, the signals that it receives and the steps before which it receives
+            them.
         launches: Whether steps can be one launch.
     """
     ending._SAME_S = 0.0
@@ -44,7 +45,9 @@ def signalled(
 
 
 def failing(cases: list[list[str]]) -> Any:
-    """Runs whose second asynchronous save fails; each step begins once no save is under way."""
+    """
+    Train runs whose second asynchronous save fails; each step begins once no save is in progress.
+    """
     real, finish = Trainer._step, Writer.finish
 
     def step(self: Trainer, number: int) -> None:

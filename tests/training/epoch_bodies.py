@@ -1,4 +1,4 @@
-"""What ranks do in the tests of scales that move once a step."""
+"""What the ranks run in the tests of scales that move once per step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def _begun(member: Member, job: Job) -> Worker:
 
 
 def _stepped(worker: Worker, job: Job, until: int) -> dict[str, Any]:
-    """Train to a step; the losses of this rank, the norms, and the digest of all."""
+    """
+    Train to a step; return this rank's losses, the norms, and the digest of the state of all ranks.
+    """
     norms = []
     began = worker.runtime.epoch
     for step in range(began, until):
@@ -74,7 +76,7 @@ def stopped(job: LanguageJob, folder: str, steps: int) -> dict[str, Any]:
 
 
 def resumed(job: LanguageJob, folder: str, steps: int) -> dict[str, Any]:
-    """Load what was saved, train on to a step, and save."""
+    """Load a checkpoint, continue training to a step, and save."""
     member = join("cpu", LIMITS)
     worker = _begun(member, job)
     kept = Checkpoints(Path(folder))
@@ -92,7 +94,7 @@ def resumed(job: LanguageJob, folder: str, steps: int) -> dict[str, Any]:
 
 
 def beside_oracle(job: Job, steps: int) -> dict[str, Any]:
-    """Train a job of one stage, calibrated first, beside the oracle."""
+    """Train a job of one stage, after calibration, beside the oracle."""
     member = join("cpu", LIMITS)
     worker = _begun(member, job)
     (stage,) = worker.runtime.stages.values()
@@ -127,7 +129,7 @@ def beside_oracle(job: Job, steps: int) -> dict[str, Any]:
 
 
 def stumbling(job: LanguageJob, steps: int) -> dict[str, Any]:
-    """Train undisturbed; then fail once in the calibration on the last rank, and train again."""
+    """Train undisturbed; then let the calibration fail once on the last rank, and train again."""
     member = join("cpu", LIMITS)
     (plain,) = trained([job], steps)
     worker = _begun(member, job)

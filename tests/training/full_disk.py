@@ -1,8 +1,9 @@
 """
-Runs on a file system that is really full: `python -m tests.training.full_disk FOLDER`.
+Train runs on a file system that is really full: `python -m tests.training.full_disk FOLDER`.
 
 In a mount namespace of this process alone, FOLDER gets a small file system in memory for its
-checkpoints. Prints a line of JSON per run: the exit code, what was said, and what is in the folder.
+checkpoints. The program prints a line of JSON per run: the exit code, the output, and the contents
+of the folder.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _own_mounts(kept: Path) -> None:
     Mount a small file system that no other process sees.
 
     Raises:
-        OSError: The machine does not permit it.
+        OSError: The machine does not permit the mount.
     """
     library = ctypes.CDLL(None, use_errno=True)
     if library.unshare(_CLONE_NEWNS) != 0:

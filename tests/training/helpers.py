@@ -1,4 +1,4 @@
-"""Small texts and small models."""
+"""Small texts and small models for the training tests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ COMMON_KIND: dict[str, Any] = {
     "positions": "rotary",
     "bias": False,
 }
-"""What layers have that most models have today, beside their sizes."""
+"""The features, besides sizes, of the layers that most current models have."""
 COMMON = LayerConfig(32, 64, 4, 16, **COMMON_KIND)
-"""Layers of this kind."""
+"""The configuration of such layers."""
 COMMON_MODEL = """heads = 4
 kv_heads = 2
 norm = "rmsnorm"
@@ -30,26 +30,26 @@ activation = "swiglu"
 positions = "rotary"
 bias = false
 """
-"""The same, as fields of `[model]`."""
+"""The same features as fields of `[model]`."""
 TEXT = b"the quick brown fox jumps over the lazy dog. "
 
 
 def text(folder: Path, name: str = "train.npy", repeats: int = 200) -> Path:
-    """A token file of bytes, which a model learns in no time."""
+    """A token file of bytes that a model learns quickly."""
     path = folder / name
     save(path, np.frombuffer(TEXT * repeats, np.uint8))
     return path
 
 
 def noise(folder: Path, count: int = 4000, vocabulary: int = 64) -> Path:
-    """A token file of chance."""
+    """A token file of random tokens."""
     path = folder / "noise.npy"
     save(path, np.random.default_rng(7).integers(0, vocabulary, count))
     return path
 
 
 def language(path: Path, **options: Any) -> LanguageJob:
-    """A model of 64 tokens over a file of them."""
+    """A language model with 64 tokens, over a file of such tokens."""
     tokens = Tokens.open(path, vocabulary=64, sequence=16)
     given = {
         "vocabulary": 64,
@@ -70,7 +70,7 @@ heads = 2
 sequence = 16
 history = 4
 """
-"""The model of a run, for tests that say what the rest of it is."""
+"""The model of a run, for tests that define the rest of the run."""
 CONFIG = (
     SMALL.format(vocabulary=256, layers=2)
     + """[parallel]
@@ -86,4 +86,4 @@ warmup = 2
 steps = 3
 """
 )
-"""A run that one process makes in a moment."""
+"""A run that one process trains in a moment."""

@@ -1,7 +1,8 @@
 """
-Two hosts on one machine: network namespaces joined by a cable that can be cut.
+Two hosts on one machine: network namespaces joined by a virtual cable that can be cut.
 
-Their addresses exist inside these namespaces only, and nothing outside can be reached from them.
+The addresses of the hosts exist only inside these namespaces, and the hosts cannot reach anything
+outside.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ input()
 
 
 class NotPermittedError(Exception):
-    """This machine permits no network namespaces; the message says why."""
+    """This machine does not permit network namespaces; the message says why."""
 
 
 def _ip(*words: str) -> None:
@@ -41,7 +42,7 @@ class Hosts:
     Two hosts, and the store on the first.
 
     Raises:
-        NotPermittedError: Namespaces cannot be made here; nothing is left of them.
+        NotPermittedError: Namespaces cannot be made here; any part that was made is removed.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,9 @@ class Hosts:
             raise
 
     def cut(self, host: int) -> None:
-        """Take the cable out at one host: its sends fail, and those of the other are lost."""
+        """
+        Unplug the cable at one host: its sends fail, and the sends of the other host are lost.
+        """
         _ip("-n", self.names[host], "link", "set", "cable", "down")
 
     def plug(self, host: int) -> None:

@@ -1,7 +1,7 @@
 """
 One rank of a run that torchrun starts again and again: `python -m tests.training.killed`.
 
-The attempt that torchrun counts says which rank is killed, and where.
+The number of the attempt, which torchrun counts, determines which rank is killed, and where.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ranks of a test run."""
+"""What the ranks run in the tests of language models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ from tests.runtime import fake_te
 
 
 def evaluating(job: LanguageJob, held_out: Loader, steps: int) -> dict[str, Any]:
-    """Steps with evaluations between them, then the same without; what differs, what moved."""
+    """
+    Run steps with evaluations between them, then the same steps without; return what differs, and
+    what changed.
+    """
     member = join("cpu", LIMITS)
     found, losses, held, moved = [], [], [], []
     for evaluates in (True, False):
@@ -65,7 +68,7 @@ def evaluating(job: LanguageJob, held_out: Loader, steps: int) -> dict[str, Any]
 
 
 def held_out(jobs: list[LanguageJob], text: Loader) -> list[list[float]]:
-    """Of each job before its first step: the loss of each single window, then of all."""
+    """For each job before its first step: the loss of each single window, then of all windows."""
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
@@ -82,7 +85,10 @@ def held_out(jobs: list[LanguageJob], text: Loader) -> list[list[float]]:
 
 
 def library(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
-    """Jobs over a stand-in for Transformer Engine, natively and guarded, compared bit for bit."""
+    """
+    Train jobs over a stand-in for Transformer Engine, natively and guarded, and compare bit for
+    bit.
+    """
     sys.modules.update(fake_te.modules())
     te.library.cache_clear()
     member = join("cpu", LIMITS)
@@ -96,7 +102,7 @@ def library(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
 
 
 def _names(job: LanguageJob) -> dict[str, list[str]]:
-    """What the stand-in's first and last stage call what only they have."""
+    """The names of the parts that only the stand-in's first and last stage have."""
     stages = job.stages((0, job.num_stages - 1), torch.device("cpu"), "transformer-engine")
     return {
         "matrices": [m.name for m in matrices(stages[1])],
@@ -108,7 +114,9 @@ def _names(job: LanguageJob) -> dict[str, list[str]]:
 
 
 def trained(config: str, *options: str) -> tuple[int, str, str]:
-    """`qeffect runtime train` on a rank without TensorBoard: its exit code, and what it said."""
+    """
+    Run `qeffect runtime train` on a rank without TensorBoard; return the exit code and the output.
+    """
     sys.modules["tensorboard"] = None  # type: ignore[assignment]
     processes._LAST_WORD_S = 0.0
     out, err = io.StringIO(), io.StringIO()
@@ -118,7 +126,7 @@ def trained(config: str, *options: str) -> tuple[int, str, str]:
 
 
 def standing_still(config: str) -> tuple[int, str, str]:
-    """`trained`, with a generator that draws at one position for ever."""
+    """The same as `trained`, with a generator that always draws at the same position."""
     drop = RandomNumbers.drop
 
     def baked(self: RandomNumbers, value: Tensor, p: float, at: Tensor | None = None) -> Tensor:
@@ -129,14 +137,14 @@ def standing_still(config: str) -> tuple[int, str, str]:
 
 
 def in_turn(cases: list[list[str]]) -> list[tuple[int, str, str]]:
-    """Several runs of the command, one after the other, in the same processes."""
+    """Run the command several times in turn, in the same processes."""
     return [trained(*case) for case in cases]
 
 
 def moved(case: list[str]) -> list[tuple[int, str, str]]:
     """
-    A run of the command whose folder is moved away after the first save. A second lock, which
-    stands for another run's, takes the new folder.
+    Run the command, and move its folder away after the first save. A second lock, as of another
+    run, then takes the new folder.
     """
     real, others = Trainer._step, []
 
@@ -153,7 +161,7 @@ def moved(case: list[str]) -> list[tuple[int, str, str]]:
 
 
 def exact(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
-    """Jobs natively and guarded, compared bit for bit, with the parameters that each ends in."""
+    """Train jobs natively and guarded, and compare bit for bit, including the final parameters."""
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
@@ -168,7 +176,10 @@ def exact(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
 
 
 def stumbling(config: str) -> dict[str, Any]:
-    """A run in which an action of rank 1 fails in one step, and in another's second attempt."""
+    """
+    Train a run in which an action of rank 1 fails in one step, and in the second attempt at another
+    step.
+    """
     member = join("cpu", LIMITS)
     settings = read(Path(config))
     trainer = Trainer(member, settings)
@@ -198,7 +209,7 @@ def stumbling(config: str) -> dict[str, Any]:
 
 
 def half_updated(config: str, at: int) -> tuple[int, str, str]:
-    """`qeffect runtime train`, in which the optimizer's update fails half way in one step."""
+    """Run `qeffect runtime train`; in one step, the optimizer's update fails half way."""
     update = Optimizer.update
     calls = itertools.count()
 

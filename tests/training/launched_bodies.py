@@ -1,4 +1,6 @@
-"""What ranks of the tests of training by launches run, over a stand-in for a device's graphs."""
+"""
+What the ranks run in the tests of training with launches, with a stand-in for a device's graphs.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,19 @@ from tests.ranks.recorded_bodies import LIMITS
 
 
 def stand_in() -> None:
-    """From here on this process can take a step as one launch, as far as a CPU can."""
+    """Let this process run a step as one launch from now on, as far as a CPU can."""
     recorded.install()
 
 
 def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) -> dict[str, Any]:
     """
-    One run, and what it leaves.
+    Train one run, and return its final state.
 
     Args:
         config: The file.
-        resume: Whether it goes on from the newest checkpoint.
-        faults: For each, the epoch before which it is made, its rank, its kind, and its action.
+        resume: Whether the run continues from the newest checkpoint.
+        faults: For each fault, the epoch before which it is injected, its rank, its kind, and its
+            action.
         run: Fields of `[run]` instead of the file's.
     """
     settings = read(Path(config), run=run)
@@ -81,7 +84,7 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
 
 
 def _unheard(*_: Any) -> None:
-    """This rank does not hear in time what the others bring behind a step, once."""
+    """Once, this rank does not receive the other ranks' votes after a step in time."""
     real = Consent.all_gather
 
     def all_gather(consent: Consent, own: torch.Tensor) -> torch.Tensor:
@@ -92,7 +95,7 @@ def _unheard(*_: Any) -> None:
 
 
 def _heard_in_vain(*_: Any) -> None:
-    """This rank hears what the others bring behind a step when its time is over, once."""
+    """Once, this rank receives the other ranks' votes after a step only after its time limit."""
     real = Consent.all_gather
 
     def all_gather(consent: Consent, own: torch.Tensor) -> torch.Tensor:
@@ -104,7 +107,7 @@ def _heard_in_vain(*_: Any) -> None:
 
 
 def on_devices(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """As `in_turn`, on GPUs."""
+    """The same as `in_turn`, on GPUs."""
     os.environ.update(DETERMINISTIC)
     found = []
     for config, options in cases:
@@ -115,19 +118,19 @@ def on_devices(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def in_turn(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Several runs, one after the other, in the same processes."""
+    """Train several runs in turn, in the same processes."""
     stand_in()
     return [trained(config, **options) for config, options in cases]
 
 
 def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:
-    """As `said`, where a step can be one launch."""
+    """The same as `said`, in a process where a step can be one launch."""
     stand_in()
     return said(cases)
 
 
 def said(cases: list[list[str]]) -> list[tuple[int, str, str]]:
-    """`qeffect runtime`, one after the other: exit codes, and what was said."""
+    """Run several `qeffect runtime` commands in turn; return exit codes and output."""
     processes._LAST_WORD_S = 0.0
     found = []
     for case in cases:
@@ -139,7 +142,10 @@ def said(cases: list[list[str]]) -> list[tuple[int, str, str]]:
 
 
 def unable(config: str) -> dict[str, Any]:
-    """A run of which the last rank's library captures no step: what it says, and what it leaves."""
+    """
+    Train a run in which the last rank's library cannot capture a step; return its output and final
+    state.
+    """
     stand_in()
     member = join("cpu", LIMITS)
     real = UpdateGate.capture
@@ -154,7 +160,7 @@ def unable(config: str) -> dict[str, Any]:
 
 
 def without_graphs(jobs: list[Any]) -> list[dict[str, Any]]:
-    """What is missing to workers that are made for launches on a CPU, and where their rates are."""
+    """What workers for launches lack on a CPU, and whether their learning rates are tensors."""
     cast("Any", graphs).capture = recorded.captured
     member = join("cpu", LIMITS)
     found = []
@@ -168,7 +174,10 @@ def without_graphs(jobs: list[Any]) -> list[dict[str, Any]]:
 
 
 def restarted(job: Job, folder: str) -> list[dict[str, Any]]:
-    """`restarts` without the driver: a run, one that goes on by launches, and one by replays."""
+    """
+    The parts of `report restarts`, called directly: a run, a run resumed with launches, and a run
+    resumed with replays.
+    """
     stand_in()
     member = join("cpu", LIMITS)
     launched = Trial(job=job, limits=LIMITS, mode="one launch")

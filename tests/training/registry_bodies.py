@@ -1,4 +1,4 @@
-"""What the rank of the test of two trainings in one process runs."""
+"""What the rank runs in the test of two trainings in one process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tests.ranks.bodies import LIMITS
 
 def over_one_memory(config: str) -> list[str]:
     """
-    Open a trainer, a second over the same gradient destinations, and a third after the first's end.
+    Open a trainer, a second trainer over the same gradient destinations, and a third trainer after
+    the first has ended.
 
     Returns:
-        Why each of them could not be made; empty if it was.
+        For each trainer, why it could not be made; empty if it was made.
     """
     arenas: dict[int, Arena] = {}
     allocate = Arena.for_stage

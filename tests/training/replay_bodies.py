@@ -1,4 +1,4 @@
-"""What ranks of the tests of `[guard] replay_every` run."""
+"""What the ranks run in the tests of `[guard] replay_every`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from .language_bodies import trained
 
 
 def in_turn(cases: list[dict[str, Any]]) -> list[tuple[int, str, str]]:
-    """Runs of the command in one process after the other."""
+    """Run the command several times in turn, in the same process."""
     return [_flipped(**case) for case in cases]
 
 
 def launched(argv: list[str], step: int, rank: int, place: int) -> tuple[int, str, str]:
     """
-    The command, where a step can be one launch, and one digest of the first run is another.
+    Run the command in a process where a step can be one launch; one digest of the first run is
+    changed.
 
     Args:
         argv: The file and the options.
         step: The step.
         rank: The rank.
-        place: Of the gradient among those of the rank.
+        place: Position of the gradient among the rank's gradients.
     """
     recorded.install()
     launch, left = OneLaunch._launch, [1]
@@ -57,15 +58,15 @@ def _flipped(
     removed: bool = False,
 ) -> tuple[int, str, str]:
     """
-    `qeffect runtime train` in which a bit of a gradient flips in a step's second run.
+    Run `qeffect runtime train`; a bit of a gradient flips in the second run of a step.
 
     Args:
         argv: The file and the options.
         step: The step.
         rank: The rank whose gradient it is.
         matrix: The beginning of the gradient's name in its stage.
-        times: In how many attempts at the step.
-        removed: Whether no comparison refuses.
+        times: Number of attempts at the step in which the bit flips.
+        removed: Whether the comparison of the two runs is removed.
     """
     again, require = DoubleRun.again, DoubleRun.require_equal
     left = times

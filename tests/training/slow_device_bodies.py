@@ -1,4 +1,4 @@
-"""What ranks of the tests of a slow device run, on GPUs."""
+"""What the ranks run in the tests of a slow device, on GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CYCLES = 2_000_000
 
 
 def slow_device(path: str, rank: int) -> dict[str, Any]:
-    """A run in launches; the device of one rank spins behind every F, dI and dW."""
+    """Train a run with launches; the device of one rank spins after every F, dI and dW."""
     if os.environ["RANK"] == str(rank):
         for name in ("forward", "dgrad", "wgrad"):
             _slowed(name)

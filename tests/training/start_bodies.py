@@ -1,4 +1,4 @@
-"""What the ranks of a test of starting weights run."""
+"""What the ranks run in the tests of initial weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ranks.bodies import LIMITS
 
 
 def saved_at_once(config: str) -> list[str]:
-    """Make a trainer and save before its first step; the log's lines are notes."""
+    """Make a trainer and save before its first step; the lines of the log are notes."""
     notes: list[str] = []
     trainer = Trainer(join("cpu", LIMITS), read(Path(config)), note=notes.append)
     trainer.save()

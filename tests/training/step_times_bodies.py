@@ -1,4 +1,4 @@
-"""What ranks of the tests of a step's times run."""
+"""What the ranks run in the tests of step times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import language_bodies, launched_bodies
 
 
 class _HostClock:
-    """A host's clock, in seconds, which only F and waits for other ranks move."""
+    """A host's clock, in seconds, which only F and waits for other ranks advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,7 +30,10 @@ class _HostClock:
 
 
 def slow(case: list[str], rank: int) -> Any:
-    """A run in which every F of one rank takes three times as long, and no wait of it is long."""
+    """
+    Train a run in which every F of one rank takes three times as long, and no wait of this rank is
+    long.
+    """
     clock, is_slow = _HostClock(), os.environ["RANK"] == str(rank)
     real_forward, real_waiting = GuardedActions.forward, wait_clock.WaitClock.waiting
 
@@ -52,7 +55,7 @@ def slow(case: list[str], rank: int) -> Any:
 
 
 class _Clock:
-    """A device's clock, which only the device's work moves."""
+    """A device's clock, which only the device's work advances."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -63,7 +66,9 @@ class _Clock:
 
 
 def slow_launches(path: str, rank: int) -> Any:
-    """A run in launches, in which every dW of one rank takes twice as long as on the others."""
+    """
+    Train a run with launches, in which every dW of one rank takes twice as long as on other ranks.
+    """
     launched_bodies.stand_in()
     clock = _Clock()
     kernels: Any = gate_kernel()

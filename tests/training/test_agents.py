@@ -1,4 +1,7 @@
-"""Two agents restart a run together: a worker dies, an agent dies, an agent is late."""
+"""
+Two torchrun agents restart a run together after a worker dies, after an agent dies, or if an agent
+is late.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""
-A checkpoint that is not right is refused by every rank in the same words, and nothing is loaded.
-"""
+"""Every rank refuses a wrong checkpoint in the same words, and nothing is loaded."""
 
 from __future__ import annotations
 

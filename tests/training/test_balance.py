@@ -1,4 +1,4 @@
-"""A model cut into stages of equal time: by times that are given, or by those of the devices."""
+"""A model cut into stages of equal time, by given times or by times measured on the devices."""
 
 from __future__ import annotations
 

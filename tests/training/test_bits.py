@@ -1,4 +1,4 @@
-"""A guarded language model has the bits of torch's own pipeline, and learns."""
+"""A guarded language model has the bits of torch's own pipeline, and its loss falls."""
 
 from __future__ import annotations
 

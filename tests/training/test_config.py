@@ -1,4 +1,4 @@
-"""The training file: its defaults, and the message for each bad file."""
+"""The training file: its defaults, and the error message for each bad file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from the interpreter's own library: what is taken, what is held out, what is refused."""
+"""Text from the interpreter's own library: which text is taken, held out or refused."""
 
 from __future__ import annotations
 

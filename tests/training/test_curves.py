@@ -1,4 +1,7 @@
-"""Runs side by side: each is as if it were alone, and reports of parts become one."""
+"""
+Several runs after one another: each run is as if it ran alone, and the reports of parts are merged
+into one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens from a file: windows, their order, their position, and files that cannot be used."""
+"""Tokens from a file: windows, their order, their position, and unusable files."""
 
 from __future__ import annotations
 

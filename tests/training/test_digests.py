@@ -1,4 +1,4 @@
-"""Digests of gradients: what they tell apart, and in which step two runs first differ."""
+"""Digests of gradients: what they distinguish, and in which step two runs first differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Dropout in training: torch's bits, a resume that draws on, and faults that end the run."""
+"""
+Dropout in training: torch's bits, a resumed run that continues the random numbers, and faults that
+end the run.
+"""
 
 from __future__ import annotations
 

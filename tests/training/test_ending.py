@@ -1,4 +1,4 @@
-"""A run that is asked to end finishes its step, saves, and says what ended it."""
+"""A run that receives a request to end finishes its step, saves, and reports what ended it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """
-`scales = "epoch"`: the bits of training follow from the model, the recipe, the number of
-microbatches and the replicas, and from nothing else.
+`scales = "epoch"`: the bits of training depend only on the model, the recipe, the number of
+microbatches and the replicas.
 
-One digest of parameters, AdamW's moments and scales, and every loss, under every schedule and
-mapping; with clipping, dropout and a tied embedding. By default the same mappings differ.
+One digest of parameters, AdamW's moments and scales, and every loss, are the same under every
+schedule and mapping, with clipping, dropout and a tied embedding. With default scales the same
+mappings give different bits.
 """
 
 from __future__ import annotations

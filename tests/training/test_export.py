@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in one file, bit for bit those that plain DCP reads."""
+"""The exported weights of a checkpoint, in one file, have the bits that plain DCP reads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """
 A save on a disk that is really full, with the command as it is shipped.
 
-Where the machine permits no file system of the test's own, the test is skipped, and nothing was
-shown of a full disk here; `test_saves.py` has the same with a limit of the size of files.
+If the machine does not let the test mount a file system, the test is skipped and shows nothing
+about a full disk; `test_saves.py` simulates a full disk with a limit on file sizes.
 """
 
 from __future__ import annotations

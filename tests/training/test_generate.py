@@ -1,4 +1,4 @@
-"""A prompt, continued by the model of a checkpoint."""
+"""The model of a checkpoint continues a prompt."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """
-A rank whose peer hangs hears SIGTERM, though it waits inside gloo: it says why, and ends.
+A rank whose peer hangs still reacts to SIGTERM, although it waits inside gloo: it reports the
+reason and ends.
 
-The peer is stopped by SIGSTOP, so its connections stay open and nothing breaks.
+SIGSTOP stops the peer, so its connections stay open and no connection breaks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Ctrl-C ends `qeffect runtime train` within two seconds, wherever it is, on one rank and on two.
+Ctrl-C ends `qeffect runtime train` within two seconds at any moment, on one rank and on two ranks.
 """
 
 from __future__ import annotations

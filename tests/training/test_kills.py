@@ -1,5 +1,6 @@
 """
-A rank is killed anywhere, all are started again: the end is that of the run that nothing befell.
+A rank is killed at any moment and all ranks are started again: the run ends like an undisturbed
+run.
 """
 
 from __future__ import annotations

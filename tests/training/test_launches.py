@@ -396,7 +396,7 @@ def test_a_launched_side_of_curves_is_the_native_one(tmp_path: Path) -> None:
     refused = launch(1, tmp_path / "refused", bodies.said, [short])
     ((code, _, err),) = refused.words[0]
     assert code == 2
-    assert "no step of a launched run can be one launch: a CPU has no CUDA graphs" in err
+    assert "the steps of this run cannot be launched as one graph: a CPU has no CUDA graphs" in err
     said = launch(1, tmp_path / "said", bodies.commands, [case])
     ((code, told, _),) = said.words[0]
     assert code == 0

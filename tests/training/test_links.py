@@ -1,8 +1,8 @@
 """
 The link between two hosts goes down in the middle of a step.
 
-The hosts are network namespaces. Where the machine permits none, these tests are skipped, and
-nothing was shown of a link.
+The hosts are network namespaces. If the machine does not permit network namespaces, these tests are
+skipped and show nothing about links.
 """
 
 from __future__ import annotations

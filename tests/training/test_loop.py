@@ -1,4 +1,6 @@
-"""The loop stops and goes on; it clips, tells the norm, and begins a stopped step again."""
+"""
+The training loop: it stops and continues, clips, reports the norm, and repeats a stopped step.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """
-A checkpoint has no mapping: other ranks, stages, tables, replicas and splits load it, bit for bit.
+A checkpoint does not depend on the mapping: other ranks, stages, tables, replicas and splits load
+it, bit for bit.
 
-What may change then is what the mapping itself decides. Every F and dI rolls the histories of all
-stages of its process, so the steps after a remap move histories in another order than the steps of
-the old mapping would have; and sums over microbatches and replicas are taken in another order.
-What may not: what was loaded, and what one step makes of it, compared with a pipeline whose state
-was copied by hand.
+After a load under another mapping, only results that the mapping itself determines may change.
+Every F and dI rolls the histories of all stages of its process, so later steps move histories in
+another order than steps of the old mapping; and sums over microbatches and replicas are taken in
+another order. The loaded state, and the result of one step from this state, must not change; both
+are compared with a pipeline whose state was copied by hand.
 """
 
 from __future__ import annotations

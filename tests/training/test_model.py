@@ -1,4 +1,7 @@
-"""A language model as stages: how it is cut, what it is called, and the gradient of its rows."""
+"""
+A language model as stages: how the model is cut, the names of its parameters, and the gradient of
+its embedding rows.
+"""
 
 from __future__ import annotations
 

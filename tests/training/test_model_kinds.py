@@ -1,4 +1,6 @@
-"""Models of the common kind: shared keys, RMSNorm, SwiGLU, rotations, no biases, a head in bf16."""
+"""
+Models of the common kind: shared keys, RMSNorm, SwiGLU, rotary positions, no biases, a bf16 head.
+"""
 
 from __future__ import annotations
 

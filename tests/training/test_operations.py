@@ -1,4 +1,4 @@
-"""A run that nobody watches: one run in a folder, its own checkpoints, its launcher."""
+"""An unattended run: only one run in a folder, its own checkpoints, and its launcher."""
 
 from __future__ import annotations
 

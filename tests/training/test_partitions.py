@@ -1,8 +1,9 @@
 """
-A rank that is cut off from the store and from its peer ends within its limits, and says why.
+A rank that loses its connections to the store and to its peer ends within its limits, and reports
+why.
 
-A proxy before the store stops forwarding; the peer stops running. Both keep their connections open,
-as a partitioned network does.
+A proxy before the store stops forwarding, and the peer process is stopped. Both keep their
+connections open, as in a network partition.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""
-Several trainings of one process: none writes another's gradient destinations.
-"""
+"""Several trainings in one process: no training writes another training's gradient destinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`[guard] replay_every`: what a run says of steps that run twice, and how it goes on or ends."""
+"""
+`[guard] replay_every`: what a run reports about steps that run twice, and how the run continues or
+ends.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """
-The evidence's own comparison: it finds what differs, and a row that compared nothing is not good.
+The comparison of `report restarts` finds differences, and a row that compared nothing does not
+pass.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""
-Training that stops and goes on in other processes ends in the same bits.
-"""
+"""Training that stops and resumes in other processes ends with the same bits."""
 
 from __future__ import annotations
 

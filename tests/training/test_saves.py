@@ -1,6 +1,4 @@
-"""
-A save happens between two steps on all ranks, or on none; what was saved before stays usable.
-"""
+"""A save happens between two steps on all ranks or on no rank; earlier checkpoints stay usable."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """
-Whose amax scales are made of is in the checkpoint: each replica's own, or that of all of them.
+A checkpoint records whose amaxes determine the scales: each replica's own amaxes, or those of all
+replicas.
 """
 
 from __future__ import annotations

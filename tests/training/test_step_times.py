@@ -1,4 +1,6 @@
-"""The log has each rank's times of a step and of a save, and names a rank that computes longest."""
+"""
+The log contains each rank's times of steps and saves, and names the rank that computes longest.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Token files from one's own text: what is in them, and what is refused in one line."""
+"""
+Token files made from a user's own text: their contents, and the inputs that are refused in one
+line.
+"""
 
 from __future__ import annotations
 

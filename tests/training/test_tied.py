@@ -1,10 +1,11 @@
 """
-Embedding and head as one weight: two copies, one sum of their gradients, one update each.
+Embedding and head as one weight: two copies, one sum of their gradients, one update of each copy.
 
-The other side is a single process with one `torch.nn.Parameter`. Autograd adds the two uses of it
-in turn, a microbatch's head and then its embedding; a pipeline cannot, as its ranks would have to
-meet for every microbatch. So each use is added up by itself there, and then both, which with one
-microbatch is autograd's own sum (`test_one_microbatch_has_the_bits_of_autograd`).
+The reference is a single process with one `torch.nn.Parameter`. Autograd adds the two uses of the
+parameter in turn: for each microbatch the head's gradient, then the embedding's. A pipeline cannot
+do this, because its ranks would have to meet for every microbatch. The pipeline therefore sums each
+use separately and then adds both sums. With one microbatch this is autograd's own sum
+(`test_one_microbatch_has_the_bits_of_autograd`).
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def test_scales_that_move_at_every_action_allow_no_group(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--groups", "3"), "--groups: group: expected a divisor of the 4 microbatches of a walk"),
-        (("--groups", "0"), "--groups: group: expected a divisor of the 4 microbatches of a walk"),
+        (("--groups", "3"), "--groups: group: expected a divisor of the 4 microbatches of the"),
+        (("--groups", "0"), "--groups: group: expected a divisor of the 4 microbatches of the"),
         (("--out", "nowhere/d.json"), "there is no folder nowhere"),
         (("--device", "cuda"), "expected a GPU that torch can use, found none; give --device cpu"),
     ],

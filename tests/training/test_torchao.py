@@ -1,4 +1,4 @@
-"""A head as TorchAO's Float8Linear: the library's own full backward is the other side."""
+"""A head made of TorchAO's Float8Linear, compared with the library's own full backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights under the names of other programs: out, into a program like GPT-2's, and in again."""
+"""
+Weights under the names of other programs: exported to a program like GPT-2's, and imported again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a run says of itself: losses that are no numbers, logs that end, what a run went on from."""
+"""
+What a run prints about itself: losses that are not finite, logs that end, and the checkpoint from
+which a run resumed.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ def test_a_run_with_no_step_left_says_so(runs: tuple[Path, dict[str, Any]]) -> N
     folder, said = runs
     code, out, err = said["past"]
     assert code == 0, err
-    assert "no step to train: the checkpoint already has 3 steps, [run] steps is 3" in out
+    assert "nothing to train: the checkpoint already has 3 steps, [run] steps is 3" in out
     (run,) = json.loads((folder / "no.json").read_text())["derived"]["runs"]
     assert (run["steps"], run["first_loss"], run["last_loss"]) == (0, None, None)
 

@@ -1,4 +1,7 @@
-"""A language model with one weight for embedding and head: guarded on its ranks, plain on none."""
+"""
+A language model with one weight for embedding and head: guarded over ranks, and plain in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,10 @@ class Plain:
     """
     The model in one process, natively, over one `torch.nn.Parameter` for embedding and head.
 
-    Each rank's stages have a state domain of their own and run in the order of the rank's row, so
-    that scales are the pipeline's. Autograd would add the two uses of the shared weight in turn,
-    microbatch for microbatch; here each use is added up first, and then both, embedding first.
+    Each rank's stages have a separate state domain and run in the order of the rank's row, so that
+    the scales are those of the pipeline. Autograd would add the two uses of the shared weight in
+    turn, for each microbatch. Here each use is summed first, and then both sums are added, the
+    embedding's first.
 
     Args:
         job: What to train; its rule is `accumulate`.
@@ -119,7 +123,10 @@ class Plain:
     def _gradients(
         self, stages: dict[int, ReferenceStage], step: int, replica: int
     ) -> tuple[dict[str, Tensor], list[float]]:
-        """Gradients of one replica by name, the shared weight's by use; and its losses."""
+        """
+        The losses of one replica, and its gradients by name; the shared weight has a gradient for
+        each use.
+        """
         job, draw = self.job, self.job.batch(CPU, replica)
         last = job.num_stages - 1
         ins: dict[tuple[int, int], Tensor] = {}
@@ -197,7 +204,7 @@ class Plain:
 
 
 def bits(worker: Worker, job: LanguageJob) -> dict[str, str]:
-    """The same of a rank; what it holds twice has to be the same there."""
+    """The same digests of a rank; two copies of one tensor on the rank must be equal."""
     place = worker.member.rank % worker.pp
     held = PersistentTensors.of(
         worker.runtime, worker.optimizer, job.name_of, worker.replica, place
@@ -208,7 +215,7 @@ def bits(worker: Worker, job: LanguageJob) -> dict[str, str]:
 
 
 def trained(worker: Worker, job: LanguageJob, steps: Sequence[int]) -> dict[str, Any]:
-    """Losses and norms of some steps, and what the rank then holds."""
+    """Losses and norms of some steps, and the rank's final state."""
     norms = []
     for step in steps:
         job.prepare(step, worker.optimizer)
@@ -221,7 +228,7 @@ def trained(worker: Worker, job: LanguageJob, steps: Sequence[int]) -> dict[str,
 
 
 def against_plain(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
-    """Each job guarded on its ranks, and on rank 0 the plain model too."""
+    """Train each job guarded on its ranks, and also the plain model on rank 0."""
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
@@ -244,14 +251,16 @@ def against_plain(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
 
 
 def against_torch(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
-    """Each job against torch's own pipeline over native full backwards."""
+    """Compare each job with torch's own pipeline over native full backwards."""
     member = join("cpu", LIMITS)
     results = [compare_pipelines(member, job, steps, limits=LIMITS) for job in jobs]
     return [{"totals": one.totals(), "same": one.same} for one in results]
 
 
 def without_the_sum(job: LanguageJob) -> dict[str, Any]:
-    """What becomes of training where the copies' gradients are not added, or nobody says so."""
+    """
+    The outcome of training if the copies' gradients are not added, or if the sum is not reported.
+    """
     member = join("cpu", LIMITS)
     whole = Reducers.__call__
     Reducers.__call__ = lambda self, bucket, given: (  # type: ignore[method-assign]
@@ -285,22 +294,22 @@ def without_the_sum(job: LanguageJob) -> dict[str, Any]:
 
 @attrs.frozen(kw_only=True)
 class Said(LanguageJob):
-    """A model whose ranks may be told of different ties."""
+    """A model whose ranks may have different tie configurations."""
 
     said: tuple[Tie, ...] = ()
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """What this rank is told."""
+        """The ties that this rank is configured with."""
         return self.said
 
 
 @attrs.frozen(kw_only=True)
 class Apart(LanguageJob):
-    """A model whose copies do not begin as one."""
+    """A model whose copies begin with different values."""
 
     def stages(self, *given: Any, **options: Any) -> list[StageBackend]:
-        """With another head."""
+        """The stages, with another head."""
         made = super().stages(*given, **options)
         with torch.no_grad():
             for stage in made:
@@ -310,7 +319,7 @@ class Apart(LanguageJob):
 
 
 def undeclared(cases: list[list[LanguageJob]]) -> list[list[str]]:
-    """The clause or the words with which this rank refuses its job of each case."""
+    """The clause or message with which this rank refuses its job in each case."""
     member = join("cpu", LIMITS)
     said = []
     for jobs in cases:
@@ -323,9 +332,10 @@ def undeclared(cases: list[list[LanguageJob]]) -> list[list[str]]:
 
 def kept(jobs: list[LanguageJob], folder: str) -> list[dict[str, Any]]:
     """
-    The first job trains two steps, is saved and takes a third; the others load and take it.
+    The first job trains two steps, is saved and takes a third step; every later job loads the
+    checkpoint and takes the third step.
 
-    What cannot be loaded gives its words.
+    A job that cannot load the checkpoint returns the error message.
     """
     member = join("cpu", LIMITS)
     said: list[dict[str, Any]] = []
@@ -355,7 +365,9 @@ def kept(jobs: list[LanguageJob], folder: str) -> list[dict[str, Any]]:
 
 
 def stumbling(job: LanguageJob) -> dict[str, Any]:
-    """A step whose sum of copies fails once on one rank is begun again, with the same bits."""
+    """
+    Run a step whose sum of copies fails once on one rank; the step runs again, with the same bits.
+    """
     member = join("cpu", LIMITS)
     found = []
     for fails in (False, True):

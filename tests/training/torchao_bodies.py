@@ -1,4 +1,4 @@
-"""What the ranks of a model with TorchAO's head run."""
+"""What the ranks run in the tests of a model with TorchAO's head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.ranks.bodies import LIMITS
 
 
 def against_native(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
-    """Each job against torch's pipeline, whose head is the library's own module."""
+    """Compare each job with torch's pipeline, whose head is the library's own module."""
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of checkpoints between launches run."""
+"""What the ranks run in the tests of checkpoints between launches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def saving(
     job: Job, folder: str, steps: int, saves: list[int], fault: int = -1, resume: bool = False
 ) -> dict[str, str]:
     """
-    Launches with asynchronous saves among them; each save ends while later steps are launched.
+    Run launches with asynchronous saves among them; each save ends while later steps are launched.
 
     Args:
         job: What to train.
         folder: The folder of the checkpoints.
-        steps: Until which epoch.
+        steps: The epoch at which the run ends.
         saves: The epochs to save.
-        fault: The epoch before which the device of rank 0 counts otherwise, or -1.
+        fault: The epoch before which the device of rank 0 counts wrongly, or -1.
         resume: Whether to load the newest checkpoint first.
 
     Returns:
-        The digests of the weights that are left.
+        The digests of the final weights.
     """
     recorded.install()
     worker = recorded_bodies._made(job, {})

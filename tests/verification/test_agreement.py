@@ -1,5 +1,5 @@
 """
-Other seeds and solvers also prove the obligations, and do not prove them for a kernel that lacks a
+Other seeds and solvers also prove the obligations, and fail to prove them for a kernel that lacks a
 guard.
 """
 

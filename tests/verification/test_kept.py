@@ -86,7 +86,7 @@ def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
 def test_every_promise_names_the_clauses_that_it_needs(name: str) -> None:
     """The contract lists, for each promise, exactly the clauses whose guards it needs."""
     wanted = {guard["clause"] for guard in DATA["guards"] if name in guard.get("promises", ())}
-    row = rf"^- `{re.escape(name)}`.* Needs (.*)\. \*Proved by\* .*$"
+    row = rf"^- `{re.escape(name)}`.* Relies on the guards of these clauses: (.*)\. \*Proved by\* "
     (line,) = re.findall(row, CONTRACT, re.MULTILINE)
 
     assert wanted == set(line.replace("`", "").split(", "))

@@ -359,7 +359,7 @@ class TestKernel:
         after = RankView(1, False, False, False)
 
         assert "" == kernel._wrong(("commit_update",), True, None, flying, after)
-        assert "the end of an update without its check" in kernel._wrong(
+        assert "an update ended without its check" in kernel._wrong(
             ("commit_update",), True, None, whole, after
         )
 

@@ -1,11 +1,11 @@
 """
-The explorer: every reachable state of small contracts.
+The explorer: it visits every reachable state of small contracts.
 
-``run(scope)`` walks a scope breadth first, with or without symmetry reduction, and reports exact
-counts, the first violation with its schedule, and a witness, a shortest schedule, for every
-transition and refusal that occurred. It runs every move over many states at a time, in NumPy, from
-the paths of the composed functions. To check it on small scopes, ``plain`` runs the functions
-themselves, one state at a time.
+``run(scope)`` visits the states of a scope (a small contract) breadth first, with or without
+symmetry reduction. It reports exact counts, the first violation with its schedule, and a witness (a
+shortest schedule) for every transition and refusal that occurred. It runs every move on many states
+at a time, in NumPy, from the paths of the composed functions. ``plain`` checks these results on
+small scopes: it runs the functions themselves, one state at a time.
 """
 
 from .report import ExploreReport

@@ -1,8 +1,8 @@
 """
-The dependences of a transition: the columns and arguments that its outcome can depend on.
+Find the columns and arguments that the outcome of a transition can depend on.
 
-An exploration keeps the columns that guards of its transitions can read and leaves out all others.
-Two states that differ only in other columns have the same futures.
+An exploration keeps only the columns that the guards of its transitions can read. Two states that
+differ only in other columns have the same future refusals.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class Dependence:
 
     Args:
         guards: Columns that decide whether the call is refused.
-        writes: For each column that it writes, the columns that decide the index and the value.
-        arguments: Arguments that it reads, as ``token`` or ``key.cell``.
-        clauses: Clauses that it can be refused for.
+        writes: For each column that the function writes, the columns that decide the index and the
+            value of the write.
+        arguments: Arguments that the function reads, such as ``token`` or ``key.cell``.
+        clauses: Clauses by which the function can refuse.
     """
 
     guards: frozenset[str]
@@ -40,12 +41,12 @@ class Dependence:
 @cache
 def dependence(function: Callable[..., Any], off: frozenset[str] = frozenset()) -> Dependence:
     """
-    Return what a composed function depends on, from its syntax tree.
+    Read from a composed function's syntax tree what the function depends on.
 
     Args:
         function: The function.
-        off: Configured flags that are 0 everywhere, and mask bits that are set nowhere. A guard
-            that first tests such a flag or bit never refuses.
+        off: Configured flags that are 0 in every stage, and mask bits that no stage sets. A guard
+            that first tests one of these never refuses.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
@@ -119,7 +120,7 @@ class _Reader:
             self.writes.setdefault(filled.attr, set()).update(under | self.columns(value))
 
     def never(self, test: ast.expr) -> bool:
-        """Whether a test first requires a flag or a bit that is off."""
+        """Return whether a test first requires a flag or a bit that is always off."""
         first = test.values[0] if isinstance(test, ast.BoolOp) else test
         asks = isinstance(first, ast.Compare) and isinstance(first.ops[0], ast.NotEq)
         names = {node.id for node in ast.walk(first) if isinstance(node, ast.Name)}

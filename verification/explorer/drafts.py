@@ -1,5 +1,6 @@
 """
-States by columns: a chunk of a frontier, and drafts of the states that its moves lead to.
+Many states at a time, column by column: a chunk of explored states, and drafts of the states that
+their moves lead to.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Rows = NDArray[np.intp]
 
 
 def narrowed(value: Value, rows: Rows | None) -> Value:
-    """Return a value for some of the states only; None keeps all."""
+    """Return a value for the states with these row numbers only; None keeps all states."""
     if rows is None or not isinstance(value, np.ndarray):
         return value
     return value.take(rows)
@@ -27,11 +28,11 @@ def narrowed(value: Value, rows: Rows | None) -> Value:
 
 class Chunk:
     """
-    Some states of a frontier.
+    Some states of the current level of an exploration.
 
     Args:
-        packing: How states are packed.
-        words: The states.
+        packing: How states are packed into integers.
+        words: The packed states.
     """
 
     __slots__ = ("_entries", "_packing", "known", "size", "words")
@@ -58,10 +59,10 @@ class Draft:
     Some states of a chunk while a move changes them.
 
     Args:
-        chunk: The chunk that they come from.
-        rows: Their rows in the chunk; None for all.
-        pinned: Entries with one value in all the states, by the move's conditions.
-        changed: Entries changed so far.
+        chunk: The chunk that the states come from.
+        rows: The row numbers of the states in the chunk; None for all rows.
+        pinned: Entries that have one value in all these states because the move requires it.
+        changed: Entries that the move has changed so far, with their new values.
     """
 
     __slots__ = ("_taken", "changed", "chunk", "pinned", "rows")
@@ -85,14 +86,14 @@ class Draft:
         return 0 if self.rows is None else int(self.rows[0])
 
     def entry(self, column: str, index: int) -> Value:
-        """Return the current value of an entry."""
+        """Return the current value of a column's entry in each state."""
         key = (column, index)
         if key in self.changed:
             return self.changed[key]
         return self.before(key)
 
     def before(self, key: tuple[str, int]) -> Value:
-        """Return the value of an entry in the chunk."""
+        """Return the value of an entry before the move."""
         try:
             return self._taken[key]
         except KeyError:
@@ -107,7 +108,7 @@ class Draft:
         return self.chunk.width(column)
 
     def narrow(self, rows: Rows) -> Draft:
-        """Return a draft of some of these states."""
+        """Return a draft of the states with these row numbers."""
         return Draft(
             self.chunk,
             rows if self.rows is None else self.rows.take(rows),
@@ -116,7 +117,7 @@ class Draft:
         )
 
     def words(self, packing: Packing) -> Words:
-        """Return the current states."""
+        """Return the current states, packed."""
         source = self.chunk.words
         words = source.copy() if self.rows is None else source.take(self.rows, axis=1)
         for key, after in self.changed.items():

@@ -1,5 +1,6 @@
 """
-The engine: every move over a chunk of states, through the path table.
+The engine of the explorer: it runs every move on a chunk of states, by the paths of the composed
+functions.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ __all__ = ["Arrival", "Engine"]
 @frozen(eq=False, slots=True)
 class Arrival:
     """
-    The states to which one move leads from some states of a chunk.
+    The states that one move reaches from some states of a chunk.
 
     Args:
-        move: Position of the move.
-        paths: Paths taken, as (transition, position among its paths).
-        rows: The states, by position in the chunk; None for all.
-        words: The states that they lead to, in normal form.
+        move: Position of the move in the list of moves.
+        paths: Paths taken, each as a transition and the path's position in that transition.
+        rows: Positions in the chunk of the states before the move; None for all states.
+        words: The packed states after the move, in normal form.
     """
 
     move: int
@@ -53,7 +54,7 @@ class Arrival:
 
 class Engine:
     """
-    Runs the moves of a space over packed states.
+    Runs the moves of a state space on packed states.
 
     Args:
         space: The space to explore.
@@ -77,7 +78,7 @@ class Engine:
         self._claims = [self._claim(predicate) for predicate in predicates]
 
     def _claim(self, predicate: Predicate) -> tuple[str, Node, list[dict[str, int]]]:
-        """Return a predicate's name, its node and every choice of its variables."""
+        """Return a predicate's name, its compiled node, and every choice of its variables."""
         terms = {n: INTEGERS.column(n, c) for n, c in {**CONFIG, **STATE}.items()}
         terms[STAGE_OF] = INTEGERS.column(STAGE_OF, Column("cell", "stage"))
         names = [f"var.{name}" for name in predicate.variables]
@@ -95,7 +96,7 @@ class Engine:
         return np.array(self.packing.pack(self.space.initial()), np.int64)[:, np.newaxis]
 
     def _broken(self, states: Chunk | Draft, known: dict[Any, Value]) -> tuple[str, int] | None:
-        """Return the first predicate that some of the states break, and the row of one of them."""
+        """Return the first predicate that fails in some state, and the row of one such state."""
         for name, node, choices in self._claims:
             for values in choices:
                 truth = Evaluation(states, values, values, known).value(node)
@@ -118,14 +119,14 @@ class Engine:
         Run moves from every state, count the outcomes, and yield the states that the moves lead to.
 
         Args:
-            words: The states.
+            words: The packed states.
             tally: The counts to add to.
-            check: Check the predicates first, and stop if one is broken.
-            moves: Positions of the moves; all by default.
+            check: Whether to check the predicates first, and to stop if a predicate fails.
+            moves: Positions of the moves to run; by default all moves.
 
         Raises:
-            OutOfRangeError: A move led to values outside the range of a packed state without
-                breaking a predicate.
+            OutOfRangeError: A move produced a value outside the range of a packed state, and no
+                predicate failed.
         """
         chunk = Chunk(self.packing, words)
         broken = self._broken(chunk, chunk.known) if check else None
@@ -286,14 +287,14 @@ class Engine:
 
 
 def _first(mask: Value) -> int:
-    """Return the first row of a mask."""
+    """Return the number of the first row that is set in a mask."""
     return 0 if mask is True else int(mask.argmax())
 
 
 def _now(draft: Draft, value: Any) -> Value:
     """
-    Return a value of the state after a check. A check changes no value that evidence is compared
-    with.
+    Return a value of the state after the check of an action. The check leaves the values unchanged
+    that the guards of the commit compare with the evidence.
     """
     return (
         draft.entry(value.column, value.index) + value.offset if isinstance(value, Rel) else value
@@ -301,7 +302,7 @@ def _now(draft: Draft, value: Any) -> Value:
 
 
 def _write(draft: Draft, leaf: Leaf, arguments: Mapping[str, Value]) -> Value:
-    """Carry out the writes of a path; return the ticket that it issued, if any."""
+    """Carry out the writes of a path; return the ticket that the path issued, or None."""
     evaluation = Evaluation(draft, arguments, {a: a for a in arguments}, {})
     ticket = None if leaf.returned is None else evaluation.value(leaf.returned)
     after: dict[tuple[str, int], Value] = {}
@@ -322,7 +323,7 @@ def _pinned(move: Move) -> dict[tuple[str, int], int]:
 
 
 def _owed(chunk: Chunk, move: Move) -> Value:
-    """Return where the ticket that the move redeems belongs to the move's own action."""
+    """Return a mask of the states in which the move's ticket belongs to the move's own action."""
     action = move.label.partition("_")[2]
     if action in ("update", "evaluation"):
         return True

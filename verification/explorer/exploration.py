@@ -1,5 +1,5 @@
 """
-The explorer: breadth first over every reachable state, a chunk of a level at a time.
+Breadth-first exploration of every reachable state; the states of a level are handled in chunks.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ class Exploration:
 
     Args:
         engine: The engine that ran.
-        levels: New states of each level, sorted.
+        levels: For each level (number of moves from the initial state), its new states, sorted.
         seen: The states of all levels.
-        canonical: Maps states to their orbits' representatives; None without symmetry.
-        tally: The counts.
-        seconds: Wall time.
-        cpu_seconds: Processor time.
+        canonical: Function that maps a state to the representative of its symmetry orbit; None
+            without symmetry reduction.
+        tally: The counts of moves and refusals.
+        seconds: Wall-clock time in seconds.
+        cpu_seconds: Processor time in seconds.
     """
 
     engine: Engine
@@ -58,19 +59,19 @@ class Exploration:
 
     @property
     def depth(self) -> int:
-        """Levels below the initial state."""
+        """Number of levels after the initial state."""
         return len(self.levels) - 1
 
     def representatives(self, words: Words) -> Words:
-        """Return the representatives of states' orbits; without symmetry the states themselves."""
+        """Return each state's orbit representative; without symmetry, the states themselves."""
         return words if self.canonical is None else self.canonical(words)
 
     def predecessors(self, sightings: Iterable[Sighting]) -> dict[State, State]:
         """
-        Return the predecessor of every state on a shortest path to each state of interest.
+        Return, for every state on a shortest path to the sighted states, its predecessor.
 
-        The exploration keeps no predecessors; each level is expanded again, from the last to the
-        first.
+        The exploration stores no predecessors, so each level is expanded again, from the last to
+        the first.
         """
         wanted: dict[int, set[State]] = {}
         for sighting in sightings:
@@ -83,7 +84,7 @@ class Exploration:
         return found
 
     def _before(self, level: int, states: set[State]) -> dict[State, State]:
-        """Return, for each of some states of a level, a state of the level before."""
+        """Return, for each given state of a level, its predecessor in the previous level."""
         found: dict[State, State] = {}
         targets = np.array(sorted({state[0] for state in states}), np.int64)
         for moves in (self.engine.space.right, None):  # a sound kernel accepts only right arguments
@@ -104,13 +105,13 @@ class Exploration:
         Yield moves from some states that may lead to given representatives.
 
         Args:
-            targets: First words of the representatives.
-            words: The states.
+            targets: The first packed integer of each representative.
+            words: The packed states to start from.
             moves: Positions of the moves to try; None for all.
 
         Returns:
-            For each move: the row of its first state, its position, the state that it leads to, and
-            the representative of that state.
+            For each move: the row of the state before it, the move's position, the state after it,
+            and the representative of that state.
         """
         arrivals = list(self.engine.expand(words, Tally(), check=False, moves=moves))
         if not arrivals:
@@ -137,18 +138,18 @@ def explore(
     total: int = 0,
 ) -> Exploration:
     """
-    Walk every reachable state, breadth first, and stop at the first level with a violation.
+    Visit every reachable state, breadth first, and stop at the first level with a violation.
 
     Args:
-        space: The space to explore.
+        space: The state space to explore.
         predicates: Predicates to check in every state.
-        symmetry: Explore one state of each orbit.
-        progress: Called with a progress line from time to time.
-        total: Number of states, for the progress lines; 0 if it is unknown.
+        symmetry: Whether to explore only one state of each symmetry orbit.
+        progress: Function that is called with a progress line from time to time.
+        total: Expected number of states, for the progress lines; 0 if it is unknown.
 
     Raises:
         ValueError: The scope's entries are too large to pack.
-        OutOfRangeError: A value is outside its column's range, and no predicate is broken.
+        OutOfRangeError: A value is outside its column's range, and no predicate fails.
     """
     engine = Engine(space, predicates)
     began, cpu = time.perf_counter(), time.process_time()
@@ -172,7 +173,7 @@ def _explore(
 
     def shown(states: int) -> str:
         """
-        Return the number of states so far, with an estimate of the rest once enough are explored.
+        Return the number of states so far as text, with an estimated remaining time if possible.
         """
         if not total:
             return f"states={states:,}"
@@ -201,13 +202,13 @@ def _explore(
 
 
 def chunks(words: Words) -> Iterator[Words]:
-    """Yield states in parts that are expanded one at a time."""
+    """Split states into chunks that are small enough to expand at once."""
     for start in range(0, words.shape[1], _CHUNK):
         yield np.ascontiguousarray(words[:, start : start + _CHUNK])
 
 
 def _gathered(engine: Engine, frontier: Words, tally: Tally, salt: int) -> Iterator[Words]:
-    """Yield the distinct states that a level leads to, a few chunks at a time."""
+    """Yield the distinct states that a level's moves reach, a few chunks at a time."""
     waiting: list[Words] = []
     size = 0
     for chunk in chunks(frontier):

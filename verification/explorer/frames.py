@@ -1,6 +1,6 @@
 """
-Frames: the meaning of a transition's parameters in one place of the state, and the moves made from
-it.
+Frames: which arguments of a transition are right, optional or wrong for one slot, cell or stage of
+the state; the explorer's moves are made from frames.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ Wrong = tuple[Mapping[str, Value], tuple[Where, ...]]
 @frozen
 class Frame:
     """
-    The right and wrong arguments of a transition in one place.
+    The right and wrong arguments of a transition for one slot, cell or stage.
 
     Args:
         right: The right value of each argument.
-        choices: Arguments that the caller may choose, with the usual choice first.
-        wrong: Wrong values.
-        where: The place, as conditions on the state.
-        fits: Whether the place itself is right; only then choices and wrong values are tried.
+        choices: Values of the arguments that the caller may choose, with the usual value first.
+        wrong: Wrong values of arguments.
+        where: Conditions on the state under which the frame applies.
+        fits: Whether a call with the right values is legal; choices and wrong values are tried only
+            then.
     """
 
     right: Mapping[str, Value]
@@ -63,11 +64,11 @@ class Frame:
 
 class Maker:
     """
-    Makes a scope's moves.
+    Makes the moves of a scope.
 
     Args:
         scope: The scope to explore.
-        transitions: Its composed transitions.
+        transitions: The composed transitions of the scope.
     """
 
     def __init__(self, scope: Scope, transitions: Transitions) -> None:
@@ -98,7 +99,7 @@ class Maker:
                         yield evolve(move, label=fails, steps=(check, abort), twin=True)
 
     def matters(self, steps: tuple[str, ...]) -> bool:
-        """Whether the steps can be refused or can change a value that a guard reads."""
+        """Return whether the steps can be refused, or can change a value that a guard reads."""
         found = [self.depends[name] for name in steps]
         touched = set().union(*(one.writes for one in found)) - {"serial"}
         return any(one.guards for one in found) or bool(touched & self.visible)
@@ -192,7 +193,7 @@ class Maker:
             yield Frame({})
 
     def fault(self, stage: int) -> Iterator[Frame]:
-        """A fault of the current or the previous epoch; a wrong fault is of the next epoch."""
+        """Yield a fault of the current or previous epoch; a fault of the next epoch is wrong."""
         now: dict[str, Value] = {"stage": stage, "epoch": Rel("weight_epoch", stage)}
         later: dict[str, Value] = {"stage": stage, "epoch": Rel("weight_epoch", stage, 1)}
         yield Frame(now, {}, ((later, ()),))
@@ -200,7 +201,7 @@ class Maker:
         yield Frame(before, {}, (), (Where("weight_epoch", stage, 0, equal=False),))
 
     def links(self, domain: int) -> tuple[int, ...]:
-        """Every link, those of the domain first."""
+        """Return every link, the links of the domain first."""
         at = self.config["domain_at"]
         return tuple(sorted(range(self.n["link"]), key=lambda link: (at[link] != domain, link)))
 
@@ -215,7 +216,7 @@ class Maker:
         return {name: v for name, v in values.items() if name in parameters}
 
     def shared(self, parameters: set[str], cell: int) -> tuple[dict[str, Value], list[Wrong]]:
-        """Return right and wrong values of the arguments beside a key."""
+        """Return right and wrong values of the arguments that accompany a key."""
         domain = self.config["domain_of"][self.config["stage_of"][cell]]
         right: dict[str, Value] = {}
         wrong: list[Wrong] = []
@@ -237,13 +238,13 @@ class Maker:
         evaluates: bool = False,
     ) -> tuple[dict[str, Value], list[Wrong]]:
         """
-        Return right and wrong values of the evidence of an action.
+        Return right and wrong values of an action's evidence (the reports of its backend).
 
         Args:
             parameters: Parameters of the move.
             stage: Stage of the action.
             slot: Slot of the tape, if the action has a tape before its check.
-            fills: Whether the action was asked to fill the stage's cache.
+            fills: Whether the action was asked to fill the stage's weight cache.
             evaluates: Whether the action is an evaluation, which fills and updates nothing.
         """
         fresh = Rel("weight_epoch", stage)
@@ -272,7 +273,7 @@ class Maker:
         return {name: value for name, (value, _) in given.items()}, wrong
 
     def tape(self, parameters: set[str], slot: int, cell: int) -> Iterator[Frame]:
-        """A reference to the slot's tape, with the cell of its key or of another key."""
+        """Yield references to the slot's tape, with the right cell or another cell in the key."""
         domain = self.config["domain_of"][self.config["stage_of"][cell]]
         right, wrong = self.shared(parameters, cell)
         told, untold = self.evidence(parameters, self.config["stage_of"][cell], slot)
@@ -299,7 +300,7 @@ class Maker:
         yield Frame(another, choices, (), where, fits=False)
 
     def led(self, frame: Frame) -> Iterator[Frame]:
-        """The frame with the dW in flight on each slot; a wrong ticket is 0 or not yet issued."""
+        """Yield a frame with the ticket of each dW in flight; 0 and unissued tickets are wrong."""
         for leader in range(self.n["slot"]):
             right = {**frame.right, "leader": leader, "ticket": Rel("held", leader)}
             wrong = (({"ticket": 0}, ()), ({"ticket": Rel("serial", 0, 1)}, ()))
@@ -307,17 +308,17 @@ class Maker:
             yield evolve(frame, right=right, wrong=(*frame.wrong, *wrong), where=where)
 
     def now(self, cell: int) -> Value:
-        """The epoch of a key presented now."""
+        """Return the epoch that a key has if it is presented now."""
         if self.scope.fresh_keys:
             return Rel("forwarded", cell, 1)
         return Rel("weight_epoch", self.config["stage_of"][cell])
 
     def epochs(self, cell: int) -> Iterator[tuple[Value, tuple[Where, ...], bool]]:
         """
-        Yield each epoch that a key can be presented with, its condition, and whether it is right.
+        Yield each epoch that a presented key can have, with its condition and whether it is right.
 
-        Without the relation version no guard checks the epoch; the caller is trusted to present the
-        current epoch.
+        Without the relation version, no guard checks the epoch, and the caller is trusted to
+        present the current epoch.
         """
         if self.scope.fresh_keys:
             yield self.now(cell), (), True
@@ -330,8 +331,8 @@ class Maker:
 
     def place(self, parameters: set[str], cell: int, slot: int) -> Iterator[Frame]:
         """
-        A key that asks for a slot. It is right if key and slot are free, or if the key reserved the
-        slot.
+        Yield frames in which a key asks for a slot. The call is right if key and slot are free, or
+        if the key has reserved the slot.
         """
         if "fill_epoch" in parameters and "reports_fills" not in self.scope.off:
             for fills in (False, True):
@@ -383,8 +384,8 @@ class Maker:
         self, parameters: set[str], index: str, column: str, member: int, transition: str
     ) -> Iterator[Frame]:
         """
-        A ticket in flight on a slot or stage. A wrong ticket is of another action, none, or
-        unissued.
+        Yield the ticket in flight on a slot or stage. Wrong values are the ticket of another
+        action, 0, and a ticket that was never issued.
         """
         right: dict[str, Value] = {index: member, "ticket": Rel(column, member)}
         wrong: list[Wrong] = [
@@ -408,9 +409,10 @@ class Maker:
 
     def update(self, transition: str) -> Iterator[Frame]:
         """
-        The ticket of an update in flight; a wrong ticket is 0, unissued, or of another epoch.
+        Yield the ticket of the update in flight. Wrong values are 0, a ticket that was never
+        issued, and another epoch.
 
-        If scales move once an epoch, a commit is right only after they moved.
+        If scales move once per epoch, a commit is right only after the scales have moved.
         """
         right: dict[str, Value] = {
             "epoch": Rel("weight_epoch", 0),
@@ -438,6 +440,6 @@ class Maker:
 def _move(
     reads: frozenset[str], arguments: Mapping[str, Value], where: tuple[Where, ...], right: bool
 ) -> Move:
-    """Return a move; arguments that no transition reads are zero."""
+    """Return a move; arguments that no transition reads are set to zero."""
     kept = {name: value if name in reads else 0 for name, value in arguments.items()}
     return Move("", (), kept, where, right)

@@ -1,11 +1,11 @@
 """
-Moves: the arguments to present to each transition, right and wrong ones.
+Moves: the calls that the explorer tries in a state, with right and with wrong arguments.
 
-Moves are made from the transitions' parameters alone. A *frame* gives the meaning of the parameters
-in one place: the right value of each argument, read from the state; the values that the caller may
-choose; and the wrong values. A frame expands into every combination of choices with all arguments
-right, and into one more move for each wrong value of an argument. No move is written for a
-particular clause.
+Moves are made only from the parameters of the transitions. A *frame* gives the meaning of the
+parameters for one slot, cell or stage: the right value of each argument, read from the state; the
+values that the caller may choose; and the wrong values. A frame expands into one move for every
+combination of choices, and into one more move for each wrong value of an argument. No move is
+written for a particular clause.
 """
 
 from __future__ import annotations
@@ -65,15 +65,14 @@ class Move:
     One move: transitions to run one after another, and the arguments to present.
 
     Args:
-        label: Its name in reports: a transition, or an action that is checked and committed
+        label: The move's name in reports: a transition, or an action that is checked and committed
             (``forward``) or checked and aborted (``forward fails``).
-        steps: The transitions, in order; later ones take the ticket that the first returned.
-        arguments: Flat arguments by name, such as ``key.cell``.
-        where: Conditions under which the move is tried.
-        right: Whether every argument is as the contract wants; then a redeeming step must not
-            refuse.
-        twin: Whether this move is the failure of the action whose success is the move before. Both
-            begin with the same check, so this move is tried where that check accepts.
+        steps: The transitions, in order; later transitions take the ticket of the first.
+        arguments: Arguments by flat name, such as ``key.cell``.
+        where: Conditions on the state under which the move is tried.
+        right: Whether every argument is right; if so, a step that redeems a ticket must not refuse.
+        twin: Whether this move aborts the action that the previous move commits. Both begin with
+            the same check, so this move is tried only where that check accepts.
     """
 
     label: str

@@ -1,5 +1,5 @@
 """
-Packing: a state as a few 64-bit integers, in mixed radix, without loss.
+Packing: encode a state as a few 64-bit integers, in mixed radix, without loss.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _BYTE, _SHORT = (1 << 7) - 2, (1 << 15) - 2
 
 
 class OutOfRangeError(ArithmeticError):
-    """A transition left a value outside its column's range. Values are never cut off silently."""
+    """A transition produced a value outside its column's range; values are never truncated."""
 
 
 def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
     """
-    Return the least and greatest value that each column can hold in normal form.
+    Return the smallest and largest value that each column can have in normal form.
 
-    A bound that is too tight stops the exploration; it never merges states.
+    If a bound is too tight, the exploration stops with an error; it never merges two states.
     """
     n, config = sizes(scope), configuration(scope)
     epoch = (-1, 0) if scope.fresh_keys else (-1, scope.epochs - 1)
@@ -109,14 +109,15 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
 @frozen
 class PackedField:
     """
-    Where one entry of a column is packed.
+    The position of one column entry in a packed state.
 
     Args:
-        word: Which word.
-        weight: Value of one unit of the entry in the word.
-        low: Least value.
-        size: Number of values.
-        gap: For a mask, the distance from RESERVED to its code; masks in between do not occur.
+        word: Index of the integer that holds the entry.
+        weight: Factor of the entry's code in that integer.
+        low: Smallest value of the entry.
+        size: Number of possible values.
+        gap: For a mask, the distance from the value RESERVED to its code; masks between the other
+            masks and RESERVED do not occur.
     """
 
     word: int
@@ -128,17 +129,17 @@ class PackedField:
 
 class Packing:
     """
-    A scope's states as integers, in as many words as they need.
+    Packs the states of a scope into as many 64-bit integers (words) as needed.
 
     Args:
         scope: The scope to explore.
-        kept: Columns of which a state consists.
+        kept: The columns that make up a state.
 
     Attributes:
         layout: Number of entries of each kept column.
-        fields: Where each entry is packed.
-        num_words: Number of words that hold one state.
-        entries: Type of unpacked entries.
+        fields: The position of each entry in the packed state.
+        num_words: Number of words per state.
+        entries: NumPy type of unpacked entries.
 
     Raises:
         ValueError: A column's values do not fit in two bytes.
@@ -173,18 +174,18 @@ class Packing:
             raise ValueError(f"scope {scope.name}: a column reaches {most:,}, more than {_SHORT:,}")
 
     def width(self, column: str) -> int:
-        """Return how many entries a column has."""
+        """Return the number of entries of a column."""
         if column in self.layout:
             return self.layout[column]
         return len(self._config[column])
 
     def constant(self, column: str, index: int) -> int:
-        """Return an entry of a configured column."""
+        """Return an entry of a configuration column, which no transition changes."""
         return self._config[column][index]
 
     def pack(self, columns: Mapping[str, Any]) -> tuple[int, ...]:
         """
-        Return one state's words.
+        Pack one state into words.
 
         Raises:
             OutOfRangeError: A value is outside its column's range.
@@ -205,8 +206,8 @@ class Packing:
 
     def unpack(self, words: Words) -> dict[tuple[str, int], Any]:
         """
-        Return every entry over many states, of type `entries`; a single number if its range has one
-        value.
+        Return every entry of many states as an array of type `entries`, or as a single number if
+        the entry can have only one value.
         """
         found: dict[tuple[str, int], Any] = {}
         rest = [word.copy() for word in words]
@@ -236,7 +237,7 @@ class Packing:
 
     def move(self, words: Words, key: tuple[str, int], before: Any, after: Any) -> None:
         """
-        Change one entry of every state, in place.
+        Change one entry of every packed state, in place.
 
         Raises:
             OutOfRangeError: A value is outside its column's range.
@@ -264,7 +265,7 @@ class Packing:
 
     @staticmethod
     def _codes(where: PackedField, values: Any) -> Any:
-        """Return the packed codes; a mask that does not occur has a code above all others."""
+        """Return the codes of values; an impossible mask gets a code above the valid codes."""
         if not where.gap:
             return values
         last = where.low + where.size - 1  # the code of RESERVED

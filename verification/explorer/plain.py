@@ -1,10 +1,10 @@
 """
-The plain explorer: one state at a time, over lists. It exists only to check the explorer.
+The plain explorer: it handles one state at a time, in Python lists. It exists only to check the
+NumPy explorer.
 
 It runs the composed functions themselves, keeps states as tuples in a dictionary, and has a second
 implementation of the normal form. `qeffect.verification.explorer.exploration` must find the same
-states, moves, refusals and violations. Tests compare both on scopes where the plain explorer ends
-soon.
+states, moves, refusals and violations. Tests compare both explorers on small scopes.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ State = tuple[int, ...]
 @define(eq=False)
 class PlainExplorer:
     """
-    A space walked one state at a time.
+    Explores a state space one state at a time.
 
     Args:
-        space: The space to explore.
+        space: The state space to explore.
         predicates: Predicates to check in every state.
 
     Attributes:
-        memory: The columns, as lists. Columns outside the state have arbitrary values.
+        memory: The columns, as lists. Columns that are not part of a state have arbitrary values.
         initial: The initial state.
-        parents: Every state found, with the state and move that first led to it.
-        accepted: Number of acceptances of each move.
-        refused: Number of refusals by (move, clause).
-        depth: Length of the longest shortest schedule to a state.
-        violation: The first violation and the schedule to it, or None.
+        parents: For every visited state, the state and the move that first led to it.
+        accepted: For each move, how often it was accepted.
+        refused: For each (move, clause), how often the clause refused the move.
+        depth: Number of moves from the initial state to the farthest state.
+        violation: The first violation and the schedule that leads to it, or None.
     """
 
     space: Space
@@ -77,7 +77,7 @@ class PlainExplorer:
         ]
 
     def state(self) -> State:
-        """Bring the memory into normal form and return its state."""
+        """Bring the memory into normal form and return it as a state."""
         normal_form(self.space, self.memory)
         return self._as_it_is()
 
@@ -85,7 +85,7 @@ class PlainExplorer:
         return tuple([entry for column in self._kept for entry in column])
 
     def restore(self, state: State) -> None:
-        """Put the memory back to a state."""
+        """Set the memory to a state."""
         start = 0
         for column in self._kept:
             column[:] = state[start : start + len(column)]
@@ -93,7 +93,7 @@ class PlainExplorer:
 
     def step(self, index: int, memory: Any = None) -> Step:
         """
-        Return a move with the arguments for a memory's state; by default the explorer's own memory.
+        Return a move with its arguments read from a memory, by default the explorer's own memory.
         """
         st = self.memory if memory is None else memory
         stages = self.memory.stage_of
@@ -104,8 +104,8 @@ class PlainExplorer:
         Carry out a step.
 
         Raises:
-            Refused: The step is refused. If it has two transitions, the first may have been carried
-                out.
+            Refused: The step is refused. If the step has two transitions, the first may already
+                have changed the memory.
         """
         st = self.memory if memory is None else memory
         functions = self.space.transitions.functions
@@ -140,7 +140,7 @@ class PlainExplorer:
                     self.restore(state)
 
     def explore(self) -> PlainExplorer:
-        """Walk every reachable state, breadth first, and stop at the first violation."""
+        """Visit every reachable state, breadth first, and stop at the first violation."""
         frontier = [self.initial]
         self.parents[self.initial] = None
         if self._breaks(self.initial):
@@ -183,7 +183,7 @@ class PlainExplorer:
         return False
 
     def _broken_promise(self, index: int, clause: str, before: State, after: State) -> str:
-        """Say how a refusal breaks a promise; empty if it breaks none."""
+        """Return how a refusal breaks a promise of the contract; empty if it breaks no promise."""
         move = self.space.moves[index]
         if len(move.steps) > 1:
             broken = after != before and move.right
@@ -196,7 +196,7 @@ class PlainExplorer:
 
 
 def _owed(st: Any, move: Move) -> bool:
-    """Whether the ticket that the move redeems belongs to the move's own action."""
+    """Return whether the move's ticket belongs to the move's own action."""
     action = move.label.partition("_")[2]
     if action in ("update", "evaluation"):
         return True
@@ -209,7 +209,7 @@ def _owed(st: Any, move: Move) -> bool:
 
 
 def normal_form(space: Space, st: Any) -> None:
-    """Bring a memory into normal form, in place; `quotient` says why each rule loses nothing."""
+    """Bring a memory into normal form, in place; `quotient` explains why each rule is sound."""
     scope, n = space.scope, sizes(space.scope)
     for name, values in space.initial().items():
         if name not in space.kept:
@@ -258,7 +258,7 @@ def normal_form(space: Space, st: Any) -> None:
 
 
 def _number_replays(space: Space, st: Any, domain: int) -> None:
-    """Number from 1, in order, the replays of a domain that some link has not waited for yet."""
+    """Renumber, from 1, a domain's replays for which some link has not waited yet."""
     stages = [s for s, at in enumerate(st.domain_of) if at == domain]
     slots = [s for s, stage in enumerate(st.slot_stage) if stage in stages]
     links = [link for link, at in enumerate(st.domain_at) if at == domain]

@@ -1,9 +1,9 @@
 """
-Z3 terms as a small program over many states: each term becomes one shared node.
+Compile Z3 terms to a small NumPy program over many states: each term becomes one shared node.
 
-The path table has integers, five-bit masks and arrays of them. A node's value is a plain number if
-all states have the same value, else an array with one entry per state. So a value that depends only
-on a move's fixed arguments and the configuration is computed once.
+The terms are integers, five-bit masks, and arrays of these. A node's value is a plain number if
+all states have the same value; otherwise it is an array with one entry per state. So a value that
+depends only on a move's fixed arguments and the configuration is computed once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value = Any
 
 
 class Entries(Protocol):
-    """Entries of columns over many states."""
+    """Access to the column entries of many states."""
 
     def entry(self, column: str, index: int) -> Value: ...
 
@@ -72,14 +72,14 @@ def disjoin(one: Value, other: Value) -> Value:
 @frozen(eq=False, slots=True)
 class Node:
     """
-    One operation.
+    One operation of the program.
 
     Args:
         number: Position in the program.
-        run: Computes the value, given an evaluation and the node's children.
-        children: The operands.
-        arguments: Names of the arguments that the value depends on.
-        name: Name of a leaf.
+        run: Function that computes the value from an evaluation and the node.
+        children: The nodes of the operands.
+        arguments: Names of the call arguments that the value depends on.
+        name: Name of the column, argument or variable, if the node is a leaf.
     """
 
     number: int
@@ -91,7 +91,7 @@ class Node:
 
 @frozen(eq=False, slots=True)
 class Bundle:
-    """A column after some stores, or filled with one value and then some stores."""
+    """A column after some writes; it may first have been filled with one value."""
 
     column: str
     changed: Mapping[int, Value]
@@ -107,10 +107,11 @@ class Bundle:
 @define
 class Program:
     """
-    Every term of a path table, each once.
+    The nodes of all compiled terms; equal terms share one node.
 
     Args:
-        columns: Names of columns; other constants are arguments, or variables of a predicate.
+        columns: Names of the columns. A constant with another name is an argument of a call or a
+            variable of a predicate.
     """
 
     columns: frozenset[str]
@@ -156,14 +157,14 @@ class Program:
 
 class Evaluation:
     """
-    The values of nodes over some states and one choice of arguments.
+    Computes the values of nodes for some states and one choice of arguments.
 
     Args:
         states: The states.
         arguments: Value of every argument.
-        names: Something hashable that names each argument's value.
-        known: Values already computed over these states, by node and the names of the
-            arguments that it depends on.
+        names: A hashable name for the value of each argument.
+        known: Cache of the values that were already computed for these states, by node and by the
+            names of the argument values that the node depends on.
     """
 
     __slots__ = ("arguments", "known", "names", "states")

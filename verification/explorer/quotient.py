@@ -1,12 +1,14 @@
 """
 The normal form of a state: states that no guard can ever distinguish have the same normal form.
 
-Serials and counters of stream work only grow, and a freed slot still names its last tape. Without a
-normal form nearly every path would end in a different state. Each rule replaces values by values
-with the same futures; a test runs states and their normal forms side by side. `plain.normal_form`
-implements the same rules again, one state at a time, to check them.
+Ticket numbers and counters of stream work only grow, and a freed slot still names its last tape. So
+without a normal form, nearly every path would end in a different state. Each rule replaces values
+by other values that lead to the same future refusals; a test runs states and their normal forms
+side by side. To check the rules, `plain.normal_form` implements them a second time, for one state
+at a time.
 
-Only entries that a move changed are read: the states before the move were in normal form.
+The rules look only at the entries that a move changed, since the state before the move was in
+normal form.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ def _count(marks: Value) -> Value:
 
 class Quotient:
     """
-    Brings drafts into normal form.
+    Brings drafts of states into normal form.
 
     Args:
         scope: The scope to explore.
-        kept: Columns of which a state consists.
+        kept: The columns that make up a state.
 
     Raises:
-        ValueError: The scope has more stream work or tickets at a time than fit in a set of bits.
+        ValueError: The scope can have more stream work or tickets at a time than a bit set holds.
     """
 
     def __init__(self, scope: Scope, kept: frozenset[str]) -> None:
@@ -91,19 +93,19 @@ class Quotient:
         self._set: type[np.signedinteger[Any]] = np.int16 if most <= _FEW else np.int64
 
     def _bit(self, value: Value) -> Value:
-        """The set of one number, as bits."""
+        """Return the bit set that contains one number."""
         if isinstance(value, int):
             return 1 << value
         return np.left_shift(self._set(1), value, dtype=self._set)
 
     def _upto(self, value: Value) -> Value:
-        """The set of all numbers from 0 to this one, as bits."""
+        """Return the bit set of all numbers from 0 to the given number."""
         if isinstance(value, int):
             return (2 << value) - 1
         return np.left_shift(self._set(2), value, dtype=self._set) - self._set(1)
 
     def _rank(self, marks: Value, value: Value) -> Value:
-        """Return the number of marks up to the value."""
+        """Return how many numbers up to the given value are in a bit set."""
         return _count(marks & self._upto(value))
 
     def normalise(self, draft: Draft) -> None:
@@ -247,8 +249,8 @@ class Quotient:
 
     def _renamed(self, draft: Draft, slot: int, cell: int, epoch: Value) -> None:
         """
-        Rename the epoch of a slot's cell to 0; only a broken kernel accepts a key that is not
-        fresh.
+        Set the epoch of a slot's cell to 0. This is sound because a correct kernel accepts only
+        fresh keys.
         """
         mark = draft.entry("forwarded", cell)
         here = (draft.entry("slot_of", cell) == slot) & (mark != NEVER) & (epoch != 0)

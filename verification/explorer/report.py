@@ -21,20 +21,20 @@ class ExploreReport:
     Args:
         scope: Name of the scope.
         symmetry: Whether states that differ only in the names of slots or cells count as one.
-        states: Distinct states, in normal form.
-        transitions: Accepted moves, counted once per state.
-        refused: Refused moves.
-        by_clause: Refused moves by clause.
-        by_transition: Accepted moves by label.
-        depth: Length of the longest shortest schedule to a state.
+        states: Number of distinct states, in normal form.
+        transitions: Number of accepted moves; each is counted once per state.
+        refused: Number of refused moves.
+        by_clause: Number of refused moves for each clause.
+        by_transition: Number of accepted moves for each label.
+        depth: Number of moves from the initial state to the farthest state.
         invariants: Number of invariants checked in every state.
         violation: The violation and a schedule that leads to it, or None.
-        witnesses: A shortest schedule by name: for accepted transitions and for refusals
-            (``transition: clause``).
-        seconds: Wall time of the exploration, without the search for witnesses.
-        cpu_seconds: Processor time of the exploration, which depends less on other work on the
-            machine.
-        peak_rss_mb: Largest memory of the process so far.
+        witnesses: A shortest schedule to each accepted transition and to each refusal; a refusal's
+            name is ``transition: clause``.
+        seconds: Wall-clock time of the exploration, without the search for witnesses.
+        cpu_seconds: Processor time of the exploration; other programs on the machine affect it less
+            than the wall-clock time.
+        peak_rss_mb: Largest resident memory of the process so far, in MiB.
     """
 
     scope: str
@@ -68,7 +68,7 @@ class ExploreReport:
         return self.transitions / max(self.cpu_seconds, 1e-9)
 
     def asdict(self) -> dict[str, Any]:
-        """Return the report as plain values."""
+        """Return the report as a plain dictionary."""
         rates = {
             "rate": self.rate,
             "attempted_rate": self.attempted_rate,

@@ -1,5 +1,5 @@
 """
-Explores a scope and makes its report.
+Explore a scope and make its report.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ def run(
     Explore a scope.
 
     Args:
-        scope: The scope.
-        symmetry: Explore one state of each orbit.
-        progress: Called with a progress line.
-        total: Number of states, for the progress line; 0 if it is unknown.
-        composed: Transitions to run; the scope's own by default.
-        invariants: Invariants to check in every state, as far as the scope keeps their columns.
-        witnesses: Find a shortest schedule for every transition and refusal that occurs.
+        scope: The scope to explore.
+        symmetry: Whether to explore only one state of each symmetry orbit.
+        progress: Function that is called with progress lines.
+        total: Expected number of states, for the progress lines; 0 if it is unknown.
+        composed: Transitions to run; by default those of the scope.
+        invariants: Invariants to check in every state; those that read a column which the states
+            lack are left out.
+        witnesses: Whether to find a shortest schedule for every transition and refusal that occurs.
 
     Raises:
         ValueError: The scope's entries are too large to pack.
-        OutOfRangeError: A transition left a value outside the range of a packed state.
+        OutOfRangeError: A transition produced a value outside the range of a packed state.
 
     >>> from qeffect.verification.explorer import pool_scope
     >>> run(pool_scope(1, 1, 1), symmetry=True).states
@@ -63,9 +64,10 @@ def report_of(found: Exploration, invariants: int, *, witnesses: bool = True) ->
     Return the report of an exploration.
 
     Args:
-        found: The exploration.
+        found: The finished exploration.
         invariants: Number of invariants that were checked in every state.
-        witnesses: Find a shortest schedule for every transition and refusal that occurred.
+        witnesses: Whether to find a shortest schedule for every transition and refusal that
+            occurred.
     """
     tally, moves = found.tally, found.engine.moves
     named = occurrences(found) if witnesses else {}

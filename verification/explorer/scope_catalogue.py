@@ -210,12 +210,13 @@ _CLOSING: Final = (
 
 def pool_scope(slots: int, keys: int, generations: int, **options: Any) -> Scope:
     """
-    Return the slot pool alone: ownership without the epoch, every check run with its commit.
+    Return a scope with only the slot pool: the relation ownership without epochs; each check runs
+    in one step with its commit.
 
     Args:
-        slots: Slots of the pool.
-        keys: Keys that compete for them; a key is presented again after its release.
-        generations: Tapes that each slot may hold, one after another.
+        slots: Number of slots in the pool.
+        keys: Number of keys that compete for the slots; a key is used again after its release.
+        generations: Number of tapes that each slot may hold, one after another.
         options: Further arguments of ``Scope``.
 
     Raises:
@@ -239,11 +240,11 @@ def pool_scope(slots: int, keys: int, generations: int, **options: Any) -> Scope
 
 def standard_scopes() -> Mapping[str, Scope]:
     """
-    Return the scopes whose counts the tests pin, by name.
+    Return the standard scopes by name; tests compare their numbers of states with fixed values.
 
-    Together the scopes accept every transition and reach every refusal that the specification
-    names, in each transition that it names. They do not take every accepting path: each combination
-    of configured flags has separate paths, and not every combination has a scope.
+    Together the scopes accept every transition and reach every refusal that the specification names
+    for each transition. They do not take every accepting path: each combination of configured flags
+    has separate paths, and not every combination has a scope.
     """
     scopes = (
         pool_scope(2, 2, 2),
@@ -717,11 +718,11 @@ def standard_scopes() -> Mapping[str, Scope]:
 
 def large_scopes() -> Mapping[str, Scope]:
     """
-    Return, by name, scopes with many states, which also serve to measure rates.
+    Return, by name, scopes with many states; they also serve to measure the explorer's speed.
 
     The pool of 4 slots, 4 keys and 3 generations has 540,184 states, as many as the same model in
-    TLC and SPIN; ``-right`` presents only right arguments, as these models do. The last pool and
-    the last stage have more than five million states.
+    TLC and SPIN. A scope with ``-right`` in its name tries only right arguments, as these models
+    do. The last pool and the last stage have more than five million states.
     """
     scopes = (
         pool_scope(4, 4, 2, wrong_arguments=False),

@@ -1,5 +1,5 @@
 """
-A scope: how much of the contract one exploration walks.
+A scope: the small contract that one exploration visits, and the moves that it tries.
 """
 
 from __future__ import annotations
@@ -56,48 +56,51 @@ class Scope:
     A small contract, and which of its moves an exploration tries.
 
     Args:
-        name: Name in reports.
-        slots: Slots of each stage's pool.
-        cells: Microbatches of each stage.
-        domains: State domain of each stage; all share domain 0 by default.
-        callers: Streams that call into the graph streams; each has a link to every domain.
+        name: The scope's name in reports.
+        slots: Number of slots of each stage.
+        cells: Number of microbatches of each stage.
+        domains: State domain of each stage; by default all stages share domain 0.
+        callers: Number of caller streams; each has a link to the graph stream of every domain.
         epochs: Number of epochs whose keys are presented; the weight epoch reaches this number.
-        walks: Walks of an epoch; with the default of one, `next_walk` does not take part.
-        skips: Walks may leave cells out; by default `skip` does not take part.
+        walks: Number of passes over the microbatches (walks) per epoch. With the default of 1,
+            `next_walk` is never called.
+        skips: Whether walks may leave microbatches out; by default `skip` is never called.
         generation_max: The last generation that a slot may reach.
-        omit: Relations left out.
-        only: Transitions that take part; all by default, but for evaluations.
-        tickets: Explore checks, commits and aborts one by one, with several tickets outstanding.
-            Otherwise a check runs in one step with its commit, or with its abort.
+        omit: Relations to leave out of the contract.
+        only: Transitions to explore; by default all transitions except evaluations.
+        tickets: Whether checks, commits and aborts are separate moves, so that several tickets can
+            be outstanding. Otherwise a check runs in one move with its commit or its abort.
         readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
         receives: Messages or copies that every tape waits for: bits of IN_BIT | BACK_BIT |
             COPY_BIT.
-        reduces: Stages reduce their gradients, each in one bucket.
+        reduces: Whether stages reduce their gradients, each in its own bucket.
         buckets: The two stages that write each bucket; a single writer is given twice. By default
-            as ``reduces`` says.
-        ordered: The order of reductions is declared as the order of the buckets.
-        reports: Backends report fills and scaling updates; checks run with their commits, except
-            without version.
+            one bucket per stage with ``reduces``, otherwise none.
+        ordered: Whether the order of the buckets is declared as the order of reductions.
+        reports: Whether backends report fills and scaling updates; checks then run with their
+            commits, except without the relation version.
         tape_scales: Scales that dI of every stage reads: ``carried``, ``live``, or empty for
             undeclared.
-        draws: F of every stage reports where it began to draw random numbers, and dI where its
-            recomputation began.
-        weights: dI of every stage reports the weight of its gradient: one over the stage's number
-            of cells.
-        epoch_scales: Scales of every domain move once an epoch; by default they move with F and
-            dI, and `move_scales` does not take part.
-        accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
-        groups: One dW may take several tapes; by default `group_wgrad` and `ungroup_wgrad` do not
-            take part. Only with tickets, since a dW takes tapes while it is in flight.
-        feeds: Each stage feeds the next, which has as many cells.
-        tied: The first two stages, which accumulate, share one more buffer.
-        shared_pool: The slots of a domain share one capture-memory pool.
-        refreshes_in_pool: The refreshes of a domain were captured first in that pool.
-        declared: F of every cell in order, then dI of every cell, is declared for each domain.
-        fresh_keys: Every presented key has an epoch without a forward of its cell, so that keys
-            never run out. Only for scopes where no guard checks the weight epoch or a repeated
-            forward.
-        wrong_arguments: Present each move also with one argument wrong.
+        draws: Whether F of every stage reports where it began to draw random numbers, and dI where
+            its recomputation began to draw.
+        weights: Whether dI of every stage reports the weight of its gradient: one over the number
+            of cells of the stage.
+        epoch_scales: Whether the scales of every domain move once per epoch. By default they move
+            with F and dI, and `move_scales` is never called.
+        accumulate: Whether each stage has one accumulating buffer; otherwise each cell has its own
+            buffer.
+        groups: Whether one dW may take several tapes; by default `group_wgrad` and `ungroup_wgrad`
+            are never called. Needs ``tickets``, since a dW takes tapes while it is in flight.
+        feeds: Whether each stage feeds the next stage, which has as many cells.
+        tied: Whether the first two stages, which accumulate, also share one buffer.
+        shared_pool: Whether the slots of a domain share one capture-memory pool.
+        refreshes_in_pool: Whether the refreshes of a domain were captured first in the shared pool.
+        declared: Whether an order is declared for each domain: F of every cell, then dI of every
+            cell.
+        fresh_keys: Whether every presented key has an epoch in which its cell has had no forward,
+            so that keys never run out. Only for scopes in which no guard checks the weight epoch or
+            a repeated forward.
+        wrong_arguments: Whether to try each move also with one wrong argument.
 
     Raises:
         TypeError, ValueError: A count is not a positive integer, a name is unknown, or no contract
@@ -184,12 +187,12 @@ class Scope:
     @property
     def transitions(self) -> tuple[str, ...]:
         """
-        Names of the transitions that take part.
+        Names of the transitions that are explored.
 
-        A composition without version has no cache and refuses the cache's transitions in every
-        state, so these are not explored. Neither is `next_walk` in a scope with one walk, `skip` in
-        a scope without skips, `move_scales` in a scope whose scales move with F and dI, nor
-        `group_wgrad` and `ungroup_wgrad` in a scope without groups.
+        Without the relation version, the contract has no weight cache and refuses the cache's
+        transitions in every state, so they are left out. Also left out are `next_walk` in a scope
+        with one walk, `skip` in a scope without skips, `move_scales` in a scope whose scales move
+        with F and dI, and `group_wgrad` and `ungroup_wgrad` in a scope without groups.
         """
         chosen = self.only or tuple(name for name in TRANSITIONS if name not in _EVALUATION)
         absent = _CACHE if "version" in self.omit else frozenset()
@@ -205,7 +208,7 @@ class Scope:
 
     @property
     def off(self) -> frozenset[str]:
-        """Flags of evidence and bits of edges between stages that no stage of the scope sets."""
+        """Flags of evidence, and bits for edges between stages, that no stage of the scope sets."""
         _, columns = _dense(self)
         bits = {"SOURCE_BIT": SOURCE_BIT, "TARGET_BIT": TARGET_BIT}
         unset = {
@@ -278,29 +281,29 @@ class Scope:
 
 
 def sizes(scope: Scope) -> dict[str, int]:
-    """Return the number of members of each index sort of the scope."""
+    """Return the number of indices (slots, cells, stages and so on) of each sort in the scope."""
     return dict(_dense(scope)[0])
 
 
 def members_in(scope: Scope) -> dict[str, range]:
-    """Return the members of each index sort."""
+    """Return the range of indices of each sort (slots, cells, stages and so on)."""
     return {sort: range(count) for sort, count in sizes(scope).items()}
 
 
 def configuration(scope: Scope) -> dict[str, list[int]]:
     """
-    Return every configured column of the scope's process, over dense cells.
+    Return every configuration column of the scope's process; cells are numbered from 0.
 
-    One more column, ``stage_of``, has the stage of each cell, which a real key names itself.
-    Matrices and destinations are opaque numbers. Capture ranks count within a pool, so that all
-    slots with a pool of their own are alike.
+    The additional column ``stage_of`` has the stage of each cell; a real key names the stage
+    itself. Matrices and destinations are opaque numbers. Capture ranks count within a pool, so that
+    all slots with their own pools are alike.
     """
     return {name: list(column) for name, column in _dense(scope)[1].items()}
 
 
 @cache
 def _dense(scope: Scope) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """The sizes and the configured columns of a scope, from the kernel's layout of its process."""
+    """Return a scope's sizes and configuration columns, from the kernel's layout of its process."""
     process = scope.process
     memory = process.lay_out().memory
     cells = {cell: n for n, cell in enumerate(c for s in process.stages for c in s.cells())}
@@ -332,6 +335,6 @@ def _dense(scope: Scope) -> tuple[dict[str, int], dict[str, list[int]]]:
 
 
 def _numbered(values: list[Any]) -> list[int]:
-    """Number values by where each first stands."""
+    """Replace each value by a number: equal values get equal numbers, in order of appearance."""
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]

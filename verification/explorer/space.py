@@ -1,5 +1,5 @@
 """
-The state space of a scope: its transitions, its moves, and the columns of which a state consists.
+The state space of a scope: its transitions, its moves, and the columns that make up a state.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Space:
 
     Args:
         scope: The scope to explore.
-        composed: Transitions to run; the scope's own by default. A test passes mutants.
-        also: Columns that a state must remember although no guard reads them.
+        composed: Transitions to run; by default those of the scope. A test passes mutants.
+        also: Columns that a state must include although no guard reads them.
 
     Attributes:
-        transitions: The transitions.
+        transitions: The transitions that are explored.
         moves: The moves to try.
         right: Positions of the moves whose arguments are all right.
-        kept: Names of the columns of which a state consists: all columns that a guard can read.
+        kept: Names of the columns that make up a state: all columns that a guard can read.
         written: Names of the columns that some transition of the scope writes.
     """
 
@@ -55,11 +55,11 @@ class Space:
 
     def claimed(self, predicates: Iterable[Predicate]) -> tuple[Predicate, ...]:
         """
-        Return the predicates that read only columns which the scope has and keeps.
+        Return the predicates that can be checked: those that read only columns which states keep.
 
-        A column that no transition of the scope writes counts as kept, although it is not part of a
-        state. A predicate over a sort without members, such as buckets without reductions, is left
-        out.
+        A column that no transition of the scope writes may be read too, although it is not part of
+        a state. A predicate about indices that the scope lacks, such as buckets without reductions,
+        is left out.
         """
         relations = frozenset(self.transitions.relations)
         members = members_in(self.scope)

@@ -1,5 +1,5 @@
 """
-Exact sets of packed states, kept sorted; memory holds only the states themselves.
+Exact sets of packed states, kept sorted; a set needs memory only for the states themselves.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ Keys = NDArray[np.uint64]
 
 
 class KeyCollisionError(Exception):
-    """Two different states have the same sort key: explore again with another salt."""
+    """Two different states have the same sort key; explore again with another salt."""
 
 
 def _keys(words: Words, salt: int) -> Keys:
     """
-    Return the sort keys of states: the single word, or a mix of all words.
+    Return the sort keys of states: the state's word if it has only one, otherwise a hash of all
+    words.
 
-    Two states can have the same mix, but are never merged: every use compares the words and stops
-    at such a pair.
+    Two states with the same hash are never merged: every use compares the words, and raises an
+    error if different states have the same key.
     """
     keys: Keys = words[0].view(np.uint64)
     for place, word in enumerate(words[1:], start=1):
@@ -73,8 +74,8 @@ class StateSet:
     A growing set of packed states.
 
     Args:
-        num_words: Words of a state.
-        salt: Number that selects the mix for states of several words.
+        num_words: Number of words (64-bit integers) per state.
+        salt: Number that selects the hash function for states with several words.
     """
 
     def __init__(self, num_words: int, salt: int = 0) -> None:
@@ -87,7 +88,7 @@ class StateSet:
 
     def missing(self, words: Words) -> Words:
         """
-        Return the states among some distinct sorted states that are not in the set.
+        Return the given states that are not in the set; they must be distinct and sorted.
 
         Raises:
             KeyCollisionError: Two different states have the same key.

@@ -1,5 +1,5 @@
 """
-Steps: moves with their arguments read from a state, as the composed functions take them.
+Steps: moves with concrete arguments, read from a state, in the form that composed functions take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Read = Callable[[str, int], int]
 
 @frozen
 class Key:
-    """A key over dense cells."""
+    """A key in the explorer, where cells are small numbers."""
 
     epoch: int
     stage: int
@@ -33,7 +33,7 @@ class Key:
 
 @frozen
 class Ref:
-    """A reference over small numbers."""
+    """A reference in the explorer, where all parts are small numbers."""
 
     slot: int
     generation: int
@@ -50,9 +50,9 @@ class Step:
 
     Args:
         move: The move.
-        arguments: Arguments of its first transition, as the composed function takes them.
-        place: Slot, stage or epoch at which a second transition redeems the ticket.
-        evidence: The second transition's evidence.
+        arguments: Arguments of the first transition, in the form that the composed function takes.
+        place: The slot, stage or epoch argument of the second transition, which redeems the ticket.
+        evidence: The evidence that the second transition gets.
     """
 
     move: Move
@@ -75,7 +75,7 @@ def step_of(move: Move, stage_of: Sequence[int], read: Read) -> Step:
     Args:
         move: The move.
         stage_of: Stage of each cell.
-        read: Reads the state.
+        read: Function that reads an entry of the state.
     """
     values = {name: _value(value, read) for name, value in move.arguments.items()}
     arguments = tuple(_argument(p, values, stage_of) for p in TRANSITIONS[move.steps[0]])

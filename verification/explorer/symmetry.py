@@ -1,9 +1,9 @@
 """
-Symmetry: the slots of a stage are interchangeable, and so are its cells if their order is free.
+Symmetry reduction: states that differ only in the names of a stage's slots or cells form an orbit.
 
-Slots are interchangeable if each has its own capture-memory pool; cells are if no order is
-declared. The representative of an orbit has the tapes first, sorted by the values of their slot,
-cell and buffers, then the free slots, then the idle cells.
+The slots of a stage are interchangeable if each has its own capture-memory pool; its cells are
+interchangeable if no order is declared. The representative of an orbit has the tapes first, sorted
+by the values of their slot, cell and buffers, then the free slots, then the idle cells.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Family:
     The slots and cells of one stage.
 
     Args:
-        slots: Its slots.
-        cells: Its cells.
-        slot_columns: Columns that are exchanged with a slot, except the cell that it holds.
-        cell_columns: Columns that are exchanged with a cell, except the slot that holds it.
-        swaps_slots: Slots are interchangeable.
-        swaps_cells: Cells are interchangeable.
+        slots: The stage's slots.
+        cells: The stage's cells.
+        slot_columns: Columns indexed by slot, except the column with the cell that a slot holds.
+        cell_columns: Columns indexed by cell, except the column with the slot that holds a cell.
+        swaps_slots: Whether the slots are interchangeable.
+        swaps_cells: Whether the cells are interchangeable.
     """
 
     slots: tuple[int, ...]
@@ -93,7 +93,7 @@ def _sort(packing: Packing, family: Family, columns: Columns, count: int) -> Non
         return np.stack(rows)
 
     def rank(names: Iterable[str], members: tuple[int, ...]) -> Table:
-        """Return a number for each member's row; the numbers have the order of the rows."""
+        """Return a rank for each member by the values of its columns, in sorted order."""
         total, most = np.zeros((len(members), count), np.int64), 1
         for name in names:
             where = packing.fields[name, members[0]]
@@ -144,13 +144,13 @@ def _sort(packing: Packing, family: Family, columns: Columns, count: int) -> Non
 
 
 def _dense(ranks: Table) -> tuple[Table, int]:
-    """Return ranks in the same order without gaps, and their number."""
+    """Renumber ranks without gaps, in the same order; return them and their count."""
     found, dense = np.unique(ranks, return_inverse=True)
     return dense.reshape(ranks.shape), len(found)
 
 
 def _sound(live: Table, cell_index: Table, slot_index: Table, tenant: Table) -> Table:
-    """Return the states in which slots and cells name each other; others stay unchanged."""
+    """Return a mask of the states whose slots and cells name each other; only these are sorted."""
     home = np.take_along_axis(slot_index, np.minimum(cell_index, len(slot_index) - 1), 0)
     named = np.take_along_axis(tenant, np.minimum(cell_index, len(tenant) - 1), 0)
     mutual = (home == np.arange(len(live))[:, np.newaxis]) & named & (cell_index < len(tenant))

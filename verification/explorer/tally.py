@@ -1,5 +1,5 @@
 """
-Counts of an exploration.
+The counts of an exploration: accepted moves, refusals and violations.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Sighting:
     An event of an exploration and its first state.
 
     Args:
-        level: Level of the state: the length of a shortest schedule to it.
+        level: Level of the state: the number of moves of a shortest schedule to the state.
         state: The state.
         move: Position of the move that occurred; None if the event is the state itself.
-        clause: Clause that the move was refused for; None if it was accepted.
+        clause: Clause by which the move was refused; None if the move was accepted.
     """
 
     level: int
@@ -42,8 +42,8 @@ class Tally:
 
     Args:
         level: Level of the states being expanded, set by the explorer.
-        accepted: Number of acceptances of each move.
-        refused: Number of refusals by (move, clause).
+        accepted: For each move, how often it was accepted.
+        refused: For each (move, clause), how often the clause refused the move.
         first_path: The first sighting of each accepting path of a transition.
         first_refused: The first sighting of each refusal (move, clause).
         broken: The first violation and its sighting.

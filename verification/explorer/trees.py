@@ -1,5 +1,5 @@
 """
-A transition's paths as a tree of tests, so that each test is evaluated once.
+The paths of a transition as a decision tree, so that each test is evaluated only once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTEGERS: Final = Encoding.integers()
 
 @frozen(eq=False)
 class Branch:
-    """A test, with the subtree if it holds and the subtree if it does not."""
+    """A test, with one subtree for states in which it holds and one for all other states."""
 
     test: Node
     yes: Tree
@@ -32,7 +32,7 @@ class Branch:
 
 @frozen(eq=False)
 class Leaf:
-    """The end of a path: its writes and its result."""
+    """The end of a path: the path's writes and its result."""
 
     path: Path
     writes: Mapping[str, Node]
@@ -50,9 +50,9 @@ def tree_of(
 
     Args:
         name: Name of the transition.
-        function: Its composed function.
-        program: The program to which its terms are added as nodes.
-        kept: Columns of which a state consists; writes of other columns are left out.
+        function: The composed function of the transition.
+        program: The program to which the path's terms are added as nodes.
+        kept: The columns that make up a state; writes to other columns are left out.
     """
     return _tree(_paths(name, function), 0, program, kept)
 
@@ -83,7 +83,7 @@ def _tree(found: Sequence[Path], depth: int, program: Program, kept: frozenset[s
 def leaves(
     tree: Tree, evaluation: Evaluation, alive: Value, count: int
 ) -> Iterator[tuple[Leaf, Value, int]]:
-    """Yield the leaves that some of the states reach, with these states and their number."""
+    """Yield each leaf that some states reach, with a mask of these states and their number."""
     while isinstance(tree, Branch):
         truth = evaluation.value(tree.test)
         if isinstance(truth, bool):

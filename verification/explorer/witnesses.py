@@ -1,8 +1,8 @@
 """
 Witnesses: a shortest schedule for every transition and refusal that occurs in an exploration.
 
-If an exploration never accepted a transition, or never reached a clause, every claim about these
-would hold without meaning. So the explorer also checks that they *sometimes* occur.
+If an exploration never accepted a transition, or never reached a clause, claims about them would
+hold only because nothing was tested. So the explorer also checks that each occurs at least once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Schedules", "occurrences", "untaken", "unwitnessed"]
 
 
 def occurrences(found: Exploration) -> dict[str, Sighting]:
-    """Return the first sighting of each transition accepted and each refusal, by name."""
+    """Return the first sighting of each accepted transition and of each refusal, by name."""
     named: dict[str, Sighting] = {}
     for (transition, _), sighting in found.tally.first_path.items():
         named.setdefault(transition, sighting)
@@ -40,15 +40,15 @@ def occurrences(found: Exploration) -> dict[str, Sighting]:
 @define
 class Schedules:
     """
-    Shortest schedules to the events of an exploration.
+    Finds shortest schedules to the events of an exploration.
 
-    They are found by a replay from the initial state through the predecessors, all schedules one
-    level at a time. Under symmetry a predecessor is the representative of an orbit, so a replay
-    goes through other states of the same orbits.
+    All schedules are replayed together from the initial state, one level at a time, along the
+    stored predecessors. Under symmetry a predecessor is the representative of an orbit, so the
+    replay goes through other states of the same orbits.
 
     Args:
-        found: The exploration.
-        sightings: Events to find schedules for.
+        found: The finished exploration.
+        sightings: The events for which schedules are needed.
     """
 
     found: Exploration
@@ -69,7 +69,7 @@ class Schedules:
             level = [after for state in level for after in following[state]]
 
     def _advance(self, level: list[State], following: Mapping[State, set[State]]) -> None:
-        """Take the moves that lead from some representatives to the next representatives."""
+        """Run the moves that lead from representatives of one level to those of the next level."""
         engine = self.found.engine
         now = [self._reached[state][1][-1] for state in level]
         words = np.ascontiguousarray(np.array(now, np.int64).T)
@@ -88,14 +88,14 @@ class Schedules:
         )
 
     def moves(self, seen: Sighting) -> tuple[tuple[int, ...], tuple[State, ...]]:
-        """Return the positions of a schedule's moves, and the packed state before each."""
+        """Return the positions of a schedule's moves, and the packed state before each move."""
         taken, through = self._reached[seen.state]
         if seen.move is None:
             return taken, through[:-1]
         return (*taken, self._last(seen, through[-1])), through
 
     def _last(self, seen: Sighting, state: State) -> int:
-        """Return the move with the same effect in a state as a given move in its representative."""
+        """Return the move that does in a state what the sighted move does in its representative."""
         assert seen.move is not None
         if state == seen.state:
             return seen.move
@@ -134,10 +134,10 @@ def _states(words: np.ndarray) -> list[State]:
 
 def unwitnessed(reports: Iterable[ExploreReport]) -> list[str]:
     """
-    Return the required names without a witness in any report: transitions, and refusals as
-    ``transition: clause``.
+    Return the names of required events that no report has a witness for. An event is an accepted
+    transition, or a refusal as ``transition: clause``.
 
-    The names come from the specification, not from the functions that ran.
+    The required names come from the specification, not from the functions that ran.
     """
     seen: set[str] = set()
     for report in reports:
@@ -148,8 +148,8 @@ def unwitnessed(reports: Iterable[ExploreReport]) -> list[str]:
 
 def untaken(explorations: Iterable[Exploration]) -> list[str]:
     """
-    Return, as ``transition#path``, the accepting paths of the full composition that no exploration
-    takes.
+    Return the accepting paths that no exploration takes, as ``transition#path``, for the contract
+    with all relations.
 
     Impossible paths, such as a path on which one reader equals two readers, are left out.
     """

@@ -1,5 +1,5 @@
 """
-Failures of the gradient arena: an accumulated gradient that is cleared or overwritten.
+Public failures of gradient accumulation: an accumulated gradient is cleared or overwritten.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ ROWS = Rows("arena")
     "torchtitan-3575",
     "pytorch/torchtitan#3575",
     state="fixed 2026-06",
-    what="gradients are zeroed before each microbatch of a reinforcement-learning trainer",
-    cause="The call that zeroes gradients was in the method that runs one microbatch instead of "
-    "the method that runs the optimizer.",
+    what="a reinforcement-learning trainer zeroes gradients before each microbatch",
+    cause="The call that zeroes gradients was in the method that runs one microbatch, not in the "
+    "method that runs the optimizer.",
     consequence="silent wrong numbers: only the last microbatch counts",
     fix="zero the gradients with the optimizer's step",
     clause="arena.overwrite",
@@ -29,7 +29,7 @@ ROWS = Rows("arena")
     "ServiceNow/Fast-LLM#551",
     "ServiceNow/Fast-LLM#550",
     state="fixed 2026-06",
-    what="gradient buffers that several stages share",
+    what="the flush of a shared gradient buffer overwrites a stage's gradient",
     cause="With one shard, the flush of a shared buffer copied into the stage's gradient where it "
     "should have added, and ignored the scheduler's request to accumulate.",
     guessed="that the flush of a microbatch is part of its dW",
@@ -78,8 +78,8 @@ def a_setup_drops_what_was_accumulated(h: History) -> None:
     "NVIDIA/Megatron-LM#6965",
     state="fixed in part 2026-09",
     what="one layer serves two prediction depths",
-    cause="The first use of the layer carries the flag of the first microbatch, the second use "
-    "does not. Backward runs in reverse: the second use adds its gradient, and the first use "
+    cause="Only the first use of the layer carries the flag of the first microbatch, which makes "
+    "dW overwrite. Backward runs in reverse: the second use adds its gradient, and the first use "
     "then replaces the sum.",
     consequence="silent wrong numbers: the gradient of the deeper use is lost",
     fix="do not pass the flag in code that does not maintain it",
@@ -104,9 +104,9 @@ def the_first_use_replaces_what_the_second_added(h: History) -> None:
     "AMD-AGI/Primus#1046",
     state="fixed 2026-08",
     what="only the first microbatch of a step adds its weight gradient",
-    cause="A flag says that main_grad already owns this gradient. The step clears the flag and "
-    "the first microbatch sets it, but the code assumed that the gradient was added whenever "
-    "the flag was set.",
+    cause="A flag says that main_grad already contains this gradient. The step clears the flag and "
+    "the first microbatch sets it. The code then assumed for every later microbatch that its "
+    "gradient was already added.",
     consequence="silent wrong numbers: one gradient of 32",
     fix="add at every microbatch",
     clause="ownership.matrix-coverage",
@@ -127,7 +127,7 @@ ROWS.untold(
     "megatron-lm-6187",
     "NVIDIA/Megatron-LM#6187",
     state="fixed 2026-08",
-    what="the gradient buffer of sharded data parallelism, allocated on another stream",
+    what="the gradient buffer of sharded data parallelism is reused during its reduction",
     cause="The buffer was allocated on the default stream and replaced on the stream that reduces, "
     "so the allocator could hand out its storage while a reduction still used it.",
     consequence="silent wrong numbers",
@@ -140,8 +140,8 @@ ROWS.untold(
     "pytorch-170277",
     "pytorch/pytorch#170277",
     state="open 2025-12",
-    what="a split backward at a node with several outputs",
-    cause="The gradients of all outputs of one node are summed and given to its first output.",
+    what="a split backward is wrong at an autograd node with several outputs",
+    cause="The gradients of all outputs of one node are summed and passed to its first output.",
     consequence="silent wrong numbers, or a crash where shapes differ",
     fix="no fix known",
     kind="autograd",

@@ -1,5 +1,6 @@
 """
-The actions of a re-enactment: refresh, F, dI and dW, and how a faulty runtime departs from each.
+The actions of a re-enactment: refresh, F, dI and dW, with arguments for what a faulty runtime does
+differently.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["Actions"]
 
 
 class Actions(Transcript):
-    """The actions that a re-enactment takes."""
+    """The actions that a re-enactment can run on its contract."""
 
     def refresh(
         self,
@@ -33,8 +34,8 @@ class Actions(Transcript):
             filled: Matrices whose caches the device reports as filled; by default all.
             weights_of: The epoch of the weights in the caches; by default the current epoch.
             caller: The stream that made the weights.
-            joined: Whether the graph stream waits for that stream; None if the re-enactment states
-                the wait itself.
+            joined: Whether the graph stream waits for the caller's stream; None if the re-enactment
+                makes the call `join` itself.
         """
         link = self._hand_over(stage, caller, joined)
         name = self._name(f"s{stage}", self.contract.epoch)
@@ -54,9 +55,9 @@ class Actions(Transcript):
 
         Args:
             stage: The stage.
-            updates: The scaling updates that the device made during it.
-            cached: Whether it reads the quantized weight cache.
-            caller: The stream that filled its inputs.
+            updates: Number of scaling updates that the device made during the evaluation.
+            cached: Whether the evaluation reads the quantized weight cache.
+            caller: The stream that filled the inputs of the evaluation.
         """
         link = self._hand_over(stage, caller, True)
         name = self._name(f"s{stage}", self.contract.epoch)
@@ -89,19 +90,20 @@ class Actions(Transcript):
         Run F.
 
         Args:
-            microbatch: Its microbatch.
-            stage: Its stage.
-            slot: The slot, if it has a fixed address; by default the contract chooses.
-            invocation: Which call of the stage's block it is.
-            token: The scaling updates that the device counts; by default as many as the contract.
+            microbatch: The microbatch of F.
+            stage: The stage of F.
+            slot: The slot, if the runtime fixes it; by default the contract chooses.
+            invocation: Number of this call of the stage's block, from 0.
+            token: Number of scaling updates that the device counts; by default the contract's
+                number.
             refresh: Whether F also refreshes the weight cache.
             filled: Matrices whose caches the device reports as filled; by default those that F was
                 asked to fill.
             draws: The random generator's position when F began to draw; by default after every
                 earlier F.
-            caller: The stream that filled its inputs.
-            joined: Whether the graph stream waits for that stream; None if the re-enactment states
-                the wait itself.
+            caller: The stream that filled the inputs of F.
+            joined: Whether the graph stream waits for the caller's stream; None if the re-enactment
+                makes the call `join` itself.
         """
         key = self.key(microbatch, stage, invocation)
         link = self._hand_over(stage, caller, joined)
@@ -146,25 +148,26 @@ class Actions(Transcript):
         joined: bool | None = True,
     ) -> None:
         """
-        Bind the destinations and run dI.
+        Bind the gradient destinations and run dI.
 
         Args:
-            microbatch: Its microbatch.
-            stage: Its stage.
-            queued: Matrices whose gradient work dI deferred; by default all.
-            bound: Destinations that are bound; by default as configured.
-            invocation: Which call of the stage's block it is.
-            token: The scaling updates that the device counts; by default as many as the contract.
-            updates: The scaling updates that the device made during dI.
-            scales_of: The microbatch whose scales dI used; by default its own.
-            draws_of: The microbatch whose random numbers the recomputation drew; by default its
-                own.
-            weight: The weight of its gradient, as (numerator, denominator); by default the same for
-                every microbatch, so that all add up to the declared sum.
-            tape_of: The microbatch whose tape dI uses; by default its own.
+            microbatch: The microbatch of dI.
+            stage: The stage of dI.
+            queued: Matrices whose weight gradients dI deferred; by default all.
+            bound: The gradient destinations to bind; by default the configured ones.
+            invocation: Number of this call of the stage's block, from 0.
+            token: Number of scaling updates that the device counts; by default the contract's
+                number.
+            updates: Number of scaling updates that the device made during dI.
+            scales_of: The microbatch whose scales dI used; by default that of dI.
+            draws_of: The microbatch whose random numbers the recomputation drew; by default that of
+                dI.
+            weight: The factor of the gradient, as (numerator, denominator); by default the same for
+                every microbatch, so that all factors add up to the declared sum.
+            tape_of: The microbatch whose tape dI uses; by default that of dI.
             caller: The stream that filled the inputs of dI.
-            joined: Whether the graph stream waits for that stream; None if the re-enactment states
-                the wait itself.
+            joined: Whether the graph stream waits for the caller's stream; None if the re-enactment
+                makes the call `join` itself.
         """
         key = self.key(microbatch, stage, invocation)
         ref = self.ref(key if tape_of is None else self.key(tape_of, stage, invocation))
@@ -219,15 +222,15 @@ class Actions(Transcript):
         Run dW.
 
         Args:
-            microbatch: Its microbatch.
-            stage: Its stage.
-            overwrites: Whether the write replaces the buffer's contents; by default as the contract
-                wants.
-            covered: Matrices whose gradient dW wrote; by default all.
-            into: The destinations that dW writes; by default as configured.
-            invocation: Which call of the stage's block it is.
-            stream: The domain on whose graph stream dW is launched; by default its own.
-            tape_of: The microbatch whose retained work dW uses; by default its own.
+            microbatch: The microbatch of dW.
+            stage: The stage of dW.
+            overwrites: Whether dW replaces the buffer's content instead of adding to it; by default
+                as the contract requires.
+            covered: Matrices whose gradients dW wrote; by default all.
+            into: The destinations that dW writes; by default the configured ones.
+            invocation: Number of this call of the stage's block, from 0.
+            stream: The domain on whose graph stream dW is launched; by default the stage's domain.
+            tape_of: The microbatch whose retained work dW uses; by default that of dW.
         """
         key = self.key(microbatch, stage, invocation)
         ref = self.ref(key if tape_of is None else self.key(tape_of, stage, invocation))
@@ -254,7 +257,7 @@ class Actions(Transcript):
         self.contract.wait(link)
 
     def backward(self, microbatch: int, *, stage: int = 0, invocation: int = 0) -> None:
-        """Run dI and dW."""
+        """Run dI and then dW of a microbatch."""
         self.dgrad(microbatch, stage=stage, invocation=invocation)
         self.wgrad(microbatch, stage=stage, invocation=invocation)
 

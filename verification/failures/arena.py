@@ -1,5 +1,5 @@
 """
-Failures of the gradient arena: a gradient lost, added twice, or written over another one.
+Public failures of the gradient arena: a gradient is lost, added twice, or overwrites another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AS_SLOTS = "its gradient buffers as its tapes' slots"
     state="fixed 2026-03",
     what="after a graph's warm-up, every microbatch is treated as the first",
     cause="Warm-up set the flag of the first microbatch again. So the layer's only graph was "
-    "captured as a product that overwrites, and was replayed for every microbatch.",
+    "captured with a product that overwrites the gradient, and was replayed for every microbatch.",
     consequence="silent wrong numbers: only the last microbatch counts",
     fix="capture the accumulating form",
     clause="arena.overwrite",
@@ -46,7 +46,7 @@ def every_microbatch_is_the_first(h: History) -> None:
     what="the request to overwrite main_grad is not honoured in a grouped layer",
     cause="The product went to a fresh tensor, and main_grad kept the last step's value.",
     consequence="silent wrong numbers",
-    fix="write into main_grad in that case too",
+    fix="write into main_grad in grouped layers too",
     clause="arena.mismatch",
     at="check_wgrad 0W0",
     reports="the addresses that dW writes",
@@ -66,8 +66,8 @@ def wgrad_into_a_fresh_tensor(h: History) -> None:
     "NVIDIA/TransformerEngine#869",
     state="fixed 2024-06",
     what="capturing graphs resets .grad",
-    cause="Capture replaced the gradients, so that graphs write one buffer and the optimizer reads "
-    "another.",
+    cause="Capture replaced the gradient tensors, so graphs write one buffer and the optimizer "
+    "reads another.",
     consequence="silent wrong numbers",
     fix="leave .grad unchanged",
     clause="arena.mismatch",
@@ -116,7 +116,7 @@ ROWS.untold(
     cause="A weight that is used at two places of one path gets its gradient twice when the "
     "backward is split.",
     consequence="silent wrong numbers",
-    fix="hooks that put the saved gradient back",
+    fix="hooks that restore the saved gradient",
     kind="autograd",
     why="The fault is inside one call of autograd. The runtime would still report each matrix as "
     "covered once.",
@@ -126,8 +126,8 @@ ROWS.untold(
     "NVIDIA/TransformerEngine#545",
     state="fixed 2023-11",
     what="the placeholder gradient of a shared weight is summed",
-    cause="A placeholder that was never initialised took the gradient's place, and the "
-    "reduction added it.",
+    cause="A placeholder that was never initialised replaced the gradient, and the reduction added "
+    "the placeholder.",
     consequence="silent wrong numbers",
     fix="zero it",
     kind="values",
@@ -139,7 +139,8 @@ ROWS.untold(
     "NVIDIA/Megatron-LM#6565",
     state="fixed 2026-08",
     what="a placeholder for wgrad is not zeroed",
-    cause="A shared buffer that is used again took the gradient's place and was added to it.",
+    cause="A reused shared buffer served as the gradient's placeholder. It was not zeroed, and was "
+    "added to the gradient.",
     consequence="silent wrong numbers",
     fix="zero it",
     kind="values",
@@ -156,7 +157,7 @@ ROWS.untold(
     cause="Parameters are received in the gradient buffer, which was not zeroed before the first "
     "microbatch added to it.",
     consequence="silent wrong numbers",
-    fix="zero it after use",
+    fix="zero the buffer after the parameters were used",
     clause="arena.stale-accumulation",
     at="check_wgrad 0W0",
     reports=f"{IF_OVERWRITTEN}, or that the buffer was zeroed after its last use",
@@ -178,11 +179,11 @@ def added_to_received_parameters(h: History) -> None:
     "NVIDIA-NeMo/Megatron-Bridge#2134",
     "NVIDIA-NeMo/Megatron-Bridge#3980",
     state="fixed in five steps, 2025-09 to 2026-07",
-    what="one storage for MXFP8 parameters and gradients",
+    what="MXFP8 parameters and gradients share one storage, and gradients are added to parameters",
     cause="The copies of parameters into the shared buffer, their gather and the zeroing of the "
     "buffer came in a wrong order, so gradients were added to old parameters.",
     consequence="silent wrong numbers, no convergence",
-    fix="stage, gather and zero in one defined order",
+    fix="a fixed order of the copies, the gather and the zeroing",
     clause="arena.stale-accumulation",
     at="check_wgrad 0W0 e1",
     reports=f"{IF_OVERWRITTEN}, or that the buffer was zeroed after its last use",
@@ -201,13 +202,13 @@ def added_to_staged_parameters(h: History) -> None:
     "megatron-lm-6060",
     "NVIDIA/Megatron-LM#6060",
     state="fixed 2026-08",
-    what="a reduce-scatter of weight gradients that overlaps the next graph",
-    cause="The next graph overwrote the slot of the ring of gradients that was still being "
-    "reduced.",
+    what="a reduce-scatter of weight gradients overlaps the next graph, which overwrites them",
+    cause="Gradients are in a ring of buffers. The next graph overwrote a buffer that was still "
+    "being reduced.",
     guessed="that a buffer is acquired and released with its tape's slot; so the refusal comes at "
     "the next tape's forward, not at the gradient's write",
     consequence="silent wrong numbers",
-    fix="a ring with an event for each slot",
+    fix="an event for each buffer of the ring",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
     reports=f"{AS_SLOTS}, and each reduction as a read of its buffer",
@@ -233,13 +234,13 @@ def ring_slot_overwritten_under_its_reduction(h: History) -> None:
     "NVIDIA/Megatron-LM#5222",
     "NVIDIA/Megatron-LM#4054",
     state="fixed 2026",
-    what="double buffers of sharded data parallelism",
+    what="double buffers of sharded data parallelism are overwritten during their reduction",
     cause="More units were in flight than there are buffers, and wgrad was written into a buffer "
     "that was being reduced.",
     guessed="that a buffer is acquired and released with its tape's slot; so the refusal comes at "
     "the next tape's forward, not at the gradient's write",
     consequence="silent wrong numbers",
-    fix="enforce the limit when main_grad is fetched",
+    fix="enforce the limit on units in flight when main_grad is fetched",
     clause="ownership.pool-exhausted",
     at="check_forward 0F2",
     reports=AS_SLOTS,
@@ -263,9 +264,9 @@ def more_units_than_buffers(h: History) -> None:
     "deepspeed-6550",
     "deepspeedai/DeepSpeed#6550",
     state="fixed 2024-09",
-    what="gradient accumulation of ZeRO-2 with offload",
-    cause="The counter of micro-steps starts at another value in the first step than in later "
-    "steps, so that a later microbatch is copied instead of added.",
+    what="gradient accumulation of ZeRO-2 with offload loses gradients",
+    cause="In the first step the counter of micro-steps starts at a different value than in later "
+    "steps. So a later microbatch's gradient is copied instead of added.",
     consequence="silent wrong numbers",
     fix="start the counter at the same value in every step",
     clause="arena.overwrite",
@@ -290,8 +291,8 @@ def a_counter_with_two_origins(h: History) -> None:
     "deepspeedai/DeepSpeed#7371",
     state="fixed 2026-01",
     what="the index of two alternating buffers is reset",
-    cause="Clearing a bucket reset the index of the two buffers that take turns, so that the "
-    "bucket in flight was filled again.",
+    cause="Clearing a bucket reset the index that selects one of the two buffers, so that the "
+    "buffer in flight was filled again.",
     guessed="that a buffer is acquired and released with its tape's slot; so the refusal comes at "
     "the next tape's forward, not at the gradient's write",
     consequence="silent wrong numbers",
@@ -319,7 +320,7 @@ def the_bucket_in_flight_is_filled(h: History) -> None:
     "deepspeed-7965",
     "deepspeedai/DeepSpeed#7965",
     state="fixed 2026-04",
-    what="storage of a bucket is recycled under its reduction",
+    what="the storage of a bucket is reused while it is being reduced",
     cause="The allocator did not know that the reduction's stream still used the storage. It gave "
     "the storage to a later tensor of the original stream, which did not wait for the reduction.",
     guessed="which tensor got the storage: re-enacted with the next microbatch's buffer, acquired "

@@ -1,5 +1,5 @@
 """
-Failures of capture memory: a replay overwrites what another graph still needs.
+Public failures of capture memory: a replay overwrites memory that another graph still needs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ ROWS.untold(
     "megatron-lm-5975",
     "NVIDIA/Megatron-LM#5975",
     state="fixed 2026-07",
-    what="a forward buffer is reused before backward's capture has recorded its read",
+    what="a forward buffer is reused before the capture of backward has recorded its read",
     cause="During capture only weak references held the buffers that backward would read, so "
     "the pool gave their memory to another tensor of the same capture.",
     consequence="silent wrong numbers",
-    fix="keep saved and escaping buffers until every graph is captured",
+    fix="keep the buffers that other graphs read until every graph is captured",
     kind="memory",
     why="Replays follow the order of capture; the fault is in the captured graph itself.",
 )
@@ -32,8 +32,8 @@ ROWS.untold(
     "NVIDIA/TransformerEngine#2376",
     state="fixed 2025-11",
     what="graphs of dW are captured in an order that the schedule does not keep",
-    cause="Each dW was captured directly after its dI while the schedule delays it, and all graphs "
-    "of a process share one memory pool.",
+    cause="Each dW was captured directly after its dI, although the schedule delays dW, and all "
+    "graphs of a process share one memory pool.",
     consequence="silent wrong numbers",
     fix="the captured order lists dW separately (`_order` with half entries)",
     clause="capture.out-of-order",
@@ -61,7 +61,7 @@ def wgrad_captured_after_its_dgrad(h: History) -> None:
     what="gradients of parameters are the static buffers of a graph",
     cause="A parameter's gradient was the graph's own buffer, which the next replay overwrites.",
     consequence="silent wrong numbers",
-    fix="copy on return",
+    fix="copy the gradient when the graph returns it",
     clause="arena.overwrite",
     at="check_wgrad 0W1",
     reports=IF_OVERWRITTEN,
@@ -82,7 +82,7 @@ def gradients_in_a_graphs_own_buffer(h: History) -> None:
     "NVIDIA/Megatron-LM!3824",
     "NVIDIA/Megatron-LM@71395182",
     state="fixed 2025-08",
-    what="graphs with virtual pipeline stages",
+    what="with virtual pipeline stages, graphs are captured into a wrong memory pool",
     cause="The virtual rank was read from global state, so that a chunk's graphs were captured "
     "into another chunk's memory pool.",
     consequence="silent wrong numbers, or a crash",
@@ -120,7 +120,7 @@ ROWS.untold(
     "NVIDIA-NeMo/Megatron-Bridge#2209",
     state="worked round 2026-02",
     what="interleaved stages in MXFP8 under Transformer Engine's graphs: NaN",
-    cause="Closed as a recipe error; the recipe no longer interleaves.",
+    cause="The issue was closed as an error in the training recipe, which no longer interleaves.",
     consequence="NaN gradient norm",
     fix="interleaving switched off",
     kind="cause",
@@ -133,9 +133,9 @@ ROWS.untold(
     "pytorch/pytorch#169545",
     "pytorch/pytorch#184003",
     state="message mended 2026-05",
-    what="compiled graphs under gradient accumulation",
-    cause="The gradient lives in memory of the previous generation of a graph tree, which the "
-    "next run reuses.",
+    what="compiled graphs crash under gradient accumulation",
+    cause="The gradient is in memory of the previous run of a graph tree, and the next run reuses "
+    "this memory.",
     consequence="a crash: torch itself refuses",
     fix="a clearer message",
     clause="arena.overwrite",
@@ -158,8 +158,8 @@ def gradients_of_the_previous_generation(h: History) -> None:
     "pytorch/pytorch#148439",
     state="closed 2025",
     what="outputs of a graph tree overwritten by a later run",
-    cause="Microbatches of a pipeline run one graph tree while tapes of earlier microbatches are "
-    "live.",
+    cause="All microbatches of a pipeline run the same graph tree, while tapes of earlier "
+    "microbatches are still live.",
     consequence="a crash: torch itself refuses",
     fix="copy the outputs, or mark the beginning of each step",
     clause="ownership.slot-busy",
@@ -181,9 +181,9 @@ ROWS.untold(
     "sgl-project/sglang#28569",
     state="closed 2026",
     what="a graph reads a workspace that was freed",
-    cause="A tensor that was allocated outside the capture was dropped after it.",
+    cause="A tensor that was allocated outside the capture was freed after the capture.",
     consequence="485 of 500 answers corrupted, no crash",
-    fix="keep the reference",
+    fix="keep a reference to the tensor",
     kind="memory",
     why="The contract hands out slots and sees no other memory; torch's own check of live inputs "
     "finds this fault.",
@@ -193,9 +193,9 @@ ROWS.untold(
     "vllm-project/vllm#43909",
     state="fixed 2026-05",
     what="a temporary weight is freed before its graph is replayed",
-    cause="A tensor that was allocated outside the capture was dropped after it.",
-    consequence="an illegal access",
-    fix="keep the reference",
+    cause="A tensor that was allocated outside the capture was freed after the capture.",
+    consequence="an illegal memory access",
+    fix="keep a reference to the tensor",
     kind="memory",
     why="The contract hands out slots and sees no other memory; torch's own check of live inputs "
     "finds this fault.",

@@ -1,5 +1,5 @@
 """
-All failures, in the order of their relations.
+The list of all public failures, ordered by the relation of the contract that they break.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Failures:
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> CommandOutcome:
-        """Run the chosen re-enactments; no outcome is stored."""
+        """Run the chosen re-enactments, and report their outcomes."""
         from .catalogue import FAILURES
         from .failure import run
 
@@ -69,11 +69,11 @@ class Failures:
 
 def record(failure: Failure, outcome: FailureOutcome) -> dict[str, Any]:
     """
-    Return a row and the outcome of its run as plain data.
+    Return a failure's entry and the outcome of its re-enactment as plain data.
 
     Args:
-        failure: The row.
-        outcome: The outcome of its run.
+        failure: The entry of the failure.
+        outcome: The outcome of the failure's re-enactment.
     """
     story = asdict(failure, filter=lambda attribute, _: attribute.name not in _NOT_STORY)
     ran = asdict(outcome, filter=lambda attribute, _: not attribute.name.endswith("steps"))
@@ -93,18 +93,18 @@ _NOT_STORY = ("enact", "clause", "at")
 
 def counts(pairs: Iterable[tuple[Failure, FailureOutcome]]) -> dict[str, Any]:
     """
-    Count outcomes.
+    Count failures by the outcome of their re-enactments.
 
     Args:
-        pairs: Rows and their outcomes.
+        pairs: The failures, each with its outcome.
 
     Returns:
-        ``failures``: all rows; ``enacted``: rows with a re-enactment; ``refused``: refused rows;
-        ``given_a_report``: those refused only if the runtime supplies an optional report;
-        ``not_caught``: rows that no clause refuses; ``by_kind``: these by reason; ``unexplained``:
-        rows without a known cause; ``guessed``: rows with a guessed detail; ``refused_by_guess``:
-        refused rows whose whole cause is guessed; ``not_as_stated``: rows whose run differs from
-        what the row states.
+        Numbers of failures. ``failures``: all; ``enacted``: with a re-enactment; ``refused``:
+        refused by a clause; ``given_a_report``: refused only if the runtime supplies an optional
+        report; ``not_caught``: refused by no clause; ``by_kind``: the uncaught failures by reason;
+        ``unexplained``: without a known cause; ``guessed``: with a guessed detail;
+        ``refused_by_guess``: refused, with a wholly guessed cause; ``not_as_stated``: with an
+        outcome that differs from the failure's entry.
     """
     from .failure import WHOLE_CAUSE
 

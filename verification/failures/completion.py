@@ -1,5 +1,5 @@
 """
-Failures of completion: something was read before it was written, or on another stream.
+Public failures of completion: data is read before it is written, or on a stream without a wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROWS = Rows("completion")
     "NVIDIA/Megatron-LM#2652",
     "NVIDIA-NeMo/Megatron-Bridge#1706",
     state="fixed 2026-01",
-    what="data-parallel buffers made on a side stream",
+    what="data-parallel buffers are filled on a side stream too early",
     cause="Parameters were copied on a side stream before the default stream had filled them.",
     consequence="empty parameters",
     fix="the streams wait for each other, both ways",
@@ -39,7 +39,7 @@ def parameters_copied_before_they_were_filled(h: History) -> None:
     cause="The event that the forward awaits was recorded on the stream that copies to the "
     "host, not on the stream that copies parameters back to the device.",
     consequence="silent wrong numbers",
-    fix="record it on the right stream",
+    fix="record the event on the stream that copies parameters back",
     clause="completion.caller-to-graph",
     at="check_refresh s0",
     reports="a wait, under the name of the stream on which its event was recorded",
@@ -59,9 +59,9 @@ def awaited_the_event_of_another_stream(h: History) -> None:
     "megatron-lm-3164",
     "NVIDIA/Megatron-LM#3164",
     state="fixed 2026-02",
-    what="expert-parallel overlap with graphs of a whole iteration",
-    cause="The wgrad of a node of the overlapped schedule ran on the ambient stream instead of "
-    "the node's, and tensors were freed across streams without an order between them.",
+    what="expert-parallel overlap with graphs of a whole iteration runs wgrad on a wrong stream",
+    cause="The wgrad of a node of the overlapped schedule ran on the current stream instead of the "
+    "node's stream, and tensors of one stream were freed without waiting for other streams.",
     consequence="a crash, or silent wrong numbers",
     fix="run wgrad on the node's stream",
     clause="completion.wrong-stream",
@@ -88,7 +88,7 @@ def wgrad_on_the_ambient_stream(h: History) -> None:
     "under the stream for wgrad but launched its work on the old stream, while its readers "
     "awaited the stream for wgrad.",
     consequence="NaN, corrupted gradients",
-    fix="look the stream up when the closure is called",
+    fix="look up the stream when the closure is called",
     clause="completion.wrong-stream",
     at="check_wgrad 0W0",
     reports="the stream on which dW is launched",
@@ -109,7 +109,7 @@ def wgrad_on_the_stream_of_its_creation(h: History) -> None:
     "NVIDIA/Megatron-LM#6643",
     state="fixed 2026-08",
     what="two graph runners on one stream",
-    cause="Streams come from a bounded pool, and two runners were handed the same one.",
+    cause="Streams come from a bounded pool, and two runners got the same stream.",
     consequence="false dependencies, lost overlap",
     fix="a pool of distinct streams",
     kind="harmless",
@@ -132,7 +132,7 @@ def two_runners_on_one_stream(h: History) -> None:
     "pytorch-144535",
     "pytorch/pytorch#144535",
     state="fixed 2025-01",
-    what="sharded data parallelism under a pipeline misses its last callback",
+    what="under a pipeline, sharded data parallelism misses its last callback",
     cause="The pipeline ran backward by hand and skipped the callback that waits for the "
     "reduce-scatter before gradients are read.",
     consequence="a race on gradients",
@@ -156,7 +156,7 @@ def gradients_read_under_their_reduction(h: History) -> None:
     "megatron-lm-3693",
     "NVIDIA/Megatron-LM#3693",
     state="fixed 2026-03",
-    what="overlapped reductions with several optimizers",
+    what="with several optimizers, overlapped reductions wait for a wrong stream",
     cause="The communication stream waited for the default stream, not for the stream that "
     "wrote the gradients.",
     consequence="silent wrong numbers",
@@ -183,7 +183,7 @@ def the_communication_stream_waited_for_another(h: History) -> None:
     "deepspeedai/DeepSpeed#7898",
     state="fixed 2026-03",
     what="ZeRO-3 gives NaN with a newer torch",
-    cause="The reduction's stream waited for the default stream while autograd used another.",
+    cause="The reduction's stream waited for the default stream, but autograd used another stream.",
     consequence="NaN in a random layer and rank",
     fix="wait for the current stream",
     clause="completion.graph-to-caller",
@@ -211,13 +211,13 @@ def the_reductions_stream_waited_before_the_last_wgrad(h: History) -> None:
     "deepspeed-5606",
     "deepspeedai/DeepSpeed#5606",
     state="fixed 2024-06",
-    what="overlapped communication of ZeRO-1 and ZeRO-2",
+    what="overlapped communication of ZeRO-1 and ZeRO-2 sends a bucket that is being refilled",
     cause="The reduction waits for the default stream, but the default stream does not wait for "
     "the reduction. If communication takes longer, the bucket is refilled while it is sent.",
     guessed="that a bucket is acquired and released with its tape's slot; so the refusal comes at "
     "the next tape's forward, not at the gradient's write",
     consequence="silent wrong numbers",
-    fix="wait both ways",
+    fix="make both streams wait for each other",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
     reports="its buckets as its tapes' slots, and each reduction as a read of its bucket",

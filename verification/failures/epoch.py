@@ -1,5 +1,6 @@
 """
-Failures of the epoch: an optimizer step that was scaled, ended or counted wrongly.
+Public failures of the epoch: gradients of an optimizer step are scaled wrongly, or the step is
+ended or counted wrongly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ WEIGHTS = "the factor by which each microbatch's gradient is weighted"
     "torchtitan-1732",
     "pytorch/torchtitan#1732",
     state="fixed 2025-09",
-    what="gradient accumulation over several runs of a pipeline schedule",
+    what="gradients that accumulate over several runs of a pipeline schedule are scaled repeatedly",
     cause="Each run of the schedule ends by scaling all gradients, including those that earlier "
     "runs of the same optimizer step had accumulated and scaled.",
     consequence="silent wrong numbers: a moving average instead of a sum",
@@ -45,8 +46,8 @@ def gradients_scaled_by_every_run(h: History) -> None:
     "deepspeedai/DeepSpeed#8152",
     state="fixed 2026-07",
     what="the scaling of gradients is repeated at every stage",
-    cause="A hook divides by the number of accumulation steps on each stage that a gradient "
-    "passes.",
+    cause="On each stage that a gradient passes, a hook divides the gradient by the number of "
+    "accumulation steps.",
     consequence="silent wrong numbers",
     fix="divide on the last stage only",
     clause="epoch.wrong-weights",
@@ -77,7 +78,7 @@ def divided_again_on_every_stage(h: History) -> None:
     what="the loss of a pipeline is normalised after its backward",
     cause="The schedule had already run backward when the loss was divided.",
     consequence="silent wrong numbers: gradients too large",
-    fix="pass the count to the loss function",
+    fix="pass the divisor to the loss function",
     clause="epoch.wrong-weights",
     at="check_update e0",
     reports=WEIGHTS,
@@ -90,8 +91,8 @@ def divided_again_on_every_stage(h: History) -> None:
     "pytorch/torchtitan#2984",
     state="open 2026-05",
     what="gradients with and without a pipeline differ in scale",
-    cause="Without a pipeline, the summed loss is divided by all valid tokens before backward. The "
-    "schedule of the pipeline runs backward on the sum itself.",
+    cause="Without a pipeline, the summed loss is divided by the number of valid tokens before "
+    "backward. The pipeline's schedule runs backward on the undivided sum.",
     consequence="silent wrong numbers: gradients too large by the number of tokens",
     fix="scale the loss inside the loss function",
     clause="epoch.wrong-weights",

@@ -1,5 +1,5 @@
 """
-A row of the list of failures, and the run of its re-enactment.
+The entry of a public failure, and the run of its re-enactment.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ class Failure:
     One public failure.
 
     Args:
-        name: Short name, as the command line takes it.
-        references: Where it was reported: ``owner/repository#number``, ``!number`` for a merge
-            request named in the history, ``@commit`` for a commit.
-        relation: The relation that it broke.
+        name: Short name for the command line.
+        references: Where the failure was reported: ``owner/repository#number``, ``!number`` for a
+            merge request named in the history, ``@commit`` for a commit.
+        relation: The relation of the contract that the failure breaks.
         state: Status of the report, such as ``fixed 2026-03``.
         what: What failed, in one line.
         cause: The reported cause, in our own words.
         consequence: What the project observed.
-        fix: How it was mended.
-        clause: The clause that refuses it; empty if no clause does.
-        at: The transition and action at which it is refused.
-        reports: What the runtime must report so that the contract refuses it, beyond the calls that
-            every runtime makes: an optional argument of a call, evidence of the device, or one of
-            its own resources under the name of a resource that the contract counts.
-        kind: Why it is not caught, one of `KINDS`; empty if it is caught.
-        why: Why it is not caught, in a sentence.
+        fix: How the project fixed the fault.
+        clause: The clause that refuses the failure; empty if no clause does.
+        at: The transition and action at which the contract refuses.
+        reports: What the runtime must report so that the contract can refuse the failure, beyond
+            the calls that every runtime makes. The report is an optional argument of a call,
+            evidence of the device, or one of the runtime's resources, reported as a resource that
+            the contract counts.
+        kind: Why the contract does not catch the failure, one of `KINDS`; empty if it does.
+        why: The same reason as a sentence.
         guessed: A detail of the cause that no report states, or `WHOLE_CAUSE` with the assumed
             cause; empty if nothing was guessed.
         shown: A test that shows more of the failure than a re-enactment can; may be empty.
-        enact: The re-enactment; None if fault and fix make the same calls of the contract.
+        enact: The re-enactment; None if the fault and its fix make the same calls of the contract.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Failure:
 
     @property
     def verdict(self) -> str:
-        """The verdict that the row states: ``refused``, ``not caught`` or ``unexplained``."""
+        """The expected verdict: ``refused``, ``not caught`` or ``unexplained``."""
         if self.clause:
             return "refused"
         return "unexplained" if self.kind == "cause" else "not caught"
@@ -90,10 +91,10 @@ class Failure:
 
 class Rows:
     """
-    The failures of one relation, in the order in which they are written.
+    Collects the failures of one relation, in the order in which they are written.
 
     Args:
-        relation: The relation.
+        relation: The relation of the contract that the failures break.
     """
 
     def __init__(self, relation: str) -> None:
@@ -103,7 +104,7 @@ class Rows:
     def enacted(
         self, name: str, *references: str, **story: str
     ) -> Callable[[Enactment], Enactment]:
-        """Decorate a re-enactment: it becomes a row."""
+        """Return a decorator that adds a failure with the decorated re-enactment."""
 
         def decorate(enact: Enactment) -> Enactment:
             self._add(name, references, story, enact)
@@ -112,7 +113,7 @@ class Rows:
         return decorate
 
     def untold(self, name: str, *references: str, **story: str) -> None:
-        """Add a row without a re-enactment: fault and fix make the same calls of the contract."""
+        """Add a failure without a re-enactment: fault and fix make the same contract calls."""
         self._add(name, references, story, None)
 
     def _add(
@@ -124,7 +125,7 @@ class Rows:
 @frozen
 class FailureOutcome:
     """
-    The outcome of running a row.
+    The outcome of a failure's re-enactment.
 
     Args:
         verdict: ``refused``, ``not caught`` or ``unexplained``.
@@ -132,11 +133,11 @@ class FailureOutcome:
         at: The transition and the action that were refused.
         found: What the guard found.
         expected: What the guard expected.
-        unchanged: Whether the refused call left the state as it was, apart from the tape that an
-            action aborts when its evidence is refused; None if no call, or only a table, was
-            refused.
+        unchanged: Whether the refused call left the contract's state unchanged, except for the tape
+            that is aborted when an action's evidence is refused; None if no call, or only a table,
+            was refused.
         legal: Whether the corrected run was accepted to its end; None without a re-enactment.
-        problem: How the outcome differs from what the row states; empty if it agrees.
+        problem: How the outcome differs from the failure's entry; empty if they agree.
         steps: The calls of the faulty run.
         legal_steps: The calls of the corrected run.
     """
@@ -154,9 +155,10 @@ class FailureOutcome:
 
     def difference(self) -> tuple[str, ...]:
         """
-        How the calls of the faulty run differ from the corrected run: ``-`` left out, ``+`` added.
+        The calls that the faulty run leaves out (``-``) or adds (``+``), compared with the
+        corrected run.
 
-        Calls of the corrected run that the faulty run would make after its refusal do not count.
+        Calls of the corrected run that come after the faulty run's refusal are ignored.
         """
         matcher = difflib.SequenceMatcher(None, self.legal_steps, self.steps, autojunk=False)
         found = [op for op in matcher.get_opcodes() if op[0] != "equal"]
@@ -178,10 +180,10 @@ class FailureOutcome:
 
 def run(failure: Failure) -> FailureOutcome:
     """
-    Re-enact a failure: the corrected run, then the faulty run.
+    Re-enact a failure: first the corrected run, then the faulty run.
 
     Args:
-        failure: The row.
+        failure: The entry of the failure.
     """
     if failure.enact is None:
         return FailureOutcome(failure.verdict)
@@ -217,7 +219,7 @@ def _enact(enact: Enactment, history: History) -> Refused | None:
 
 
 def _judged(failure: Failure, outcome: FailureOutcome, trouble: Refused | None) -> FailureOutcome:
-    """Say how an outcome differs from what the row states."""
+    """Add to an outcome how it differs from the failure's entry, if it does."""
     stated = (failure.verdict, failure.clause, failure.at)
     got = (outcome.verdict, outcome.clause, outcome.at)
     problems: Iterable[str] = ()

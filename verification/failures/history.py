@@ -1,5 +1,5 @@
 """
-The vocabulary of re-enactments: what a runtime does to its contract, one call a step.
+The calls that a re-enactment can make on its contract, each as one method.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ __all__ = ["History"]
 
 class History(Actions):
     """
-    One run of a re-enactment: actions, messages, streams, the ends of epochs, and tables.
+    One run of a re-enactment, with methods for actions, messages, streams, the ends of epochs, and
+    tables.
 
     Args:
-        faulty: Run the re-enactment as reported; otherwise with the faulty step corrected.
+        faulty: If True, run the re-enactment as reported; if False, with the faulty step corrected.
     """
 
     # Messages
 
     def receive(self, microbatch: int, *, stage: int = 0, slot: int | None = None) -> None:
-        """Post a receive of a forward's input, into the slot at a fixed address."""
+        """Post a receive of a forward's input into a slot; by default the contract chooses it."""
         key = self.key(microbatch, stage)
         name = self._name(f"{stage}RECV_F{microbatch}", key.epoch)
         self.step(name, lambda: self.contract.reserve(key, slot), f"into slot {slot}")
@@ -43,7 +44,7 @@ class History(Actions):
         gradient: bool = False,
         caller: Hashable = "main",
     ) -> None:
-        """Post a send of a tape's output (or input gradient) on a calling stream."""
+        """Post a send of a tape's output (or input gradient) on a caller's stream."""
         key = self.key(microbatch, stage)
         name = self._name(f"{stage}SEND_{'B' if gradient else 'F'}{microbatch}", key.epoch)
         link = self.caller.link(stage, caller)
@@ -61,7 +62,7 @@ class History(Actions):
         gradient: bool = False,
         caller: Hashable = "main",
     ) -> None:
-        """A send has completed, and a calling stream has awaited its handle."""
+        """Report that a send has completed and that a caller's stream has waited for it."""
         key = self.key(microbatch, stage)
         name = self._name(f"{stage}WAIT_SEND_{'B' if gradient else 'F'}{microbatch}", key.epoch)
         link = self.caller.link(stage, caller)
@@ -74,11 +75,11 @@ class History(Actions):
     # Streams
 
     def submit(self, caller: Hashable = "main") -> None:
-        """A calling stream enqueues work."""
+        """Report that a caller's stream enqueues work."""
         self.step(f"{caller} works", lambda: self.contract.submit(caller))
 
     def join(self, caller: Hashable = "main", stage: int = 0) -> None:
-        """The graph stream waits for an event of a calling stream."""
+        """Make the graph stream wait for an event of a caller's stream."""
         link = self.caller.link(stage, caller)
         self.step(f"await an event of {caller}", lambda: self.contract.join(link))
 
@@ -90,7 +91,7 @@ class History(Actions):
         self.step(f"s{stage}", lambda: self.contract.finalize(stage, link), "finalize")
 
     def await_replays(self, caller: Hashable, stage: int = 0) -> None:
-        """A stream waits for all that was replayed on the stage's graph stream."""
+        """Make a caller's stream wait for all replays on the stage's graph stream."""
         link = self.caller.link(stage, caller)
         self.step(f"{caller} waits", lambda: self.contract.wait(link), f"for s{stage}")
 
@@ -99,8 +100,9 @@ class History(Actions):
         Start the data-parallel reduction of a bucket.
 
         Args:
-            bucket: The bucket, or the index of a stage with a single bucket.
-            caller: The stream that enqueues the reduction; by default the gradients' reader.
+            bucket: The bucket's name, or the index of a stage that has a single bucket.
+            caller: The stream that enqueues the reduction; by default the stream that reads the
+                gradients.
         """
         link = None if caller is None else self.caller.link(0, caller)
         detail = "" if caller is None else f"on {caller}"
@@ -111,7 +113,7 @@ class History(Actions):
         )
 
     def reduced(self, bucket: int | str = 0, *, caller: Hashable | None = None) -> None:
-        """A stream, by default the gradients' reader, waits for a bucket's reduction."""
+        """Make a stream, by default the one that reads gradients, wait for a bucket's reduction."""
         link = None if caller is None else self.caller.link(0, caller)
         detail = "" if caller is None else f"by {caller}"
         self.step(
@@ -121,13 +123,13 @@ class History(Actions):
         )
 
     def start_weights_read(self, stage: int = 0, *, caller: Hashable = "main") -> None:
-        """A separate stream, started behind a caller, begins to read a stage's weights."""
+        """Report that a separate stream, started behind a caller, begins to read stage weights."""
         link = self.caller.link(stage, caller)
         name = self._name(f"s{stage}", self.contract.epoch)
         self.step(name, lambda: self.contract.start_weights_read(stage, link), "read weights")
 
     def finish_weights_read(self, stage: int = 0, *, caller: Hashable = "main") -> None:
-        """The stream of the update waits for the read of the weights."""
+        """Make a caller's stream, that of the update, wait for the read of the weights."""
         link = self.caller.link(stage, caller)
         name = self._name(f"s{stage}", self.contract.epoch)
         self.step(
@@ -138,10 +140,10 @@ class History(Actions):
 
     def update(self, *, moves: bool = True) -> None:
         """
-        Run the optimizer: commit the epoch; the graph streams wait for it.
+        Run the optimizer: commit the epoch, and make the graph streams wait for the update.
 
         Args:
-            moves: Whether the scales that move once per epoch move now.
+            moves: Whether scales that move once per epoch move in this update.
         """
         moving = {c.domain: c.stage for c in self.contract.stages if c.scales == "epoch"}
         name = f"e{self.contract.epoch}"
@@ -159,10 +161,10 @@ class History(Actions):
 
     def end(self, *, moves: bool = True) -> None:
         """
-        End the step: finalize every stage, reduce its buckets if it has any, run the optimizer.
+        End the step: finalize every stage, reduce its buckets, and run the optimizer.
 
         Args:
-            moves: Whether the scales that move once per epoch move now.
+            moves: Whether scales that move once per epoch move in this update.
         """
         for config in self.contract.stages:
             self.finalize(config.stage)
@@ -172,7 +174,7 @@ class History(Actions):
         self.update(moves=moves)
 
     def whole_step(self) -> None:
-        """Run an optimizer step of every stage, one microbatch after the other."""
+        """Run a whole correct optimizer step of every stage, one microbatch after the other."""
         for config in self.contract.stages:
             self.refresh(config.stage)
             for microbatch in range(config.microbatches):
@@ -181,13 +183,13 @@ class History(Actions):
         self.end()
 
     def checkpoint(self) -> Checkpoint:
-        """Take a checkpoint, once the device is idle."""
+        """Wait until the device is idle, and take a checkpoint."""
         self.contract.drain()
         taken: Checkpoint = self.step("checkpoint", lambda: self.contract.checkpoint())
         return taken
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go back to a checkpoint, once the device is idle."""
+        """Wait until the device is idle, and restore a checkpoint."""
         self.contract.drain()
         self.step("restore", lambda: self.contract.restore(checkpoint))
 
@@ -210,7 +212,7 @@ class History(Actions):
             transport: How the runtime carries messages.
 
         Raises:
-            Refused: The table is refused, under the first finding's clause and place.
+            Refused: The table has findings; the refusal has the clause and place of the first one.
         """
         schedule = parse_table(text.strip())
         if stage_to_rank is not None:
@@ -224,7 +226,7 @@ class History(Actions):
 
 
 def _of(bucket: int | str) -> str:
-    """Name a bucket as a place; a bucket with a number is its stage's only bucket."""
+    """Return a bucket's name for reports; a number names the only bucket of a stage."""
     return f"s{bucket}" if isinstance(bucket, int) else f"bucket {bucket}"
 
 

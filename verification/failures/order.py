@@ -1,5 +1,5 @@
 """
-Failures of order: a scaling update skipped, doubled, or read at the wrong time.
+Public failures of order: a scaling update is skipped, repeated, or read at the wrong time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DRAWN = "the position of the random generator at which the recomputation began t
     "NVIDIA/TransformerEngine#3213",
     state="open 2026-07",
     what="duplicate updates of FP8 state in recomputation",
-    cause="The flag of the first module is taken from one global queue, while frames are "
-    "recomputed in another order; several modules then update for one forward.",
+    cause="The flag of the first module is taken from one global queue, but checkpoint frames are "
+    "recomputed in another order. So several modules update the scales for one forward.",
     consequence="silent wrong numbers",
     fix="each checkpoint frame owns its flag",
     clause="order.scaling-updates",
@@ -52,7 +52,7 @@ def a_recomputation_that_updates_again(h: History) -> None:
     what="captured backward returns gradients in another order of parameters",
     cause="Gradients of one call were assigned to other parameters.",
     consequence="NaN",
-    fix="one order for both passes",
+    fix="the same order of parameters in both passes",
     clause="arena.mismatch",
     at="check_wgrad 0W0",
     reports="the addresses that dW writes",
@@ -122,11 +122,11 @@ def a_backward_that_never_updates(h: History) -> None:
     "NVIDIA/TransformerEngine#814",
     "NVIDIA/TransformerEngine#825",
     state="fixed 2024-04",
-    what="histories of modules that did not run are rolled",
-    cause="Zeros enter the history of a module that did not run, so that its scale grows while its "
-    "FP8 data stays.",
+    what="amax histories of modules that did not run are rolled",
+    cause="A zero enters the amax history of a module that did not run. So the module's scale "
+    "grows, while its FP8 data keeps the old scale.",
     consequence="silent wrong numbers",
-    fix="roll only if an amax was seen",
+    fix="roll the history only if the module recorded an amax",
     clause="order.token",
     at="check_forward 1F0",
     reports=f"{UPDATES}, for each module separately",
@@ -170,8 +170,9 @@ def a_later_forward_moves_the_scales(h: History) -> None:
     "transformer-engine-1723",
     "NVIDIA/TransformerEngine#1723",
     state="fixed 2025-04",
-    what="FP8 recomputation keeps references to scales",
-    cause="Recomputation stashes the live tensors instead of copies, so it runs with newer scales.",
+    what="FP8 recomputation keeps references to scales instead of copies",
+    cause="For the recomputation, references to the live scale tensors are saved instead of "
+    "copies, so the recomputation runs with newer scales.",
     consequence="silent wrong numbers",
     fix="stash copies",
     clause="order.wrong-scales",
@@ -183,11 +184,12 @@ def a_later_forward_moves_the_scales(h: History) -> None:
     "NVIDIA/TransformerEngine#3284",
     "NVIDIA/TransformerEngine#3394",
     state="fixed 2026-08",
-    what="state for recomputation is lost for inner autocasts and modules in evaluation",
-    cause="One condition decides whether the state is stashed, and another whether it is restored.",
+    what="state for recomputation is lost for inner autocasts and modules in evaluation mode",
+    cause="One condition decides whether the state is saved, and a different condition decides "
+    "whether it is restored.",
     guessed="that the latest forward's scales are used if the missing state does not raise",
     consequence="a missing key; silent wrong numbers, or a leak",
-    fix="one condition for stash and restore",
+    fix="the same condition for saving and restoring",
     clause="order.wrong-scales",
     at="commit_dgrad 0I0",
     reports=SCALES,
@@ -209,7 +211,7 @@ def recomputed_with_the_latest_scales(h: History) -> None:
     state="fixed 2024-11",
     what="scaling updates of FP8 parameters at unexpected times",
     cause="A callback recognised parameters by their Python id. A later object can have the id of "
-    "a deleted one, so that another model's parameters triggered the update.",
+    "a deleted object, so that another model's parameters triggered the update.",
     consequence="corrupted communication buffers, hangs",
     fix="no special updates for FP8 parameters",
     clause="order.scaling-updates",
@@ -229,9 +231,9 @@ def an_update_that_another_model_triggers(h: History) -> None:
     "torchtitan-698",
     "pytorch/torchtitan#698",
     state="fixed 2024-11",
-    what="scales that move once an iteration never move",
-    cause="A setting with a value of an enumeration was compared with a string, so that the call "
-    "between backward and optimizer that makes scales from amax histories never ran.",
+    what="scales that should move once per iteration never move",
+    cause="A setting of an enumeration type was compared with a string. So the call between "
+    "backward and optimizer that makes scales from amax histories never ran.",
     consequence="delayed scaling keeps its initial scales",
     fix="compare with the enumeration's value",
     clause="order.scales-not-moved",
@@ -252,14 +254,14 @@ ROWS.untold(
     "marin-7659",
     "marin-community/marin#7659",
     state="closed 2026",
-    what="gradient accumulation keeps the last microbatch's amax only",
-    cause="Histories travel with the gradients. Gradients are summed over microbatches, histories "
-    "are replaced.",
+    what="gradient accumulation keeps only the last microbatch's amax",
+    cause="Amax histories are passed along with the gradients. Gradients are summed over "
+    "microbatches, but histories are replaced.",
     consequence="scales too large, clipped activations, a worse model without an error",
     fix="keep the largest amax of all microbatches",
     kind="values",
-    why="Every update is made, once for each microbatch, but writes a wrong value into the "
-    "history.",
+    why="The scaling update runs once for each microbatch, as it should, but writes a wrong value "
+    "into the history.",
 )
 
 
@@ -268,11 +270,11 @@ ROWS.untold(
     "NVIDIA/Megatron-LM#6992",
     state="open 2026-08",
     what="validation replays the graph that was captured for training",
-    cause="Validation replayed a graph that was captured for training, with all its writes: a "
-    "router, for example, went on counting tokens.",
+    cause="Validation replayed a graph that was captured for training, with all its writes. For "
+    "example, a router continued to count tokens.",
     guessed="that the replayed forward updates the scales, as a forward of training does",
-    consequence="validation changes state of training",
-    fix="capture a graph of its own for validation",
+    consequence="validation changes training state",
+    fix="capture a separate graph for validation",
     clause="order.scaling-updates",
     at="commit_evaluation s0 e1",
     reports="the scaling updates that the device made in an evaluation",
@@ -290,14 +292,14 @@ def validated_by_the_graph_of_training(h: History) -> None:
     "pytorch/pytorch#84967",
     state="fixed 2022-09",
     what="replays of a captured forward drop the same elements",
-    cause="A graph kept the seed of its capture. A new seed reset only the offset, so that later "
+    cause="A graph kept the seed of its capture. A new seed reset only the offset, so later "
     "replays drew the same numbers as earlier replays.",
     consequence="the same dropout mask in each iteration",
     fix="each replay also reads the generator's seed",
     clause="order.draws-again",
     at="commit_forward 0F0 e1",
     reports=DRAWS,
-    guessed="that the caller seeds anew between two steps",
+    guessed="that the caller sets a new seed between two steps",
 )
 def a_graph_with_the_seed_of_its_capture(h: History) -> None:
     h.process(microbatches=1, reports_draws=True)
@@ -313,8 +315,8 @@ def a_graph_with_the_seed_of_its_capture(h: History) -> None:
     "allenai/OLMo-core#828",
     state="fixed 2026-08",
     what="recomputation draws fresh dropout masks",
-    cause="Activation checkpointing was told not to keep the generator's state, so the "
-    "recomputed forward dropped other elements than the first forward.",
+    cause="Activation checkpointing was configured not to keep the generator's state. So the "
+    "recomputed forward dropped different elements than the first forward.",
     consequence="a cross entropy of 2.495 instead of 2.195 after 150 steps",
     fix="keep the state if dropout is active",
     clause="order.wrong-draws",
@@ -325,7 +327,7 @@ def a_graph_with_the_seed_of_its_capture(h: History) -> None:
     "guided-diffusion-167",
     "openai/guided-diffusion#167",
     state="open 2025-12",
-    what="a checkpoint helper runs the forward again with other dropout masks",
+    what="a checkpoint helper runs the forward again with different dropout masks",
     cause="The helper repeats the forward in backward without restoring the generator's state.",
     consequence="the loss diverges",
     fix="restore the state before the forward is repeated",
@@ -339,8 +341,8 @@ def a_graph_with_the_seed_of_its_capture(h: History) -> None:
     "pytorch/pytorch#190717",
     state="open 2026-07",
     what="a compiled backward recomputes dropout with fresh random numbers",
-    cause="Under a memory budget the partitioner recomputes random operations in the backward "
-    "graph, where they draw anew.",
+    cause="Under a memory budget, the partitioner recomputes random operations in the backward "
+    "graph, where they draw new numbers.",
     consequence="silent wrong gradients",
     fix="none yet",
     clause="order.wrong-draws",

@@ -1,5 +1,5 @@
 """
-Failures of ownership: a buffer given away too early, or work taken by the wrong action.
+Public failures of ownership: a buffer is reused too early, or an action takes the wrong work.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ ROWS = Rows("ownership")
     "NVIDIA/Megatron-LM#4047",
     state="fixed 2026-04",
     what="an asynchronous send reads an output that was deallocated",
-    cause="With interleaved stages and overlapped messages the output of a forward was freed while "
-    "its send still read it, and the next tenant of that memory was sent instead.",
+    cause="With interleaved stages and overlapped messages, a forward's output was freed while its "
+    "send still read it. The send then sent the memory's next content.",
     consequence="silent wrong numbers on the next stage",
     fix="wait for the send's handle before the output is freed",
     clause="ownership.slot-busy",
@@ -42,11 +42,11 @@ def output_freed_under_its_send(h: History) -> None:
     "deepspeedai/DeepSpeed#2800",
     "deepspeedai/DeepSpeed#2862",
     state="fixed 2023-03",
-    what="a pipeline schedule that needs a spare buffer to be right",
+    what="a pipeline schedule is right only with a spare buffer",
     cause="A stage received the activation of a later microbatch into a buffer whose input "
     "gradient had not been sent yet; a spare buffer hid the fault.",
     consequence="silent wrong numbers with the exact number of buffers",
-    fix="send before the receive, and the exact number of buffers",
+    fix="send before the receive, and allocate the exact number of buffers",
     clause="ownership.slot-busy",
     at="reserve 0RECV_F2",
 )
@@ -73,7 +73,7 @@ def received_over_a_gradient_to_send(h: History) -> None:
     "NVIDIA/Megatron-LM#5876",
     state="closed pull request 2026-07",
     what="retained inputs of two microbatches share one receive buffer",
-    cause="The inputs that a 1F1B keeps for backward aliased the one preallocated receive buffer.",
+    cause="All inputs that 1F1B keeps for backward shared the one preallocated receive buffer.",
     consequence="a crash; where it did not crash, silent wrong numbers",
     fix="copy on receive",
     clause="ownership.slot-busy",
@@ -99,7 +99,7 @@ def one_receive_buffer_for_two(h: History) -> None:
     cause="The buffer of a chunk's input gradient went back to the pool of static buffers before "
     "the message that reads it had ended.",
     consequence="silent wrong numbers",
-    fix="hold the buffer for its chunk, and choose one by its signature",
+    fix="reserve the buffer for its chunk, and choose buffers by signature",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
 )
@@ -157,9 +157,9 @@ ROWS.untold(
     "zero-bubble-e1de7aed",
     "sail-sg/zero-bubble@e1de7aed",
     state="fixed 2024-09",
-    what="split and whole backwards in one schedule",
-    cause="The store of deferred work was not filled for a backward that was to be split, so "
-    "the later dW took an empty entry, and the right entry leaked.",
+    what="split and full backwards in one schedule give wrong gradients",
+    cause="For a backward that the schedule splits, no deferred work was stored. So the later dW "
+    "took an empty entry, and the right entry leaked.",
     consequence="silent wrong numbers",
     fix="queue work only where the backward is split; assert that the queues are empty at the end",
     clause="ownership.work-not-queued",
@@ -180,9 +180,9 @@ def nothing_queued_for_a_split_backward(h: History) -> None:
     "zero-bubble-8eb5ae97",
     "sail-sg/zero-bubble@8eb5ae97",
     state="fixed 2024-09",
-    what="the flag that splits a backward, in ZB-V",
-    cause="The flag was switched for the whole process, so a backward that the schedule does "
-    "not split ran as a split backward.",
+    what="in ZB-V, a full backward runs as a split backward",
+    cause="The flag that splits a backward was set for the whole process, so a backward that the "
+    "schedule does not split ran as a split backward.",
     guessed="that no dW ran for the work that this backward deferred",
     consequence="a wrong or missing dW",
     fix="one flag for each backward",
@@ -206,11 +206,11 @@ def a_whole_backward_ran_split(h: History) -> None:
     "NVIDIA/Megatron-LM#6145",
     "NVIDIA/Megatron-LM#6020",
     state="fixed 2026-07",
-    what="absorbed multi-latent attention with delayed wgrad",
+    what="absorbed multi-latent attention with delayed wgrad crashes",
     cause="A linear layer whose weight is read directly never defers its gradient, but was "
-    "built as a layer that defers. Its dW then popped a closure that was never queued.",
+    "configured to defer it. Its dW then popped a closure that was never queued.",
     consequence="a crash (pop of an empty queue)",
-    fix="build that layer without delay",
+    fix="configure that layer without delayed wgrad",
     clause="ownership.work-not-queued",
     at="commit_dgrad 0I0",
 )
@@ -229,11 +229,11 @@ ROWS.untold(
     "pytorch/pytorch#185331",
     "pytorch/pytorch#185355",
     state="open 2026-05",
-    what="hooks on a stage's input fire one more time with each step",
-    cause="The persistent receive buffer is itself the leaf, so that hooks which a user registers "
-    "on it accumulate from step to step.",
+    what="hooks on a stage's input fire more often in each step",
+    cause="The persistent receive buffer is itself the autograd leaf, so the hooks that a user "
+    "registers on it accumulate from step to step.",
     consequence="hooks run twice, four times, six times",
-    fix="a copy, or buffers that are made for each receive",
+    fix="a copy of the buffer, or a new buffer for each receive",
     kind="autograd",
     why="A hook on a tensor is not an action of the contract, and the buffer's contents are right.",
 )
@@ -243,16 +243,16 @@ ROWS.untold(
     "pytorch-139404",
     "pytorch/pytorch#139404",
     state="closed 2024",
-    what="a stage keeps the result of its latest backward only",
-    cause="Input gradients are kept in one place, not by microbatch: a backward that runs "
-    "before the previous gradient is sent replaces that gradient.",
-    guessed="that the place is acquired and released with its tape's slot; so the refusal comes at "
-    "the next tape's forward",
+    what="a stage keeps only the result of its latest backward",
+    cause="A stage has one variable for input gradients, not one per microbatch. A backward that "
+    "runs before the previous gradient is sent replaces that gradient.",
+    guessed="that the variable is acquired and released with its tape's slot; so the refusal comes "
+    "at the next tape's forward",
     consequence="wrong gradients in any schedule that delays a send",
-    fix="keep them per microbatch; in the corrected run the send ends first",
+    fix="one input gradient per microbatch; in the corrected run the send ends first",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
-    reports="its single place for results as the single slot of its tapes",
+    reports="its single variable for results as the single slot of its tapes",
 )
 def one_place_for_all_dgrads(h: History) -> None:
     h.process(slots=1, sends_gradient=True)
@@ -274,8 +274,8 @@ def one_place_for_all_dgrads(h: History) -> None:
     "elixir-12",
     "hpcaitech/Elixir#12",
     state="fixed 2023-03",
-    what="tensors that backward needs lie in a block that another chunk takes over",
-    cause="The tensors that a forward saved for its backward lay in a block of parameters, and "
+    what="tensors that backward needs are in a memory block that another chunk takes over",
+    cause="The tensors that a forward saved for its backward were in a block of parameters, and "
     "the block was given to another chunk before that backward ran.",
     consequence="wrong gradients",
     fix="a buffer that stays with the forward until its backward",

@@ -1,5 +1,5 @@
 """
-Failures of persistence: a resumed run trusts state that was not saved or restored.
+Public failures of persistence: a resumed run uses state that was not saved or restored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS.untold(
     "NVIDIA/Megatron-LM!3062",
     state="fixed 2025-05",
     what="a grouped FP8 layer is resumed with another layer's state",
-    cause="The FP8 state was read outside the autocast, where the state belongs to another recipe.",
+    cause="The FP8 state was read outside the autocast, where another recipe's state is active.",
     consequence="wrong scales",
     fix="decide by the content of the saved state",
     kind="state",
@@ -41,7 +41,7 @@ ROWS.untold(
     "NVIDIA/TransformerEngine#982",
     state="closed 2024",
     what="the loss explodes after a checkpoint is loaded in FP8",
-    cause="Not settled in the thread, which suspects state that loading does not restore.",
+    cause="The thread names no cause; it suspects state that loading does not restore.",
     guessed="the whole cause: the first forward after loading runs with the old weight caches",
     consequence="divergence",
     fix="calibrate again",

@@ -1,5 +1,6 @@
 """
-Failures of reductions: too early, never, twice, or in another order on another rank.
+Public failures of reductions: a reduction runs too early, never, twice, or in an order that differs
+between ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ROWS = Rows("reduction")
     "NVIDIA/TransformerEngine#1976",
     "NVIDIA/Megatron-LM!3941",
     state="fixed 2025-08",
-    what="delayed wgrad with overlapped reductions",
+    what="overlapped reductions run before the delayed wgrad",
     cause="The hook that starts the reduction fired in backward, before the deferred wgrad had "
     "made the gradient.",
     consequence="silent wrong numbers: old gradients are reduced",
@@ -42,11 +43,11 @@ def reduced_before_the_deferred_wgrad(h: History) -> None:
     "NVIDIA/Megatron-LM#2999",
     "NVIDIA/Megatron-LM#3074",
     state="fixed 2026-02",
-    what="a captured dW skips the hook after backward",
-    cause="Under graphs the deferred wgrad is replayed and no hook runs, so that no reduction "
-    "was started.",
+    what="a captured dW does not run the hook after backward",
+    cause="Under graphs, the deferred wgrad is replayed and no hook runs, so no reduction was "
+    "started.",
     consequence="silent wrong numbers: each replica keeps its own gradients",
-    fix="an interface for hooks of graphs, and a check of versions",
+    fix="an interface for hooks under graphs, and a version check",
     clause="reduction.missing",
     at="check_update e0",
 )
@@ -66,8 +67,8 @@ def never_reduced_under_graphs(h: History) -> None:
     "megatron-lm-5273",
     "NVIDIA/Megatron-LM#5273",
     state="fixed 2026-06",
-    what="hooks of fused attention weights with delayed wgrad",
-    cause="The hooks of the fused weights were not run, so only these weights were not reduced.",
+    what="with delayed wgrad, fused attention weights are not reduced",
+    cause="The hooks of the fused weights did not run, so only these weights were not reduced.",
     guessed="that the fused weights are a bucket of their own",
     consequence="silent wrong numbers",
     fix="run the hooks",
@@ -98,7 +99,7 @@ def fused_weights_never_reduced(h: History) -> None:
     "pytorch/pytorch#144530",
     "pytorch/pytorch#144426",
     state="open 2025-01",
-    what="pipeline and data parallelism together with zero bubble",
+    what="with a zero-bubble schedule, data parallelism never reduces gradients",
     cause="The split backward asks autograd for gradients directly, which runs no hooks.",
     consequence="gradients are never reduced",
     fix="not landed",
@@ -124,11 +125,11 @@ def hooks_that_a_split_backward_never_runs(h: History) -> None:
     "pytorch-134052",
     "pytorch/pytorch#134052",
     state="fixed 2024-09",
-    what="zero bubble with data parallelism",
-    cause="The backward at which gradients are synchronised is found by counting calls up to the "
-    "number of microbatches; a split backward makes two calls for each.",
+    what="with a zero-bubble schedule, gradients are synchronised at the wrong backward",
+    cause="Gradients are synchronised when the number of backward calls equals the number of "
+    "microbatches. But a split backward makes two calls per microbatch.",
     consequence="gradients synchronised at the wrong backward",
-    fix="count both halves",
+    fix="count both calls of a split backward",
     clause="reduction.incomplete",
     at="start_reduction s0",
 )
@@ -174,7 +175,7 @@ def every_microbatch_ends_the_step(h: History) -> None:
     "deepspeed-5605",
     "deepspeedai/DeepSpeed#5605",
     state="fixed 2024-06",
-    what="a pipeline whose high-precision gradients are updated immediately",
+    what="a high-precision gradient is updated twice in a pipeline",
     cause="The update of the high-precision gradient was called twice for one backward.",
     consequence="silent wrong numbers",
     fix="skip the second call",
@@ -198,11 +199,11 @@ def one_gradient_added_twice(h: History) -> None:
     "megatron-lm-4500",
     "NVIDIA/Megatron-LM#4500",
     state="fixed 2026-05",
-    what="partial graphs with an expert router",
-    cause="The router's weight lost its edge in autograd, so that its reduction hook never ran.",
+    what="with partial graphs, an expert router's weight is never reduced",
+    cause="The router's weight lost its edge in autograd, so its reduction hook never ran.",
     guessed="that the router's weight is a bucket of its own",
     consequence="silent wrong numbers",
-    fix="bind the live output again",
+    fix="reconnect the live output to the autograd graph",
     clause="reduction.missing",
     at="check_update e0",
 )
@@ -232,7 +233,7 @@ def one_weight_whose_hook_never_ran(h: History) -> None:
     what="reduce-scatters in an order that differs from rank to rank",
     cause="Ranks of one group issue the collectives of their buckets in different orders.",
     consequence="a hang",
-    fix="sort them by bucket",
+    fix="sort the collectives by bucket",
     clause="reduction.out-of-order",
     at="start_reduction bucket second",
 )
@@ -295,11 +296,11 @@ def the_embedding_is_reduced_before_its_dw(h: History) -> None:
     "open-instruct-1498",
     "allenai/open-instruct#1498",
     state="fixed 2026-02",
-    what="gradients that a trainer accumulates itself over ZeRO-2",
-    cause="The engine was told that a step has one microbatch, so it ended the accumulation "
-    "after every backward, and the next backward began it again.",
+    what="gradients that a trainer accumulates itself are lost under ZeRO-2",
+    cause="The engine was configured with one microbatch per step. So it ended the accumulation "
+    "after every backward, and the next backward began a new one.",
     consequence="silent wrong numbers: only the last microbatch counts",
-    fix="say which backward is the last",
+    fix="mark the last backward of a step",
     clause="order.incomplete",
     at="finalize s0",
 )
@@ -320,8 +321,8 @@ def every_backward_ends_the_accumulation(h: History) -> None:
     "NVIDIA-NeMo/Megatron-Bridge#5380",
     state="fixed 2026-08",
     what="a stage with a copy of the embedding is missing in the embedding's group",
-    cause="The group that sums the embedding's gradient had the first and the last stage. It "
-    "lacked the separate stage that predicts several tokens, which also holds a copy.",
+    cause="The group that sums the embedding's gradient had only the first and the last stage. It "
+    "lacked the separate stage for multi-token prediction, which also has a copy.",
     consequence="copies diverge; the loss jumps after a resume, which loads equal copies",
     fix="put every stage with a copy into the group",
     clause="reduction.missing",
@@ -332,8 +333,8 @@ def every_backward_ends_the_accumulation(h: History) -> None:
     "uw-syfi/piper#13",
     "uw-syfi/piper#25",
     state="open 2026-07",
-    what="a tied embedding on two ranks of a pipeline",
-    cause="The parameters are copied to both ranks, and their gradients are never summed.",
+    what="the gradients of a tied embedding on two pipeline ranks are never summed",
+    cause="Both ranks have a copy of the parameters, and no reduction sums the copies' gradients.",
     consequence="copies diverge",
     fix="a reduction over the ranks that share the parameter",
     clause="reduction.missing",
@@ -362,13 +363,13 @@ ROWS.untold(
     "megatron-lm-844",
     "NVIDIA/Megatron-LM#844",
     state="closed 2024",
-    what="a shared embedding with a distributed optimizer",
+    what="a shared embedding gets wrong gradients with a distributed optimizer",
     cause="Gradients are scattered over replicas before the embedding's gradient is summed over "
     "the first and the last stage, so that the sum joins parts of different replicas.",
     consequence="wrong embedding gradients",
     fix="sum over the stages first",
     kind="evidence",
-    why="A bucket is reduced once; the contract has no separate names for two sums over "
+    why="For the contract, a bucket is reduced once; it does not distinguish two sums over "
     "different groups of ranks.",
 )
 ROWS.untold(

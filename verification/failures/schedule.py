@@ -1,5 +1,5 @@
 """
-Failures of schedules: a table that cannot run, or that a runtime runs in another order.
+Public failures of schedules: a table cannot run, or a runtime runs it in another order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ ROWS = Rows("schedule")
     "pytorch/pytorch#172668",
     "pytorch/pytorch#178815",
     state="open; an option of torch 2.13",
-    what="receives at the front of a row block compute, but deferring all of them deadlocks",
-    cause="With every receive moved to its use, both ranks wait for their send to end before "
-    "either rank has posted the matching receive.",
+    what="receives at the start of a row block computation, but deferring all of them deadlocks",
+    cause="If every receive is moved to the action that uses it, both ranks wait for their send to "
+    "end before either rank has posted the matching receive.",
     consequence="a hang",
-    fix="ranks take turns: one of the two receives first",
+    fix="one of the two ranks receives first",
     clause="schedule.deadlock",
     at="check rank 0 step 5 0WAIT_SEND_F1",
     shown="tests/failures/test_torch_deferred_receives.py",
@@ -53,10 +53,10 @@ ROWS.untold(
     "pytorch/pytorch#193903",
     state="in torch 2.15",
     what="missing or misplaced waits for the sends of a captured schedule",
-    cause="Without waits, every sent activation lives to the end of the step; a misplaced wait "
-    "comes before the receive that it waits for.",
+    cause="Without waits, every sent activation stays allocated to the end of the step. A "
+    "misplaced wait comes before the receive that it depends on.",
     consequence="a hang at replay, or more memory",
-    fix="a pass over the table that places the waits",
+    fix="a pass over the table that inserts the waits",
     clause="schedule.deadlock",
     at="check rank 0 step 5 0WAIT_SEND_F1",
 )
@@ -91,8 +91,8 @@ ROWS.untold(
     "torchtitan-4143",
     "pytorch/torchtitan#4143",
     state="fixed 2026-08",
-    what="capture of sharded parameters that are always resharded",
-    cause="An event that was recorded outside the capture is consumed inside it.",
+    what="capture fails with sharded parameters that are always resharded",
+    cause="The captured code waits for an event that was recorded outside the capture.",
     consequence="a crash (stream capture isolation)",
     fix="gather the parameters before the capture",
     kind="transport",
@@ -105,10 +105,10 @@ ROWS.untold(
     "NVIDIA/Megatron-LM#1450",
     "NVIDIA/Megatron-LM#5271",
     state="open 2025-03",
-    what="batched messages of interleaved stages on two ranks",
+    what="batched messages of interleaved stages are swapped on two ranks",
     cause="With two ranks the previous and the next rank are the same. A batch posts a send and "
-    "a receive for each direction in one fixed order, and messages between the same ranks pair "
-    "by order: an activation is received where a gradient was sent.",
+    "a receive for each direction in one fixed order, and messages between the same two ranks are "
+    "matched by order. So a receive of an activation gets a gradient.",
     consequence="silent wrong numbers; with other shapes a crash or a hang",
     fix="separate messages instead of batches",
     clause="schedule.message-order",

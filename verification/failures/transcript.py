@@ -1,9 +1,9 @@
 """
 The transcript of a re-enactment: one process, and a line for each call of its contract.
 
-A step is named as in a schedule table: ``0F1`` is stage 0's forward of microbatch 1, ``0I1`` the
-input half of its backward and ``0W1`` the weight half. ``e1`` follows the name once the optimizer
-has stepped. The steps of two runs can be compared line by line.
+A step is named as in a schedule table: ``0F1`` is stage 0's forward of microbatch 1, ``0I1`` its
+input gradient and ``0W1`` its weight gradient. After the first optimizer step, the epoch follows
+the name, such as ``e1``. The steps of two runs can be compared line by line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MATRICES = ("fc1", "fc2")
 
 
 def addresses(*matrices: str, first: int = 4096) -> tuple[Destination, ...]:
-    """Return a gradient buffer for each matrix, laid end to end from an address."""
+    """Return one gradient buffer per matrix, at consecutive addresses from `first` on."""
     return tuple(
         Destination(name, None, (8, 8), "float32", "cuda:0", first + 256 * place, 256)
         for place, name in enumerate(matrices)
@@ -38,16 +38,17 @@ def addresses(*matrices: str, first: int = 4096) -> tuple[Destination, ...]:
 
 class Transcript:
     """
-    One process and the calls made to its contract.
+    One process, and a record of the calls to its contract.
 
     Args:
-        faulty: Run the re-enactment as reported; otherwise with the faulty step corrected.
+        faulty: If True, run the re-enactment as reported; if False, with the faulty step corrected.
 
     Attributes:
-        caller: The contract, and the references of its forwards.
+        caller: The contract, and the references that its forwards returned.
         steps: A line for each call.
-        unchanged: Whether the latest refused call left the contract as it was; None before one.
-        place: The step that is under way.
+        unchanged: Whether the latest refused call left the contract's state unchanged; None if no
+            call was refused.
+        place: The step that is running.
     """
 
     caller: Caller
@@ -64,7 +65,7 @@ class Transcript:
         return not self.faulty
 
     def at(self, refusal: Refused) -> str:
-        """Where the run was refused: the transition and its action."""
+        """Return where the run was refused: the transition and the action."""
         return f"{refusal.transition} {self.place}".strip()
 
     def step(self, name: str, call: Callable[[], Any], detail: str = "") -> Any:
@@ -72,12 +73,12 @@ class Transcript:
         Make one call of the contract and record it.
 
         Args:
-            name: The action, as in a table.
-            call: The call.
-            detail: Its arguments, if they matter.
+            name: The action, in the notation of schedule tables.
+            call: Function that makes the call.
+            detail: The call's arguments for the transcript; empty if they do not matter.
 
         Raises:
-            Refused: The contract refused it.
+            Refused: The contract refused the call.
         """
         self.place = name
         self.steps.append(f"{name} {detail}".strip())
@@ -100,9 +101,9 @@ class Transcript:
         Begin a process.
 
         Args:
-            stages: The stages; by default stage 0 alone, with two microbatches and two slots.
-            callers: Names of the calling streams.
-            options: Options of ``Contract``; any other option is one of stage 0.
+            stages: The stages; by default only stage 0, with two microbatches and two slots.
+            callers: Names of the callers' streams.
+            options: Options of ``Contract``; any other option configures stage 0.
         """
         of_contract = {
             k: options.pop(k) for k in ("capture_order", "declared", "reductions") if k in options
@@ -119,11 +120,11 @@ class Transcript:
     # Helpers
 
     def key(self, microbatch: int, stage: int = 0, invocation: int = 0) -> TapeKey:
-        """The key of a microbatch in the current epoch."""
+        """Return the key of a microbatch in the current epoch."""
         return TapeKey(self.contract.epoch, stage, microbatch, invocation=invocation)
 
     def ref(self, key: TapeKey) -> TapeRef:
-        """The reference of the latest forward of a key's cell."""
+        """Return the reference of the latest forward of a key's microbatch."""
         return self.caller.refs[key.cell]
 
     def _redeem(
@@ -148,7 +149,7 @@ class Transcript:
             raise
 
     def _hand_over(self, stage: int, caller: Hashable, joined: bool | None) -> int:
-        """Submit the caller's work; the graph stream waits for it. Return the link."""
+        """Submit the caller's work, let the graph stream wait for it, and return the link."""
         link = self.caller.link(stage, caller)
         if joined is not None:
             self.contract.submit(caller)
@@ -164,7 +165,7 @@ class Transcript:
         asked: bool,
         of: int | None = None,
     ) -> dict[str, int]:
-        """Return and record what the device reports as filled, and from which weights."""
+        """Return, and record, which caches the device reports as filled, and from which weights."""
         default = self._matrices(stage) if asked else ()
         given = default if filled is None else tuple(filled)
         if filled is not None:
@@ -186,7 +187,7 @@ class Transcript:
 
 
 def stage(index: int, **options: Any) -> StageConfig:
-    """Return a stage of two microbatches, two slots and two matrices, unless told otherwise."""
+    """Return a stage; by default it has two microbatches, two slots and two matrices."""
     return StageConfig(index, **{"microbatches": 2, "slots": 2, "matrices": MATRICES, **options})
 
 

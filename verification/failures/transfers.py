@@ -1,5 +1,5 @@
 """
-Failures of completion: copies between host and device that nothing orders with the work.
+Public failures of completion: a copy between host and device is not ordered with other device work.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ AS_WEIGHTS_READ = "each asynchronous save, as a read of its stage's weights"
     "meta-pytorch/torchtune#1867",
     "meta-pytorch/torchtune#1936",
     state="fixed 2024-10",
-    what="offloaded activations whose storage another tensor shares",
-    cause="A saved tensor was dropped while the copying stream still read its storage: that "
-    "stream's use of a tensor was recorded for one kind of tensor only.",
+    what="the storage of offloaded activations is reused while it is still copied",
+    cause="A saved tensor was freed while the copying stream still read its storage. The copying "
+    "stream's use was recorded for only one kind of tensor.",
     guessed="which tensor got the storage: re-enacted with the next microbatch's slot",
     consequence="NaN gradients",
-    fix="record the stream's use whenever the storage has another owner",
+    fix="record the copying stream's use whenever another tensor owns the storage",
     clause="completion.transfer-to-graph",
     at="check_forward 0F1",
     reports=AS_READS,
@@ -49,10 +49,10 @@ def storage_recycled_under_a_copy_to_the_host(h: History) -> None:
     "pytorch-180665",
     "pytorch/pytorch#180665",
     state="closed pull request 2026-04",
-    what="sharded and replicated data parallelism with gradients on the host",
+    what="hybrid sharded data parallelism copies wrong gradients to the host",
     cause="The output of the reduce-scatter belongs to one stream, and a second stream copies "
-    "the output to the host. The host dropped the output at once, so the first stream's next "
-    "output took its storage.",
+    "the output to the host. The host freed the output at once, so the first stream's next output "
+    "reused its storage.",
     guessed="that an output is acquired and released with its tape's slot; so the refusal comes at "
     "the next tape's forward",
     consequence="silent wrong gradients, in a third to a half of the runs",
@@ -80,8 +80,8 @@ def reduced_gradient_recycled_under_its_copy(h: History) -> None:
     "huggingface/trl#7195",
     state="fixed 2026-09",
     what="offloaded activations are copied before they are written",
-    cause="The copying stream waited for a stream that was looked up once, at construction, and "
-    "not for the stream that now computes; a copy of a view was enqueued after the wait.",
+    cause="The copying stream waited for a stream that was looked up once, at construction, not "
+    "for the stream that computes now. Also, a copy of a view was enqueued after the wait.",
     consequence="a rare race; a first attempt at the fix gave wrong gradients",
     fix="look the stream up at each copy, and copy the view before the wait",
     clause="completion.graph-to-caller",
@@ -154,11 +154,11 @@ def weights_used_under_their_broadcast(h: History) -> None:
     "pytorch/tutorials#3688",
     "pytorch/tutorials#3584",
     state="closed pull request 2025-12",
-    what="the recipe of asynchronous checkpoints lets the optimizer write what a save reads",
-    cause="The recipe awaited the former save after the optimizer's step, so the update wrote the "
-    "weights in place while the save could still read them.",
+    what="the recipe for asynchronous checkpoints lets the optimizer overwrite what a save reads",
+    cause="The recipe waited for the previous save only after the optimizer's step. So the update "
+    "overwrote the weights while the save could still read them.",
     consequence="a checkpoint may hold weights of two steps",
-    fix="await the former save before the optimizer's step",
+    fix="wait for the previous save before the optimizer's step",
     clause="completion.weights-in-use",
     at="check_update e1",
     reports=AS_WEIGHTS_READ,
@@ -188,7 +188,7 @@ def updated_while_a_save_reads(h: History) -> None:
     guessed="that the runtime reports the move as an update, and the handles as an unfinished "
     "read: the contract knows weights, not optimizer state",
     consequence="every later checkpoint holds the same bytes of optimizer state",
-    fix="finish the save and give the handles up before the move",
+    fix="finish the save and release the handles before the move",
     clause="completion.weights-in-use",
     at="check_update e0",
     reports=AS_WEIGHTS_READ + ", and the move of the saved state as the update",

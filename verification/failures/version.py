@@ -1,5 +1,5 @@
 """
-Failures of version: a quantized weight cache that was made from other weights.
+Public failures of version: a quantized weight cache was made from the wrong weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILLS = "the caches that the device filled, and from which weights"
     "NVIDIA/Megatron-LM@32305103",
     state="fixed 2025-09",
     what="the flag of the first microbatch is not set under graphs",
-    cause="The manager of graphs never passed the flag, so that captured forwards skipped the "
+    cause="The graph manager never passed the flag on, so captured forwards skipped the "
     "quantization of new weights.",
     consequence="silent wrong numbers: FP8 weights of an earlier step",
     fix="set the flag from the counter of microbatches",
@@ -43,8 +43,8 @@ def no_microbatch_is_the_first(h: History) -> None:
     "NVIDIA/TransformerEngine#2524",
     state="fixed 2025",
     what="a quantized weight workspace lacks the layout that the next call needs",
-    cause="A cached workspace was used again by a call that needs another layout of it.",
-    guessed="that the other layout came with a change of use between two steps",
+    cause="A call that needs another layout reused a cached workspace.",
+    guessed="that the layout differed because the cache's use changed between two steps",
     consequence="a crash, or the wrong layout",
     fix="drop the cache when its uses change",
     kind="evidence",
@@ -66,7 +66,7 @@ def a_workspace_of_another_layout(h: History) -> None:
     "megatron-bridge-3076",
     "NVIDIA-NeMo/Megatron-Bridge#3076",
     state="fixed 2026-04",
-    what="MXFP8 parameters under a graph of the whole iteration",
+    what="under a graph of the whole iteration, MXFP8 parameters are gathered from old content",
     cause="The graph gathers the parameters, but in its first step the host did not stage them, "
     "so the cache was filled with the buffer's old content.",
     consequence="silent wrong numbers: the loss diverges",
@@ -92,7 +92,7 @@ def nothing_staged_for_the_first_graph_step(h: History) -> None:
     what="sharded parameters are not ready before a graph is replayed",
     cause="A replay, or a prefetch, read the gathered parameters before the gather had finished.",
     consequence="silent wrong numbers",
-    fix="publish them before the replay",
+    fix="make the gathered parameters available before the replay",
     clause="completion.caller-to-graph",
     at="check_forward 0F0",
     reports="the stream that gathered the parameters, as the stream that fills a forward's inputs",
@@ -114,7 +114,7 @@ def parameters_not_there_before_the_replay(h: History) -> None:
     cause="The inverse scale of the cached FP8 weights belongs to the recipe: an update after "
     "microbatch 0 moves it, while the weights stay quantized with the old scale.",
     consequence="silent wrong numbers",
-    fix="the inverse scale is written only together with the data",
+    fix="write the inverse scale only together with the quantized data",
     clause="version.stale-cache",
     at="check_forward 0F1",
     reports="a move of the scales of cached weights, as a loss of the cache",
@@ -137,7 +137,7 @@ def scales_of_cached_weights_move(h: History) -> None:
     "NVIDIA/TransformerEngine#646",
     "NVIDIA/Megatron-LM#607",
     state="fixed 2024-02",
-    what="FP8 with a pipeline, recomputation and several microbatches",
+    what="FP8 with a pipeline and recomputation uses weights that were never written",
     cause="The warm-up forward of microbatch 0 runs without gradients and quantizes the weights "
     "into a new tensor; microbatch 1 uses the cached placeholder that was never written.",
     consequence="NaN",
@@ -165,7 +165,7 @@ def the_placeholder_is_never_written(h: History) -> None:
     "at capture and replayed for every microbatch.",
     guessed="which decision was captured: the re-enacted graph never quantizes",
     consequence="silent wrong numbers: stale weights, or weights quantized again",
-    fix="pass the tensor on",
+    fix="pass the tensor through",
     clause="version.fill-missing",
     at="commit_refresh s0 e1",
     reports=FILLS,
@@ -184,10 +184,10 @@ def the_graph_never_quantizes(h: History) -> None:
     "transformer-engine-2119",
     "NVIDIA/TransformerEngine#2119",
     state="fixed 2025-09",
-    what="the FP8 weight cache under graphs",
-    cause="The kernels that quantize ignored the flag that should have stopped them.",
+    what="under graphs, the FP8 weight cache is filled again at every replay",
+    cause="The quantization kernels ignored the flag that should have stopped them.",
     consequence="weights are quantized at every replay",
-    fix="the flag reaches every kernel",
+    fix="pass the flag to every kernel",
     clause="version.fill-unasked",
     at="commit_forward 0F1",
     reports=FILLS,
@@ -220,7 +220,7 @@ def every_replay_quantizes(h: History) -> None:
     "automodel-3606",
     "NVIDIA-NeMo/Automodel#3606",
     state="found in the review of a merged pull request, 2026-08",
-    what="a cache of quantized expert weights that no update invalidates",
+    what="no update invalidates a cache of quantized expert weights",
     cause="The cache is keyed by address, shape and version counter of the weight, but an "
     "update of sharded expert weights changes none of the three.",
     consequence="experts compute with the weights that training began with",
@@ -243,10 +243,10 @@ def nothing_fills_the_cache_after_an_update(h: History) -> None:
     "megatron-lm-950",
     "NVIDIA/Megatron-LM#950",
     state="open 2024-07",
-    what="overlapped gathers of parameters, where layers run in another order than they are stored",
-    cause="Buckets are gathered in the order of storage. A layer that runs earlier than its bucket "
-    "finds no gather to wait for, and computes with the former step's weights.",
-    guessed="that the layer's weight cache is filled from what the bucket holds",
+    what="overlapped gathers of parameters come too late for layers that run before their bucket",
+    cause="Buckets are gathered in the order of storage. A layer that runs before its bucket's "
+    "gather has nothing to wait for, and computes with the previous step's weights.",
+    guessed="that the layer's weight cache is filled from the bucket's current content",
     consequence="silent wrong numbers",
     fix="no fix known; in the corrected run the gather comes first",
     clause="version.wrong-fill",
@@ -257,9 +257,9 @@ def nothing_fills_the_cache_after_an_update(h: History) -> None:
     "nemo-rl-561",
     "NVIDIA-NeMo/RL#561",
     state="fixed 2025-06",
-    what="overlapped gathers of parameters, with a reference model",
-    cause="The one gather after an update runs before the next forward. That forward was the "
-    "reference model's, so the reference weights were gathered and not the updated weights.",
+    what="overlapped gathers of parameters gather the reference model's weights",
+    cause="After an update there is only one gather, before the next forward. That forward was the "
+    "reference model's, so the reference weights were gathered instead of the updated weights.",
     guessed="that the reference weights are those of the first step",
     consequence="silent wrong numbers",
     fix="no overlap while the reference model runs",

@@ -1,13 +1,13 @@
 """
-The parts of the proofs by induction: the history beside the memory, and the lemmas that make the
-promises inductive.
+The proof by induction: a history of the physical effects of actions, and the lemmas that make the
+promises inductive (no transition breaks them all together).
 
-The specification has the promises (``qeffect.spec.promises``). This package has what the proof of
-the promises needs: ghost columns (``ghosts``), their changes by each accepted transition
-(``history``, ``effects``), and lemmas of the memory alone (``memory_lemmas``) and of memory and
-history (``tapes``, ``scaling``, ``gradients``, ``device``, ``converse``). ``INVARIANTS`` and
-``HISTORY`` join promises and lemmas: the claims of the induction. ``ORIGIN`` has the assumptions
-about the initial state.
+The specification has the promises (``qeffect.spec.promises``). This package has the parts that
+their proof needs: the columns of the history, called ghosts (``ghosts``); their changes by each
+accepted transition (``history``, ``effects``); lemmas about the contract's memory alone
+(``memory_lemmas``); and lemmas about memory and history (``tapes``, ``scaling``, ``gradients``,
+``device``, ``converse``). ``INVARIANTS`` and ``HISTORY`` join promises and lemmas; the induction
+proves all of them. ``ORIGIN`` has the assumptions about the initial state.
 """
 
 from __future__ import annotations

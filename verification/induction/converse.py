@@ -1,9 +1,10 @@
 """
-Invariants of the marks that stop an action: each mark has a reason in the physical history.
+Invariants of the marks in the contract's state that make a guard refuse: each mark has a reason in
+the physical history.
 
-The other lemmas state that every forbidden situation is marked, so that a guard sees it. These
-lemmas state the converse: every mark stands for a forbidden situation. The proof that every legal
-check is accepted needs them.
+The other lemmas state that the contract marks every forbidden situation, so that a guard sees it.
+The lemmas here state the converse: every mark stands for a forbidden situation. The proof that
+every legal check is accepted needs them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ HISTORY = Register()
 @HISTORY("ownership.good-reference-finds-its-work")
 def finds_its_work(st: State, h: History) -> Truth:
     """
-    If the work of a reference is not gone, the reference names that work in the current
-    incarnation.
+    As long as the work that a reference was issued for exists, the reference names this work in the
+    current incarnation.
     """
     s = h.ref_slot[0]
     there = live(st, s) & (st.generation[s] == h.ref_generation[0])
@@ -48,7 +49,7 @@ def poison_has_a_reason(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.filling-is-busy", needs="version", g="stage")
 def filling_is_busy(st: State, h: History, g: Index) -> Truth:
-    """While an F of a stage fills its cache, the domain is busy with that F."""
+    """While an F fills the cache of its stage, the stage's domain is busy with that F."""
     d = st.domain_of[g]
     s = h.updater[d]
     ours = (s != NO_SLOT) & (st.slot_stage[s] == g)
@@ -58,13 +59,13 @@ def filling_is_busy(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("version.forward-read-a-fill", needs="order", g="stage")
 def forward_read_a_fill(st: State, h: History, g: Index) -> Truth:
-    """If a forward of the epoch ran, it read a fill of the cache."""
+    """If a forward ran in the epoch, it read weights that were filled into the cache."""
     return implies(h.forwards_of_epoch[g] != 0, h.fill_of_epoch[g] != NEVER)
 
 
 @HISTORY("version.waiting-has-a-reason", needs="order", d="domain")
 def waiting_has_a_reason(st: State, h: History, d: Index) -> Truth:
-    """A domain waits for a stage's first F because the stage was filled, or has lost its fill."""
+    """A domain waits for a stage's first F because the stage's cache was filled, or was lost."""
     g = st.refreshed[d]
     filled = (h.cached[g] == h.weights[0]) | (h.lost[g] != 0)
     to_come = (h.fill_of_epoch[g] == NEVER) & filled
@@ -73,7 +74,7 @@ def waiting_has_a_reason(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("version.busy-with-first-forward", needs="order", d="domain")
 def busy_with_first_forward(st: State, h: History, d: Index) -> Truth:
-    """If a first F must come next, only that F or a refresh of its stage is in flight."""
+    """If a stage's first F must come next, only that F or a refresh of the stage is in flight."""
     g = st.refreshed[d]
     flying = (g != NO_STAGE) & (st.busy[d] != 0) & (st.refreshing[g] == 0)
     return implies(
@@ -83,7 +84,7 @@ def busy_with_first_forward(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("epoch.first-forward-before-final", d="domain")
 def first_forward_before_final(st: State, h: History, d: Index) -> Truth:
-    """If a first F must come next and is in flight, its stage is not final."""
+    """If the first F that must come next is in flight, its stage is not final."""
     g = st.refreshed[d]
     here = (g != NO_STAGE) & (st.domain_of[g] == d)
     flying = here & (st.busy[d] != 0) & (st.refreshing[g] == 0)
@@ -99,7 +100,7 @@ def spoiled_has_a_reason(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("completion.behind-has-a-reason", l="link")
 def behind_has_a_reason(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
-    """A link is marked as not joined because its caller has enqueued work since."""
+    """A link is marked as not joined because its caller enqueued work after the last join."""
     return implies(h.behind[l] == 0, st.joined[l] == st.submitted[l])
 
 
@@ -119,13 +120,13 @@ def seen_is_counted(st: State, h: History) -> Truth:
 
 @HISTORY("completion.heard-was-told", l="link")
 def heard_was_told(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
-    """A graph stream has waited only for ends that were reported."""
+    """A graph stream has waited only for ends of transfers that were reported."""
     return (0 <= h.heard[l]) & (h.heard[l] <= h.told[l]) & (0 <= st.joined[l])
 
 
 @HISTORY("completion.latest-end", s="slot")
 def latest_end(st: State, h: History, s: Index) -> Truth:
-    """The end that a slot remembers is its latest, and counts as joined once it was waited for."""
+    """A slot records its latest end of a transfer, which counts as joined once it was awaited."""
     l = h.last_end_on[s]  # noqa: E741 - a link
     none = (st.ended_at[s] == 0) & (h.last_end[s] == 0)
     waited = implies(h.last_end[s] <= h.heard[l], st.ended_at[s] <= st.joined[l])

@@ -1,10 +1,10 @@
 """
 Invariants of the device: of graph memory, of enqueued replays, and of reductions.
 
-No replay overwrites what a live tape keeps in its pool. A caller that waited past a replay sees
-what the replay wrote. Device work that may be unfinished is marked undrained, or its action is
-still in flight. A bucket's reduction is in the state that the contract records, and its gradients
-are complete.
+No replay overwrites memory that a live tape keeps in its capture pool. A caller that has waited for
+a replay sees what the replay wrote. Device work that may be unfinished is marked as undrained, or
+its action is still in flight. A bucket's reduction is in the state that the contract records, and
+its gradients are complete.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def tenants(st: State, h: History, p: Index) -> Truth:
 
 @HISTORY("capture.every-slot-seated", s="slot")
 def every_slot_seated(st: State, h: History, s: Index) -> Truth:
-    """Every slot has a separate seat, which is below the count exactly if the slot keeps memory."""
+    """Each slot has its own number in its pool, below the count exactly if it keeps memory."""
     p, seat = st.pool_of[s], h.seat[s]
     kept = (seat < h.tapes[p]) == (h.in_pool[s] == 1)
     return (0 <= seat) & (seat < h.slots[p]) & (h.seated[p, seat] == s) & kept
@@ -72,7 +72,7 @@ def every_slot_seated(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("capture.every-seat-taken", p="pool", i="place")
 def every_seat_taken(st: State, h: History, p: Index, i: Index) -> Truth:
-    """Every seat has a slot of the pool."""
+    """Every number of a pool belongs to one of its slots."""
     s = h.seated[p, i]
     taken = (s != NO_SLOT) & (st.pool_of[s] == p) & (h.seat[s] == i)
     return implies((0 <= i) & (i < h.slots[p]), taken)
@@ -80,19 +80,19 @@ def every_seat_taken(st: State, h: History, p: Index, i: Index) -> Truth:
 
 @HISTORY("capture.cursor", p="pool")
 def cursor(st: State, h: History, p: Index) -> Truth:
-    """The cursor is the rank of the pool's latest replay."""
+    """The cursor of a pool is the capture rank of the pool's latest replay."""
     return st.cursor[p] == h.last_rank[p]
 
 
 @HISTORY("capture.own-rank", s="slot")
 def own_rank(st: State, h: History, s: Index) -> Truth:
-    """The latest replay of a slot that keeps memory was captured no later than its pool's."""
+    """A slot with memory was replayed last by a graph not captured after its pool's last graph."""
     return implies(h.in_pool[s] == 1, h.own_rank[s] <= h.last_rank[st.pool_of[s]])
 
 
 @HISTORY("capture.latest", s="slot")
 def latest(st: State, h: History, s: Index) -> Truth:
-    """The latest replay of a pool in which a slot keeps memory was a slot's or a refresh's."""
+    """If a slot keeps memory in a pool, the pool's last replay was of a slot or a refresh."""
     p = st.pool_of[s]
     slot, stage = h.last_replayed[p], h.last_refreshed[p]
     of_slot = (slot != NO_SLOT) & (st.pool_of[slot] == p) & (h.own_rank[slot] == h.last_rank[p])
@@ -103,7 +103,7 @@ def latest(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("capture.last-rank", s="slot")
 def last_rank(st: State, h: History, s: Index) -> Truth:
-    """The mask and the action in flight determine a tape's latest replay."""
+    """A slot's consumer mask and its action in flight determine the latest replay of its tape."""
     idle, mask = st.held[s] == 0, st.consumers[s]
     begun = (mask == RESERVED) & in_flight(st, s)
     forwarded = retained(st, s) & awaits(st, s, DGRAD_BIT)
@@ -131,8 +131,8 @@ def replays(st: State, h: History, d: Index) -> Truth:
 @HISTORY("completion.replays-of-tapes", s="slot")
 def replays_of_tapes(st: State, h: History, s: Index) -> Truth:
     """
-    The graph stream has replayed for a tape that only dW and readers need, or that a dW of another
-    tape has taken.
+    The graph stream has replayed for each tape that only dW and readers still need, and for each
+    tape that another tape's dW has taken.
     """
     mask = st.consumers[s]
     left = (mask != 0) & ((mask & (RESERVED | DGRAD_BIT)) == 0)
@@ -142,7 +142,7 @@ def replays_of_tapes(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("completion.seen")
 def seen(st: State, h: History) -> Truth:
-    """A caller that waited past a tape's latest replay sees its output."""
+    """A caller that has waited for a tape's latest replay sees the tape's output."""
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     there = st.domain_at[l] == domain_of_slot(st, s)
     return implies(retained(st, s) & there & (st.produced[s] <= st.waited[l]), h.seen[0] == 1)
@@ -164,7 +164,8 @@ def saw_all(st: State, h: History) -> Truth:
 @HISTORY("completion.former-work")
 def former_work(st: State, h: History) -> Truth:
     """
-    A caller that waited until after a slot was vacated has waited for all former work of the slot.
+    A caller that has waited past the time at which a slot became free has waited for all earlier
+    work in the slot.
     """
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     there = st.domain_at[l] == domain_of_slot(st, s)
@@ -173,7 +174,7 @@ def former_work(st: State, h: History) -> Truth:
 
 @HISTORY("completion.trailing")
 def trailing(st: State, h: History) -> Truth:
-    """The slot remembers an end that the graph stream has not waited for."""
+    """The slot records each end of a transfer for which the graph stream has not waited."""
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     told = (st.ended_on[s] == l) & (st.joined[l] < st.ended_at[s])
     return implies(h.trailing[0] == 1, told) & implies(h.trailing[0] != 0, h.trailing[0] == 1)
@@ -181,7 +182,7 @@ def trailing(st: State, h: History) -> Truth:
 
 @HISTORY("completion.seen-gradients")
 def seen_gradients(st: State, h: History) -> Truth:
-    """A caller that waited past a stage's latest dW sees its gradients."""
+    """A caller that has waited for a stage's latest dW sees the stage's gradients."""
     l, g = h.link[0], h.stage[0]  # noqa: E741 - a link
     there = st.domain_at[l] == st.domain_of[g]
     return implies(there & (st.landed[g] <= st.waited[l]), h.seen_gradients[0] == 1)
@@ -189,7 +190,7 @@ def seen_gradients(st: State, h: History) -> Truth:
 
 @HISTORY("completion.seen-evaluation", l="link")
 def seen_evaluation(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
-    """A caller that waited past all replays of a stage's domain waited for its evaluations."""
+    """A caller that waited for all replays of a stage's domain waited for its evaluations too."""
     d = st.domain_of[h.stage[0]]
     ours = (st.caller_at[l] == st.caller_at[h.link[0]]) & (st.domain_at[l] == d)
     return implies(ours & (st.replays[d] <= st.waited[l]), h.seen_evaluation[0] == 1)
@@ -197,7 +198,7 @@ def seen_evaluation(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a
 
 @HISTORY("completion.evaluation-awaited-by-consumer")
 def evaluation_awaited_by_consumer(st: State, h: History) -> Truth:
-    """A final stage's evaluation that the consumer has not waited for is marked."""
+    """If the consumer has not waited for an evaluation of a final stage, this is marked."""
     g = h.stage[0]
     consumes = (st.final[g] == now(st, g)) & (st.caller_at[h.link[0]] == st.consumer[0])
     waited = st.unwaited[st.domain_of[g]] == 0
@@ -206,7 +207,7 @@ def evaluation_awaited_by_consumer(st: State, h: History) -> Truth:
 
 @HISTORY("completion.device", d="domain")
 def device(st: State, h: History, d: Index) -> Truth:
-    """Device work that may be unfinished is undrained, or its action is still in flight."""
+    """Device work that may be unfinished is marked undrained, or its action is in flight."""
     s, g = h.beginner[d], h.refresher[d]
     slot = (s != NO_SLOT) & in_flight(st, s) & (domain_of_slot(st, s) == d)
     stage = (g != NO_STAGE) & (st.refreshing[g] != 0) & (st.domain_of[g] == d)
@@ -248,7 +249,7 @@ def none_before_the_first(st: State, h: History, b: Index) -> Truth:
 
 @HISTORY("epoch.walks")
 def walks(st: State, h: History) -> Truth:
-    """The contract counts the completed walks."""
+    """The contract counts the completed walks (passes over the microbatches)."""
     return (st.walk[0] == h.walks[0]) & (0 <= h.walks[0])
 
 
@@ -269,35 +270,35 @@ def finalized_after_gradients(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("completion.update-runs", d="domain")
 def update_runs(st: State, h: History, d: Index) -> Truth:
-    """An update that may still run beside a graph stream is marked, with its stream."""
+    """If an update may still run in parallel with a graph stream, it is marked, with its stream."""
     told = (st.unawaited[d] != 0) & (st.updater[0] == h.updated_on[0])
     return implies(h.updating[d] != 0, told)
 
 
 @HISTORY("completion.readers", g="stage")
 def readers(st: State, h: History, g: Index) -> Truth:
-    """The contract knows whose weights are being read."""
+    """The contract records which stages' weights are being read."""
     none, running, done = (h.weights_reader[g] == k for k in (NONE, RUNNING, DONE))
     return (none | running | done) & (running == (st.weights_read[g] != 0))
 
 
 @HISTORY("completion.reader-awaited-by-consumer", g="stage")
 def reader_awaited_by_consumer(st: State, h: History, g: Index) -> Truth:
-    """The stream that waited for a reader of the weights is the named consumer."""
+    """The stream that waited for a reader of the weights is the recorded consumer."""
     ours = st.consumer[0] == st.caller_at[h.reader_awaited_by[g]]
     return implies(h.weights_reader[g] == DONE, (st.named[0] == now(st, g)) & ours)
 
 
 @HISTORY("completion.gradients-readers", g="stage")
 def gradients_readers(st: State, h: History, g: Index) -> Truth:
-    """The contract knows whose gradients are being read."""
+    """The contract records which stages' gradients are being read."""
     none, running, done = (h.gradients_reader[g] == k for k in (NONE, RUNNING, DONE))
     return (none | running | done) & (running == (st.gradients_read[g] != 0))
 
 
 @HISTORY("completion.gradients-awaited-by-consumer", g="stage")
 def gradients_awaited_by_consumer(st: State, h: History, g: Index) -> Truth:
-    """The consumer is the stream that reads gradients, and the stream that waited for it."""
+    """The consumer is the stream that reads gradients, or that waited for their reader."""
     named = st.named[0] == now(st, g)
     ours = st.consumer[0] == st.caller_at[h.gradients_awaited_by[g]]
     return implies(h.gradients_reader[g] == RUNNING, named) & implies(
@@ -314,8 +315,8 @@ def read_gradients_whole(st: State, h: History, g: Index) -> Truth:
 @HISTORY("completion.read-shared-whole", needs="arena", g="stage")
 def read_shared_whole(st: State, h: History, g: Index) -> Truth:
     """
-    While gradients of a stage are being read, every dW of the stage that shares a destination has
-    run.
+    While gradients of a stage are being read, every dW has run of the other stage that shares a
+    destination with it.
     """
     t = st.sharer_of[g]
     return implies(st.gradients_read[g] != 0, st.wgrads[t] == st.cells[t])
@@ -330,7 +331,8 @@ def read_gradients_reduced(st: State, h: History, g: Index, b: Index) -> Truth:
 @HISTORY("completion.behind-update", l="link")
 def behind_update(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
     """
-    If a caller may run beside the latest update, it is marked, and the update's stream is known.
+    If a caller may run in parallel with the latest update, the caller is marked, and the update's
+    stream is recorded.
     """
     told = (st.unseen[l] != 0) & (st.updater[0] == h.updated_on[0])
     return implies(h.behind_update[l] != 0, told)
@@ -338,7 +340,7 @@ def behind_update(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a l
 
 @HISTORY("completion.update-on-its-stream")
 def update_on_its_stream(st: State, h: History) -> Truth:
-    """The contract knows the stream of the update in flight."""
+    """The contract records the stream of the update in flight."""
     return implies(st.optimizing[0] != 0, st.updater[0] == h.updated_on[0])
 
 

@@ -1,5 +1,5 @@
 """
-Physical effects that several transitions have, each as a change of the history.
+Physical effects that several transitions share, each as a change of the history.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def issue(st: State, h: History, key: Any, slot: Any) -> None:
-    """A reference to the slot is issued to the key's owner."""
+    """A reference to the slot is issued to the caller of this key."""
     same = (
         (slot == h.ref_slot[0])
         & (st.generation[slot] == h.ref_generation[0])
@@ -82,8 +82,9 @@ def redeem(h: History, ticket: Any) -> None:
 
 def replay(st: State, h: History, slot: Any, rank: Any) -> None:
     """
-    A graph of the slot is replayed. If the pool has replayed a graph that was captured no earlier,
-    that graph's scratch memory has overwritten what this one reads of the slot's tape.
+    A graph of the slot is replayed. If its pool has already replayed a graph that was not captured
+    earlier, that graph's scratch memory has overwritten data of the slot's tape that this graph
+    reads.
     """
     pool = st.pool_of[slot]
     late = (slot == h.slot[0]) & (h.in_pool[slot] == 1) & (rank <= h.last_rank[pool])
@@ -94,7 +95,7 @@ def replay(st: State, h: History, slot: Any, rank: Any) -> None:
 
 
 def overwrite(st: State, h: History, pool: Any, rank: Any, there: Any) -> None:
-    """If ``there``, a graph of a pool is replayed: it overwrites what later graphs keep."""
+    """If ``there``, a graph of a pool is replayed, and overwrites what later graphs keep."""
     kept = (h.in_pool[h.slot[0]] == 1) & (st.pool_of[h.slot[0]] == pool)
     found = kept & (rank <= h.own_rank[h.slot[0]]) & there
     h.clobbered[0] = choose(found, 1, h.clobbered[0])
@@ -103,8 +104,8 @@ def overwrite(st: State, h: History, pool: Any, rank: Any, there: Any) -> None:
 
 def trade(numbers: Any, members: Any, group: Any, member: Any, number: Any) -> None:
     """
-    A member of a numbered group takes a number; the former holder of that number gets the member's
-    number.
+    A member of a numbered group takes a new number; the member that had this number gets the old
+    number in exchange.
     """
     other, before = members[group, number], numbers[member]
     numbers[other] = before
@@ -131,7 +132,7 @@ def leave_pool(st: State, h: History, slot: Any, leaves: Any) -> None:
 
 
 def vacate(st: State, h: History, slot: Any) -> None:
-    """The work in a slot is lost; reads under way keep its memory, and arrivals are dropped."""
+    """The work in a slot is lost; running reads keep its memory, and arriving data is dropped."""
     unread = (h.moving[slot] & READ_BITS) == 0
     leave_pool(st, h, slot, (h.in_pool[slot] == 1) & unread)
     h.owing[slot] = 0
@@ -158,7 +159,7 @@ def replayed_on(h: History, slot: Any) -> None:
 
 
 def end_group(h: History, slot: Any, progress: int) -> None:
-    """A dW has ended; if it took the arbitrary slot's tape, its replay may touch that slot."""
+    """A dW has ended. If it also used the followed slot's tape, its replay may touch that slot."""
     took = (h.grouped[0] == RUNNING) & (h.leader[0] == slot)
     h.grouped[0] = choose(took, progress, h.grouped[0])
     h.saw[0] = choose(took, 0, h.saw[0])
@@ -203,7 +204,7 @@ def end(st: State, h: History, slot: Any) -> None:
 
 
 def enqueue(h: History, d: Any) -> None:
-    """A replay was enqueued; a failed replay may have been enqueued in part."""
+    """A replay was enqueued, perhaps only in part if the action failed."""
     h.enqueued[d] = h.enqueued[d] + 1
 
 
@@ -238,7 +239,7 @@ def end_scaling(st: State, h: History, stage: Any, updates: Any) -> None:
 
 
 def move(h: History, d: Any, times: Any) -> None:
-    """The scales of a domain move some number of times, with everything gathered so far."""
+    """The scales of a domain move a number of times, by all amaxes that were gathered so far."""
     h.moves[d] = h.moves[d] + times
     h.gathers[d] = choose(times == 0, h.gathers[d], 0)
 
@@ -253,8 +254,8 @@ def break_update(h: History, d: Any) -> None:
 
 def content(st: State, h: History, stage: Any, filled: Any, fill_epoch: Any) -> Any:
     """
-    Return the version of the weights in the cache after a fill: the reported version if every
-    matrix was reported; the current version if the backend does not report.
+    Return which epoch's weights are in the cache after a fill: the reported epoch if the backend
+    reported every matrix, or the current epoch if the backend makes no reports.
     """
     reported = choose(filled == st.matrices[stage], fill_epoch, NEVER)
     return choose(st.reports_fills[stage] != 0, reported, h.weights[0])
@@ -276,7 +277,7 @@ def write(st: State, h: History, cell: Any, more: int) -> None:
 
 
 def forget_epoch(st: State, h: History) -> None:
-    """The weights change, so all counts of the epoch restart."""
+    """The weights change, so all counts of the epoch start again at zero."""
     forget_walk(st, h)
     h.walks[0] = 0
     st.fill(h.weighed, 0)
@@ -291,7 +292,7 @@ def forget_epoch(st: State, h: History) -> None:
 
 
 def forget_walk(st: State, h: History) -> None:
-    """Every microbatch runs again, so all counts of the walk restart."""
+    """Every microbatch runs again, so all counts of the walk start again at zero."""
     for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds, h.skipped):
         st.fill(count, 0)
     st.fill(h.output_read, 0)

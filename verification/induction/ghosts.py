@@ -1,8 +1,8 @@
 """
-The ghost columns of the physical history, by name.
+The columns of the physical history (ghosts), by name.
 
-Some ghosts follow a single reference, ticket, slot, link or stage, chosen arbitrarily once. A
-property proved for an arbitrary choice holds for all.
+Some ghosts follow a single reference, ticket, slot, link or stage that is chosen arbitrarily at the
+beginning. A property that is proved for an arbitrary choice holds for all choices.
 """
 
 from __future__ import annotations

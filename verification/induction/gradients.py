@@ -1,9 +1,9 @@
 """
 Invariants of the gradients: the counts of an epoch and the gradient buffers.
 
-The counts tell which cells have run dW. A final stage has the dW of every cell. A stage that a
+The counts tell for which cells dW has run. A final stage has the dW of every cell. A stage that a
 failure spoiled is marked and never final. A buffer holds the gradients of the epoch in which it was
-opened, at most one dW writes it, and a cell is bound to it before its dI runs.
+opened, and at most one dW writes it at a time. A cell is bound to its buffer before its dI runs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ HISTORY = Register()
 @HISTORY("epoch.counts", g="stage")
 def wgrads(st: State, h: History, g: Index) -> Truth:
     """
-    The count of dW includes the dW that ran and the cells left out. No more dW ran than dI, no more
-    dI than F, and no more F than cells that were not left out.
+    The count of dW includes the dW that ran and the cells that the walk leaves out. No more dW ran
+    than dI, no more dI than F, and no more F than there are cells that are not left out.
     """
     forwards, dgrads, wgrads = h.num_forwards[g], h.num_dgrads[g], h.num_wgrads[g]
     skipped = h.num_skipped[g]
@@ -48,8 +48,8 @@ def wgrads(st: State, h: History, g: Index) -> Truth:
 @HISTORY("epoch.every-cell-placed", c="cell")
 def every_cell_placed(st: State, h: History, c: Index) -> Truth:
     """
-    Every cell has a separate place: first the cells left out, then each cell below a count exactly
-    if that action ran.
+    Every cell has its own position in its stage's order. The cells that are left out come first.
+    Then a cell's position is below the count of an action exactly if that action ran for the cell.
     """
     g, place = st.stage_of[c], h.place[c]
     out, first = h.skipped[c] == 1, h.num_skipped[g]
@@ -64,7 +64,7 @@ def every_cell_placed(st: State, h: History, c: Index) -> Truth:
 
 @HISTORY("epoch.every-place-taken", g="stage", i="place")
 def every_place_taken(st: State, h: History, g: Index, i: Index) -> Truth:
-    """Each position in a stage's order holds one of its cells."""
+    """Each position in a stage's order belongs to one of the stage's cells."""
     cell = h.placed[g, i]
     return implies((0 <= i) & (i < st.cells[g]), (st.stage_of[cell] == g) & (h.place[cell] == i))
 
@@ -110,13 +110,13 @@ def final_is_whole(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("epoch.final-or-spoiled", g="stage")
 def final_or_spoiled(st: State, h: History, g: Index) -> Truth:
-    """A stage that was finalized is final, or was spoiled since."""
+    """A stage that was finalized is final, or a failure spoiled it afterwards."""
     return (h.finals[g] == 0) | (st.final[g] == now(st, g)) | (st.spoiled[g] == now(st, g))
 
 
 @HISTORY("epoch.parts-counted", g="stage")
 def parts_counted(st: State, h: History, g: Index) -> Truth:
-    """The contract counts the weights of an epoch's gradients, and the remaining parts."""
+    """The contract adds up the weights of an epoch's gradients, and counts the remaining parts."""
     left = st.unweighed[g] == h.counted_in[g] - h.weighed[g]
     silent = (st.reports_weights[g] != 0) | (h.counted_in[g] == 0)
     return left & silent & (st.parts[g] == h.counted_in[g]) & (0 <= st.parts[g])
@@ -124,7 +124,7 @@ def parts_counted(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("epoch.update-of-all-parts", g="stage")
 def update_of_all_parts(st: State, h: History, g: Index) -> Truth:
-    """No part is left over while an update is in flight."""
+    """While an update is in flight, no part of the gradients' weights is missing."""
     return implies(updating(st), st.unweighed[g] == 0)
 
 
@@ -133,7 +133,7 @@ def update_of_all_parts(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("epoch.one-update")
 def one_update(st: State, h: History) -> Truth:
-    """At most one update is in flight, and the contract knows whether one failed half way."""
+    """At most one update is in flight, and the contract records whether one failed halfway."""
     idle = (st.optimizing[0] == 0) & (h.optimizing[0] == 0)
     flying = (st.optimizing[0] != 0) & (h.optimizing[0] == 1)
     return (idle | flying) & (st.half_updated[0] == h.half_updated[0])
@@ -141,7 +141,7 @@ def one_update(st: State, h: History) -> Truth:
 
 @HISTORY("epoch.one-evaluation", g="stage")
 def one_evaluation(st: State, h: History, g: Index) -> Truth:
-    """At most one evaluation of a stage is in flight, and the contract knows of it."""
+    """At most one evaluation of a stage is in flight, and the contract records it."""
     idle = (st.evaluating[g] == 0) & (h.evaluating[g] == 0)
     flying = (st.evaluating[g] != 0) & (h.evaluating[g] == 1)
     return idle | flying
@@ -179,7 +179,7 @@ def update_without_readers(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("arena.final-shared-whole", g="stage")
 def final_shared_whole(st: State, h: History, g: Index) -> Truth:
-    """A final stage has every gradient of the stage that shares a destination."""
+    """If a stage is final, the stage that shares a destination with it has every gradient too."""
     t = st.sharer_of[g]
     return implies(st.final[g] == now(st, g), st.wgrads[t] == st.cells[t])
 
@@ -221,7 +221,7 @@ def content(st: State, h: History, b: Index) -> Truth:
 
 @HISTORY("arena.one-writer", b="buffer")
 def one_writer(st: State, h: History, b: Index) -> Truth:
-    """At most one dW writes a buffer, and its ticket is the buffer's."""
+    """At most one dW writes a buffer at a time, and the buffer records the ticket of that dW."""
     s = h.writer[b]
     idle = (st.writing[b] == 0) & (h.writers[b] == 0)
     dw = (s != NO_SLOT) & wgrad_in_flight(st, s) & (st.writing[b] == st.held[s])
@@ -235,8 +235,8 @@ def one_writer(st: State, h: History, b: Index) -> Truth:
 @HISTORY("arena.group-writes", s="slot")
 def group_writes(st: State, h: History, s: Index) -> Truth:
     """
-    While the dW that took a tape into its group runs, it writes the tape's buffer, from a slot of
-    the tape's stage.
+    While a dW that took a tape into its group runs, the dW writes the tape's buffer, and its own
+    slot belongs to the tape's stage.
     """
     grouped = (st.moving[s] & GROUP_BIT) != 0
     b, ticket = st.buffer_of[st.cell_at[s]], h.group[s]
@@ -263,8 +263,8 @@ def group_written(st: State, h: History, s: Index) -> Truth:
 @HISTORY("ownership.group-led")
 def group_led(st: State, h: History) -> Truth:
     """
-    While the dW runs that took a tape into its group, it holds another slot of the tape's stage,
-    whose dI has run, and the tape's slot is kept for it.
+    While a dW that took a tape into its group runs, the dW holds another slot of the tape's stage,
+    in which dI has run, and the tape's slot is kept for the dW.
     """
     leader, s = h.leader[0], h.slot[0]
     here = (leader != NO_SLOT) & (st.slot_stage[leader] == st.slot_stage[s])
@@ -277,7 +277,8 @@ def group_led(st: State, h: History) -> Truth:
 @HISTORY("arena.group-progress")
 def group_progress(st: State, h: History) -> Truth:
     """
-    A tape is in a running group until that dW ends; a dW that failed spoiled its stage's epoch.
+    A tape stays in its group until the group's dW ends; if that dW failed, the stage's epoch is
+    spoiled.
     """
     s = h.slot[0]
     b, g = st.buffer_of[st.cell_at[s]], st.slot_stage[s]

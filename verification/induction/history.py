@@ -1,12 +1,13 @@
 """
 The physical history: the real effects of actions, recorded independently of the contract.
 
-Each function below states the physical effect of one accepted transition: which work ran, what a
-buffer or a cache now holds, which stream has waited for which. It depends on the action, its
-arguments and the configuration, never on the contract's own state or a guard. A property of the
-history is therefore a claim about the physical world, not a repeated guard. (A reference's
-generation and incarnation are read from the memory, because the caller receives them from there.)
-Timing is conservative: from its check to its commit an action may touch the device at any moment.
+Each function in this module states the physical effect of one accepted transition: which work ran,
+what a buffer or a cache now holds, which stream has waited for which. The effect depends on the
+action, its arguments and the configuration, never on the contract's own state or a guard. A
+property of the history is therefore a claim about the physical world, not a repeated guard. (Only a
+reference's generation and incarnation are read from the memory, because the caller receives them
+from there.) Timing is conservative: from its check to its commit, an action may touch the device at
+any moment.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def reserve(st: State, h: History, key: Any, slot: Any, link: Any) -> None:
 
 
 def skip(st: State, h: History, key: Any) -> None:
-    """The cells that a walk leaves out take the first places in their stage."""
+    """The cells that a walk leaves out get the first positions in their stage's order."""
     s = key.stage
     trade(h.place, h.placed, s, key.cell, h.num_skipped[s])
     h.skipped[key.cell] = h.skipped[key.cell] + 1
@@ -365,7 +366,7 @@ def group_wgrad(
 
 
 def ungroup_wgrad(st: State, h: History, key: Any, ref: Any, covered: Any) -> None:
-    """The tape's part of a product that has ended; work that was lost meanwhile has no part."""
+    """A tape's part of a grouped dW ends; work that was lost meanwhile has no part in the dW."""
     slot, s = ref.slot, key.stage
     cell, kept = h.tenant[slot], h.owing[slot] != 0
     h.moving[slot] = h.moving[slot] & ~GROUP_BIT
@@ -650,9 +651,9 @@ def advance(
     Advance the history by an accepted transition.
 
     Args:
-        transition: Its name.
-        st: The memory as it was before the transition.
-        h: The history, changed in place.
+        transition: The name of the transition.
+        st: The memory before the transition.
+        h: The history; this call changes it in place.
         arguments: The transition's arguments.
         ticket: The ticket that a check returned.
     """

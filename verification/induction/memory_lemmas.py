@@ -1,8 +1,8 @@
 """
-Lemmas about the memory only, which the induction needs besides the promises.
+Lemmas about the contract's memory alone, which the induction needs besides the promises.
 
-The lemmas hold in every reachable state. They are not promised: another kernel that keeps the
-promises may have other lemmas.
+The lemmas hold in every reachable state. They are not promises: another kernel that keeps the
+promises may need different lemmas.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def held_is_live(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.held-by-consumer", s="slot")
 def held_by_consumer(st: State, s: Index) -> Truth:
-    """An action in flight on a retained tape is a consumer that the tape waits for."""
+    """If an action is in flight on a retained tape, it is a consumer that the tape waits for."""
     waits = awaits(st, s, DGRAD_BIT) | awaits(st, s, WGRAD_BIT)
     return implies((st.held[s] != 0) & retained(st, s), waits)
 
@@ -122,7 +122,7 @@ def received_before_use(st: State, s: Index) -> Truth:
 
 @MEMORY("epoch.counts-from-zero", g="stage")
 def counts_from_zero(st: State, g: Index) -> Truth:
-    """Epochs count from zero, and a stage's marks are at most the current one."""
+    """Epochs count from zero, and a stage's marks name no epoch after the current one."""
     now = st.weight_epoch[g]
     return (0 <= now) & (st.spoiled[g] <= now) & (st.final[g] <= now)
 
@@ -195,26 +195,26 @@ def refreshed_at_home(st: State, d: Index) -> Truth:
 
 @MEMORY("tickets.issued", s="slot")
 def issued(st: State, s: Index) -> Truth:
-    """Every ticket in flight on a slot was issued."""
+    """Every ticket in flight on a slot was issued by an earlier check."""
     return (0 <= st.held[s]) & (st.held[s] <= st.serial[0])
 
 
 @MEMORY("tickets.issued-to-refresh", g="stage")
 def issued_to_refresh(st: State, g: Index) -> Truth:
-    """Every ticket in flight on a stage's cache was issued."""
+    """Every ticket in flight on a stage's cache was issued by an earlier check."""
     refreshing = (0 <= st.refreshing[g]) & (st.refreshing[g] <= st.serial[0])
     return refreshing & (0 <= st.filling[g]) & (st.filling[g] <= st.serial[0])
 
 
 @MEMORY("tickets.issued-to-update")
 def issued_to_update(st: State) -> Truth:
-    """The ticket of an update in flight was issued."""
+    """The ticket of an update in flight was issued by an earlier check."""
     return (0 <= st.optimizing[0]) & (st.optimizing[0] <= st.serial[0])
 
 
 @MEMORY("tickets.issued-to-evaluation", g="stage")
 def issued_to_evaluation(st: State, g: Index) -> Truth:
-    """The ticket of an evaluation in flight was issued."""
+    """The ticket of an evaluation in flight was issued by an earlier check."""
     return (0 <= st.evaluating[g]) & (st.evaluating[g] <= st.serial[0])
 
 
@@ -270,31 +270,31 @@ def busy_with_evaluation(st: State, g: Index) -> Truth:
 
 @MEMORY("order.issued-to-domain", d="domain")
 def issued_to_domain(st: State, d: Index) -> Truth:
-    """Every ticket in flight on a domain was issued."""
+    """Every ticket in flight on a domain was issued by an earlier check."""
     return (0 <= st.busy[d]) & (st.busy[d] <= st.serial[0])
 
 
 @MEMORY("order.tokens-from-zero", d="domain")
 def tokens_from_zero(st: State, d: Index) -> Truth:
-    """Tokens count from zero."""
+    """The effect token of a domain is at least zero."""
     return 0 <= st.token[d]
 
 
 @MEMORY("order.rolls-from-zero", d="domain")
 def rolls_from_zero(st: State, d: Index) -> Truth:
-    """The token at which a domain's scales moved last counts from zero."""
+    """The token at which a domain's scales last moved is at least zero."""
     return 0 <= st.rolled_at[d]
 
 
 @MEMORY("order.scales-from-zero", s="slot")
 def scales_from_zero(st: State, s: Index) -> Truth:
-    """The token at which a tape's F ran counts from zero."""
+    """The token at which a tape's F ran is at least zero."""
     return 0 <= st.scaled_at[s]
 
 
 @MEMORY("arena.writing-with-wgrad", s="slot")
 def writing_with_wgrad(st: State, s: Index) -> Truth:
-    """A buffer is reserved for the dW in flight on a slot."""
+    """The dW in flight on a slot has reserved the buffer that it writes."""
     wgrad = retained(st, s) & (st.consumers[s] & DGRAD_BIT == 0)
     own, shared = st.buffer_of[st.cell_at[s]], st.shared_of[st.buffer_of[st.cell_at[s]]]
     reserved = (st.writing[own] == st.held[s]) & (st.writing[shared] == st.held[s])
@@ -312,7 +312,7 @@ def joins_behind_work(st: State, l: Index) -> Truth:  # noqa: E741 - a link
 
 @MEMORY("completion.waits-behind-work", l="link")
 def waits_behind_work(st: State, l: Index) -> Truth:  # noqa: E741 - a link
-    """Every wait is for enqueued work."""
+    """A caller has waited only for work that was enqueued."""
     return (st.joined[l] <= st.submitted[l]) & (st.waited[l] <= st.replays[st.domain_at[l]])
 
 
@@ -330,13 +330,13 @@ def gradients_behind_work(st: State, g: Index) -> Truth:
 
 @MEMORY("completion.replays-from-zero", d="domain")
 def replays_from_zero(st: State, d: Index) -> Truth:
-    """Replays count from zero."""
+    """The number of replays in a domain is at least zero."""
     return 0 <= st.replays[d]
 
 
 @MEMORY("completion.waits-from-zero", l="link")
 def waits_from_zero(st: State, l: Index) -> Truth:  # noqa: E741 - a link
-    """Awaited replays count from zero."""
+    """The number of replays for which a caller has waited is at least zero."""
     return 0 <= st.waited[l]
 
 
@@ -346,8 +346,8 @@ def waits_from_zero(st: State, l: Index) -> Truth:  # noqa: E741 - a link
 @MEMORY("reduction.reduced-by-now", b="bucket")
 def reduced_by_now(st: State, b: Index) -> Truth:
     """
-    No bucket is marked as reduced in a future epoch, and no bucket under way is marked as reduced
-    in the current epoch.
+    No bucket is marked as reduced in a future epoch, and no bucket whose reduction is running is
+    marked as reduced in the current epoch.
     """
     now = st.weight_epoch[st.stage_at[b]]
     return (st.reduced[b] <= now) & implies(st.reducing[b] != 0, st.reduced[b] != now)

@@ -62,7 +62,7 @@ def tape_of_that_fill(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("version.filled-just-before", needs="order", g="stage")
 def filled_just_before(st: State, h: History, g: Index) -> Truth:
-    """Between a refresh and the first forward of its stage, the domain makes no scaling update."""
+    """Between a stage's refresh and its first forward, its domain makes no scaling update."""
     d = st.domain_of[g]
     waiting = (st.cache_epoch[g] == now(st, g)) & (h.fill_of_epoch[g] == NEVER)
     return implies(waiting, (st.refreshed[d] == g) & (h.filled_after[g] == h.updates[d]))
@@ -70,7 +70,7 @@ def filled_just_before(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("version.undisturbed", needs="order", s="slot")
 def undisturbed_fill(st: State, h: History, s: Index) -> Truth:
-    """No F of another stage, and no dI, is in flight between a refresh and its first forward."""
+    """Between a stage's refresh and first F, no F of another stage and no dI is in flight."""
     waiting = st.refreshed[domain_of_slot(st, s)]
     own = (st.consumers[s] == RESERVED) & (waiting == st.slot_stage[s])
     return implies(update_in_flight(st, s), (waiting == NO_STAGE) | own)
@@ -90,7 +90,7 @@ def first_forward_shows(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("version.first-forward-reads", needs="order", s="slot")
 def first_forward_reads(st: State, h: History, s: Index) -> Truth:
-    """The first F of a stage, while in flight, fills its cache itself or follows its refresh."""
+    """While a stage's first F is in flight, it fills the cache itself or follows a refresh."""
     g = st.slot_stage[s]
     first = in_flight(st, s) & (st.consumers[s] == RESERVED) & (st.forwards[g] == 0)
     followed = st.refreshed[domain_of_slot(st, s)] == g
@@ -99,7 +99,7 @@ def first_forward_reads(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("version.lost-in-use", needs="order", g="stage")
 def lost_in_use(st: State, h: History, g: Index) -> Truth:
-    """If a cache in use was lost in an epoch, the epoch is spoiled or the domain is poisoned."""
+    """If an epoch lost a cache in use, the epoch is spoiled or the domain is poisoned."""
     lost, d = h.lost_in_use[g], st.domain_of[g]
     marked = (st.spoiled[g] == now(st, g)) | (st.poisoned[d] != 0)
     return implies(lost == now(st, g), marked) & (lost <= now(st, g))
@@ -107,7 +107,7 @@ def lost_in_use(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("version.refresh-before-forwards", needs="order", g="stage")
 def refresh_before_forwards(st: State, h: History, g: Index) -> Truth:
-    """While a refresh is in flight its stage has had no forward, and no other stage waits."""
+    """While a stage is refreshed, it has run no F, and no other stage awaits its first F."""
     waiting = st.refreshed[st.domain_of[g]]
     alone = (waiting == NO_STAGE) | (waiting == g)
     return implies(st.refreshing[g] != 0, (h.fill_of_epoch[g] == NEVER) & alone)
@@ -124,7 +124,7 @@ def evaluated_between_fills(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("order.position", d="domain")
 def position(st: State, h: History, d: Index) -> Truth:
-    """The position counts the scaling updates of the walk."""
+    """A domain's position counts the scaling updates of the current walk."""
     return st.position[d] == h.updates_of_walk[d]
 
 
@@ -148,7 +148,7 @@ def broken(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.counts", g="stage")
 def counts(st: State, h: History, g: Index) -> Truth:
-    """F are counted over the epoch, and dI over the walk."""
+    """The contract counts F over the whole epoch, and dI over the current walk."""
     counted = (st.forwards[g] == h.forwards_of_epoch[g]) & (
         st.dgrads[g] == h.num_dgrads[g] + h.num_skipped[g]
     )
@@ -157,7 +157,7 @@ def counts(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("order.touched", d="domain")
 def touched(st: State, h: History, d: Index) -> Truth:
-    """Scaling state that was touched since the last commit is marked."""
+    """If scaling state was touched after the last commit, this is marked."""
     g, s, r = h.toucher[d], h.updater[d], h.refresher[d]
     forward = (s != NO_SLOT) & (st.held[s] == st.busy[d]) & (st.consumers[s] == RESERVED)
     refresh = (r != NO_STAGE) & (st.refreshing[r] == st.busy[d])
@@ -179,14 +179,14 @@ def toucher(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("order.tape-touches", s="slot")
 def tape_touches(st: State, h: History, s: Index) -> Truth:
-    """A tape's forward, from its check on, touched its domain."""
+    """The forward of each tape has touched its domain's scaling state."""
     begun = retained(st, s) | in_flight(st, s)
     return implies(begun, h.touched[domain_of_slot(st, s)] != 0)
 
 
 @HISTORY("order.scaled-by", s="slot")
 def scaled_by(st: State, h: History, s: Index) -> Truth:
-    """A tape's scales have the position at which they were rolled, and some update came later."""
+    """A tape records the position at which its scales were rolled; an update came after it."""
     d = domain_of_slot(st, s)
     before = (st.scaled_at[s] < st.token[d]) & (st.scaled_at[s] == h.scaled_by[s])
     return implies(retained(st, s), before)
@@ -201,8 +201,8 @@ def rolled_after(st: State, h: History, d: Index) -> Truth:
 @HISTORY("order.rolled", s="slot")
 def rolled(st: State, h: History, s: Index) -> Truth:
     """
-    A tape's scales are the live scales while its forward is the latest of its domain. If scales
-    move once per epoch, they always are.
+    A tape's scales equal the domain's live scales while its forward is the latest of its domain. If
+    scales move once per epoch, they are always equal.
     """
     d = domain_of_slot(st, s)
     live_now = h.rolls_seen[s] == h.rolls[d]
@@ -216,7 +216,7 @@ def rolled(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("order.gathered", d="domain")
 def gathered(st: State, h: History, d: Index) -> Truth:
-    """A domain is marked if and only if an action gathered since its scales moved."""
+    """A domain is marked if and only if an action gathered amaxes after its scales last moved."""
     once = st.epoch_scales[d] != 0
     marked = (st.gathered[d] != 0) == (h.gathers[d] != 0)
     return (0 <= h.gathers[d]) & marked & implies(st.gathered[d] != 0, once)
@@ -225,7 +225,8 @@ def gathered(st: State, h: History, d: Index) -> Truth:
 @HISTORY("order.final-has-gathered", g="stage")
 def final_has_gathered(st: State, h: History, g: Index) -> Truth:
     """
-    A final stage whose scales move once per epoch has gathered, until the update moves the scales.
+    If a final stage's scales move once per epoch, its domain has gathered amaxes, until the update
+    moves the scales.
     """
     d = st.domain_of[g]
     waits = (st.epoch_scales[d] != 0) & (st.optimizing[0] == 0) & (st.half_updated[0] == 0)
@@ -234,7 +235,7 @@ def final_has_gathered(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("order.forward-has-gathered", g="stage")
 def forward_has_gathered(st: State, h: History, g: Index) -> Truth:
-    """A stage that ran an F in the epoch has gathered, until the update moves its scales."""
+    """If a stage ran an F in the epoch, its domain has gathered amaxes until the scales move."""
     d = st.domain_of[g]
     waits = (st.epoch_scales[d] != 0) & (st.optimizing[0] == 0) & (st.half_updated[0] == 0)
     return implies(waits & (h.forwards_of_epoch[g] != 0), st.gathered[d] != 0)
@@ -242,7 +243,7 @@ def forward_has_gathered(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("order.tape-has-gathered", s="slot")
 def tape_has_gathered(st: State, h: History, s: Index) -> Truth:
-    """If a tape is live after its F, its domain has gathered."""
+    """If a tape is live after its F, its domain has gathered amaxes."""
     d = domain_of_slot(st, s)
     return implies(retained(st, s) & (st.epoch_scales[d] != 0), st.gathered[d] != 0)
 
@@ -250,8 +251,8 @@ def tape_has_gathered(st: State, h: History, s: Index) -> Truth:
 @HISTORY("order.moved-in-update", g="stage")
 def moved_in_update(st: State, h: History, g: Index) -> Truth:
     """
-    While an update is in flight, a domain that has gathered has not moved its scales yet; every
-    other domain has moved once more than the number of ended updates.
+    While an update is in flight, a domain that has gathered amaxes has not moved its scales yet;
+    every other domain has moved its scales once more than the number of ended updates.
     """
     d = st.domain_of[g]
     moved = h.moves[d] == h.commits[0] + 1
@@ -263,7 +264,8 @@ def moved_in_update(st: State, h: History, g: Index) -> Truth:
 @HISTORY("order.gathered-is-touched", d="domain")
 def gathered_is_touched(st: State, h: History, d: Index) -> Truth:
     """
-    An action that gathered since scales moved has touched scaling state since the last commit.
+    If an action gathered amaxes after the scales last moved, scaling state was touched after the
+    last commit.
     """
     return implies(h.gathers[d] != 0, h.touched[d] != 0)
 
@@ -273,12 +275,12 @@ def gathered_is_touched(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.drawn-at", s="slot")
 def drawn_at(st: State, h: History, s: Index) -> Truth:
-    """The memory knows where the latest reporting F of a slot began to draw."""
+    """The memory records where the slot's latest reporting F began to draw random numbers."""
     return st.drawn_at[s] == h.drew_at[s]
 
 
 @HISTORY("order.drawn", d="domain")
 def drawn(st: State, h: History, d: Index) -> Truth:
-    """The memory knows where a domain's latest reporting F began to draw, and no F began later."""
+    """The memory records where a domain's latest reporting F began to draw; no F began later."""
     latest = (st.drawn[d] == h.drew_last[d]) & (NEVER <= st.drawn[d])
     return latest & implies(h.repeats[d] != 0, h.number[0] <= st.drawn[d])

@@ -1,10 +1,10 @@
 """
 Invariants of slots, of the work in them, and of outstanding tickets.
 
-A live slot holds the work of one key, and its mask tells exactly which actions of that work have
-run. Per weight epoch F runs at most once, dI only after F, and dW only after dI and over every
+A live slot holds the work of one key, and the slot's mask tells exactly which actions of that work
+have run. Per weight epoch, F runs at most once, dI only after F, and dW only after dI and for every
 matrix. At most one action is in flight on a slot. A reference matches only the work that it was
-issued for. An outstanding ticket finds at its commit what its check reserved.
+issued for. What a check reserved for its ticket is still reserved when the ticket is committed.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def ran_is_marked(st: State, h: History, c: Index) -> Truth:
 
 @HISTORY("ownership.skipped-is-marked", c="cell")
 def skipped_is_marked(st: State, h: History, c: Index) -> Truth:
-    """A cell is marked as left out exactly if it was left out, and this happens at most once."""
+    """A cell is marked as left out exactly if the walk leaves it out, at most once."""
     marked = st.skipped[c] == now(st, st.stage_of[c])
     return ((h.skipped[c] == 0) | (h.skipped[c] == 1)) & (marked == (h.skipped[c] == 1))
 
 
 @HISTORY("ownership.progress", s="slot")
 def progress(st: State, h: History, s: Index) -> Truth:
-    """A slot's mask tells exactly which actions of its cell have run."""
+    """A slot's mask tells exactly which actions of the slot's cell have run."""
     c = st.cell_at[s]
     claimed = implies(st.consumers[s] == RESERVED, h.ran_forward[c] == 0)
     forwarded = implies(retained(st, s), h.ran_forward[c] == 1)
@@ -65,7 +65,7 @@ def progress(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("ownership.reads-began", s="slot")
 def reads_began(st: State, h: History, s: Index) -> Truth:
-    """A read of a tape that is under way, or no longer awaited, has begun."""
+    """If a read of a tape is running, or is no longer awaited, the read has begun."""
     owes, mask, c = st.owes[st.slot_stage[s]], st.consumers[s], st.cell_at[s]
     under_way = st.moving[s]
     output = ((under_way & OUT_BIT) != 0) | (((owes & OUT_BIT) != 0) & ((mask & OUT_BIT) == 0))
@@ -78,8 +78,8 @@ def reads_began(st: State, h: History, s: Index) -> Truth:
 @HISTORY("ownership.kept-or-done", c="cell")
 def kept_or_done(st: State, h: History, c: Index) -> Truth:
     """
-    After the F of a cell, its tape is live, or its dI ran and the input gradient was read if it has
-    a reader, or a failure spoiled the epoch of its stage.
+    After the F of a cell, one of three things holds: its tape is live; or its dI ran, and the input
+    gradient was read if it has a reader; or a failure spoiled the epoch of its stage.
     """
     g = st.stage_of[c]
     read = implies((st.owes[g] & GRAD_BIT) != 0, h.gradient_read[c] == 1)
@@ -122,7 +122,7 @@ def reference(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("ownership.dead-was-issued")
 def dead_was_issued(st: State, h: History) -> Truth:
-    """Only an issued reference ends."""
+    """A reference can end only after it was issued."""
     flags = ((h.issued[0] == 0) | (h.issued[0] == 1)) & ((h.dead[0] == 0) | (h.dead[0] == 1))
     return flags & (h.dead[0] <= h.issued[0])
 
@@ -132,7 +132,7 @@ def dead_was_issued(st: State, h: History) -> Truth:
 
 @HISTORY("tickets.outstanding")
 def outstanding(st: State, h: History) -> Truth:
-    """What a check reserved for an outstanding ticket is still reserved for it."""
+    """While a ticket is outstanding, everything that its check reserved stays reserved."""
     t, s, kind = h.ticket[0], h.ticket_slot[0], h.outstanding[0]
     held = (s != NO_SLOT) & (st.held[s] == t) & (t != 0)
     return (
@@ -147,7 +147,7 @@ def outstanding(st: State, h: History) -> Truth:
 
 @HISTORY("tickets.outstanding-refresh")
 def outstanding_refresh(st: State, h: History) -> Truth:
-    """What a check reserved for an outstanding refresh is still reserved for it."""
+    """While a refresh is outstanding, everything that its check reserved stays reserved."""
     t, g = h.ticket[0], h.ticket_stage[0]
     kept = (g != NO_STAGE) & (st.refreshing[g] == t) & (t != 0)
     return implies(h.outstanding[0] == REFRESH, kept)
@@ -172,7 +172,7 @@ def nothing_else_refreshes(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("tickets.outstanding-evaluation")
 def outstanding_evaluation(st: State, h: History) -> Truth:
-    """What a check reserved for an outstanding evaluation is still reserved for it."""
+    """While an evaluation is outstanding, everything that its check reserved stays reserved."""
     t, g = h.ticket[0], h.ticket_stage[0]
     kept = (g != NO_STAGE) & (st.evaluating[g] == t) & (t != 0)
     return implies(h.outstanding[0] == EVALUATION, kept)

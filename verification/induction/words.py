@@ -1,5 +1,5 @@
 """
-The vocabulary of the lemmas: what is in flight on a slot, a stage or a domain.
+Predicates that the lemmas share: what is in flight on a slot, a stage or a domain.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """
-The example logs of ``spec/logs``: valid logs recorded from scenarios, and rejected logs that differ
-from these in one place.
+The example logs of ``spec/logs``: valid logs recorded from scenarios, and rejected logs, which each
+differ from a valid log in one place.
 """

@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name.
 
     Returns:
-        0 if the examples are up to date or were written; 1 if ``--check`` finds one out of date.
+        0 if the examples are up to date or were written; 1 if ``--check`` finds an outdated
+        example.
     """
     parser = argparse.ArgumentParser(
         prog="python -m qeffect.verification.logs", description=__doc__

@@ -1,6 +1,5 @@
 """
-Edits of a log in one place: a changed semantic field of one line, a missing line, or a repeated
-line.
+Edits of a log in one place: a changed field of one line, a missing line, or a repeated line.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _MOST: Final = 4  # maximum number of values tried per place
 @frozen
 class Edit:
     """
-    One field of one line, changed.
+    A change of one field in one line of a log.
 
     Args:
-        line: Line of the log, counted from 1.
-        path: Place in the line.
-        was: The value before.
-        now: The value after.
+        line: Number of the line in the log, from 1.
+        path: The changed field, as a path of names and indices within the line.
+        was: The value before the change.
+        now: The value after the change.
     """
 
     line: int
@@ -42,7 +41,7 @@ class Edit:
 
     @property
     def field(self) -> str:
-        """The place as text, for example ``ref[1]``."""
+        """The changed field as text, for example ``ref[1]``."""
         head, *rest = self.path
         return str(head) + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
 
@@ -52,7 +51,7 @@ class Edit:
 
         Args:
             lines: The log.
-            sealed: Whether to recompute the digests of this and all later lines.
+            sealed: Whether to recompute the digests of the changed line and all later lines.
         """
         bodies = [_body(line) for line in lines]
         bodies[self.line - 1] = compact(
@@ -72,13 +71,13 @@ class Edit:
 @frozen
 class LineEdit:
     """
-    One missing line, or one line repeated at a second place.
+    A deleted line, or a line that is repeated at another place.
 
-    Later events are renumbered, and the closing line has their count.
+    The edit renumbers the later events and corrects their number in the closing line.
 
     Args:
-        line: Line of the log, counted from 1; an event.
-        at: Line of the edited log at which the copy stands; None if the line is missing.
+        line: Number of the line in the log, from 1; the line must be an event.
+        at: Line number of the copy in the edited log; None deletes the line.
     """
 
     line: int
@@ -122,7 +121,7 @@ def schema() -> Mapping[str, Any]:
 
 
 def line_schema(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of the schema for lines of this kind."""
+    """Return the part of the schema that applies to a line with these fields."""
     if "qeffect" in fields:
         name = "header"
     elif "events" in fields:
@@ -142,10 +141,10 @@ def semantic_fields(fields: Mapping[str, Any]) -> Iterator[str]:
 
 def edits(lines: Sequence[str]) -> Iterator[Edit]:
     """
-    Yield edits of every place in every semantic field of a log.
+    Yield edits of every value in every semantic field (a field with meaning for the contract).
 
-    The values tried are the neighbouring numbers, a changed digit or letter, and values of the same
-    field elsewhere in the log, because a runtime makes such mistakes.
+    The new values are typical mistakes of a runtime: neighbouring numbers, a changed digit or
+    letter, and values that the same field has elsewhere in the log.
     """
     parsed = [_fields(line) for line in lines]
     seen: dict[Path, list[Any]] = {}
@@ -164,7 +163,7 @@ def edits(lines: Sequence[str]) -> Iterator[Edit]:
 
 
 def _places(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf under a value, and every list as a whole."""
+    """Yield every simple value inside a value, and every list as a whole, with its path."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield from _places((*path, name), part)

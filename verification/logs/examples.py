@@ -1,6 +1,6 @@
 """
 The example logs: the log of each scenario, and for every reachable clause an edited log that breaks
-it.
+the clause.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Rejected:
     A rejected example: a valid log with one changed field, one missing line or one repeated line.
 
     Args:
-        clause: The clause that refuses it.
+        clause: The clause that refuses the example.
         log: Name of the valid log.
-        edit: The change.
-        refused: Line at which it is refused.
-        lines: The log after the change.
+        edit: The change of the valid log.
+        refused: Number of the line that is refused.
+        lines: The lines of the example, after the change.
     """
 
     clause: str
@@ -58,7 +58,7 @@ class Rejected:
     lines: list[str]
 
     def entry(self) -> dict[str, Any]:
-        """Return its entry in the index."""
+        """Return the example's entry in the index of rejected logs."""
         return {
             "clause": self.clause,
             "log": f"valid/{self.log}.jsonl",
@@ -75,7 +75,7 @@ def valid() -> Mapping[str, list[str]]:
 
 @cache
 def outcomes(log: str) -> tuple[tuple[Edit, ReplayReport | LogError], ...]:
-    """Return every one-field edit of a valid log, resealed, with the replayer's verdict."""
+    """Return every one-field edit of a valid log with the replayer's verdict on the edited log."""
     result: list[tuple[Edit, ReplayReport | LogError]] = []
     for edit in edits(valid()[log]):
         try:
@@ -97,7 +97,7 @@ def given_up() -> list[str]:
 
 
 def two_writes_at_once() -> list[str]:
-    """The dW of two microbatches in flight, each into its own destinations."""
+    """The dW of two microbatches are in flight at once, each with its own destinations."""
     d = RecordedCaller(
         [
             StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(2, 4096)),
@@ -117,7 +117,7 @@ def two_writes_at_once() -> list[str]:
 
 
 def one_write_for_two() -> list[str]:
-    """One dW of two tapes, whose gradients accumulate at an address that is not described."""
+    """One dW takes two tapes, whose gradients accumulate at an undescribed address."""
     d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, scales="epoch")], incarnation=0x5EED_1700
     )
@@ -138,7 +138,7 @@ _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def _without(part: str) -> Callable[[Any], Any]:
-    """Return a function that leaves a name out of a list, or a field out of an object."""
+    """Return a function that removes a name from a list, or a field from an object."""
 
     def left(was: Any) -> Any:
         if isinstance(was, list):
@@ -189,12 +189,12 @@ _LINES: Final[Mapping[str, tuple[str, _Event, _Event | None]]] = {
 
 @cache
 def single_edit_logs() -> Mapping[str, list[str]]:
-    """Return the valid logs that each serve one rejected log, by name."""
+    """Return, by name, the valid logs that each are the basis of only one rejected log."""
     return {name: scenario() for name, scenario in _SINGLE_EDIT_LOGS.items()}
 
 
 def _made(clause: str) -> Rejected:
-    """Return the example of a clause that no edited field of the scenarios' logs breaks."""
+    """Return the example for a clause that no one-field edit of the scenarios' logs breaks."""
     edit: Edit | LineEdit
     logs = {**valid(), **single_edit_logs()}
     if clause in _LINES:
@@ -218,7 +218,7 @@ def _made(clause: str) -> Rejected:
 
 
 def _line(lines: Sequence[str], event: _Event) -> int:
-    """The line of an event, counted from 1."""
+    """Return the line number of an event, from 1."""
     text, place = f'"transition":"{event[0]}"', event[1]
     return [number for number, line in enumerate(lines, 1) if text in line][place]
 
@@ -227,10 +227,10 @@ def rejected() -> dict[str, Rejected]:
     """
     Return one rejected log per clause that a single field or line can break.
 
-    Every edit of the scenarios' logs is tried. Edits that are refused at their own line are
-    preferred, then edits of the part that the clause names (such as ``ref.generation``), then
-    shorter logs, then earlier edits. Clauses that no such edit breaks have a separate log, or a
-    missing or repeated line.
+    Every one-field edit of the scenarios' logs is tried. Among the edits that break a clause, those
+    that are refused at the edited line are preferred, then edits of the field that the clause names
+    (such as ``ref.generation``), then shorter logs, then earlier edits. If no such edit breaks a
+    clause, the example edits a separate log, or deletes or repeats a line.
     """
     best: dict[str, tuple[tuple[bool, bool, int], Rejected]] = {}
     for log, lines in valid().items():
@@ -257,7 +257,7 @@ def rejected() -> dict[str, Rejected]:
 
 def _part(argument: str) -> tuple[str | int, ...] | None:
     """
-    Return the place in a line of the part of a key or reference that a clause names.
+    Return the path in a line to the part of a key or reference that a clause names.
 
     >>> _part("ref.generation"), _part("key")
     (('ref', 1), None)

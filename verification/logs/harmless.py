@@ -1,9 +1,9 @@
 """
-Proofs that an accepted edit of a log is harmless: the contract allows what the log records.
+Proofs that an accepted edit of a log is harmless: the contract allows what the edited log records.
 
-The proofs run the composed transitions over their own memories, line by line, and compare whole
-states. They never use the replayer, so an edit that the replayer merely overlooks has no proof.
-Equal states have equal futures, since a transition reads only its state and its arguments.
+The proofs run the composed transitions of both logs on separate memories, line by line, and compare
+whole states. They never use the replayer, so an edit that the replayer merely overlooks has no
+proof. Equal states have equal futures, since a transition reads only its state and its arguments.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ __all__ = ["LASTING", "REASONS", "History", "history", "proof", "unread"]
 REASONS: Final[Mapping[str, str]] = {
     "name": "the edited header describes a contract with the same state, which has no names",
     "same call": "the changed field gives the same argument",
-    "unread": "the transition never reads the argument, since the part that reads it is left out",
-    "same effect": "both lines are legal there and lead to the same state",
+    "unread": "the transition never reads the argument, since the relation that reads it is left "
+    "out",
+    "same effect": "the original and the edited line are both legal and lead to the same state",
     "needless": "the line is a submit, join or wait, and the log leads to the same states "
     "without it",
     "undone": "the next restore leads to the same state, except for entries that are written "
@@ -46,13 +47,13 @@ _SYNCHRONIZE: Final = frozenset({"submit", "join", "wait"})
 @frozen
 class History:
     """
-    A run of a log's events by the composed transitions alone.
+    The result of running a log's events by the composed transitions alone.
 
     Args:
-        contract: The contract of the header, after the last event.
-        events: The events.
-        arguments: Arguments of each event, as the contract's own calls pass them.
-        states: The state before the first event, and after each event.
+        contract: The contract that the header describes, after the last event.
+        events: The events of the log.
+        arguments: The transition's arguments for each event.
+        states: The state before the first event, and the state after each event.
     """
 
     contract: Contract
@@ -62,7 +63,7 @@ class History:
 
 
 class _Unreadable:
-    """A column entry that may only be overwritten; any other use raises."""
+    """A column entry that may only be overwritten; reading it raises an error."""
 
     def _read(self, *_: Any) -> Any:
         raise TypeError("an entry that must be written first was read")
@@ -72,7 +73,7 @@ class _Unreadable:
 
 
 class _Steps:
-    """Recorded steps, by the number of their first line."""
+    """The recorded steps of a log, by the sequence number of their first line."""
 
     def __init__(self, contract: Contract) -> None:
         self.contract = contract
@@ -81,7 +82,7 @@ class _Steps:
         self._kept: dict[int, tuple[Memory, list[Event]]] = {}
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Begin, keep or drop a recorded step, or run a kept step again, moved by its counters."""
+        """Begin, keep or drop a recorded step, or run a kept step again with adjusted numbers."""
         memory, mark = self.contract.memory, event["transition"]
         if (self._began is None) is (mark in ("keep_step", "drop_step")):
             raise ValueError(mark)
@@ -104,12 +105,12 @@ def history(
     lines: Sequence[str], spoiled: tuple[int, Sequence[tuple[str, Any]]] = (-1, ())
 ) -> History | None:
     """
-    Run a log's events without its closing line; None if an event cannot run or is refused.
+    Run a log's events, without its closing line. Return None if an event cannot run or is refused.
 
     Args:
-        lines: A whole log; digests and line numbers are not checked.
-        spoiled: By number of events, the entries that become unreadable after these events, by
-            column and index.
+        lines: A whole log; digests and sequence numbers are not checked.
+        spoiled: A number of events, and the column entries (column and index) that become
+            unreadable after so many events.
     """
     header, *events = [json.loads(line) for line in lines[:-1]]
     try:
@@ -150,10 +151,11 @@ def _own(lines: tuple[str, ...]) -> History:
 
 def proof(lines: Sequence[str], edit: Edit) -> str | None:
     """
-    Return why an edit of a valid log is harmless, as a key of ``REASONS``; None without a proof.
+    Return why an edit of a valid log is harmless, as a key of ``REASONS``; None if no proof is
+    found.
 
     Args:
-        lines: The log.
+        lines: The lines of the valid log.
         edit: A change of one field.
     """
     ours = _own(tuple(lines))
@@ -169,7 +171,7 @@ def proof(lines: Sequence[str], edit: Edit) -> str | None:
 
 
 def _undone(lines: Sequence[str], ours: History, theirs: History, at: int) -> bool:
-    """Whether the next restore undoes every change of the edit."""
+    """Return whether the next restore undoes every effect of the edit."""
     names = [event["transition"] for event in ours.events]
     if "restore" not in names[at:]:
         return False
@@ -189,7 +191,7 @@ def _undone(lines: Sequence[str], ours: History, theirs: History, at: int) -> bo
 
 
 def _differing(contract: Contract, one: Snapshot, other: Snapshot) -> list[tuple[str, Any]]:
-    """Return the entries in which two states of a contract differ, by column and index."""
+    """Return the entries in which two states of a contract differ, as pairs of column and index."""
     differing: list[tuple[str, Any]] = []
     for column in one:
         keyed = isinstance(getattr(contract.memory, column), dict)
@@ -200,7 +202,7 @@ def _differing(contract: Contract, one: Snapshot, other: Snapshot) -> list[tuple
 
 
 def _same_state(ours: History, theirs: History, at: int) -> str:
-    """Return the reason why two lines lead to the same state."""
+    """Return the key of ``REASONS`` that says why two lines lead to the same state."""
     name = ours.events[at - 1]["transition"]
     before, after = ours.arguments[at - 1], theirs.arguments[at - 1]
     if name == theirs.events[at - 1]["transition"]:
@@ -218,7 +220,7 @@ def _same_state(ours: History, theirs: History, at: int) -> str:
 
 
 def _needless(lines: Sequence[str], ours: History, theirs: History, at: int) -> bool:
-    """Whether the log without this line leads to the state in which the two logs meet."""
+    """Return whether the log leads to the same states without the edited line."""
     if at == 0 or not {h.events[at - 1]["transition"] for h in (ours, theirs)} <= _SYNCHRONIZE:
         return False
     again = next(n for n in range(at, len(ours.states)) if ours.states[n] == theirs.states[n])

@@ -1,5 +1,5 @@
 """
-A caller whose calls are recorded in an event log, as a small stand-in for a runtime.
+A caller that records its calls in an event log; in the scenarios it replaces a runtime.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class RecordedCaller(ProcessCaller):
 
     Args:
         stages: The stages.
-        incarnation: The contract's random number, fixed so that a scenario always writes the same
-            log.
+        incarnation: The contract's incarnation. It is random in a real run, and fixed here so that
+            a scenario always writes the same log.
         options: Further arguments of the process.
     """
 
@@ -36,7 +36,7 @@ class RecordedCaller(ProcessCaller):
 
 
 def placed(microbatches: int | None, base: int) -> tuple[Destination, ...]:
-    """Return destinations laid end to end: one per microbatch, or (None) one per matrix."""
+    """Return adjacent destinations: one per microbatch, or one per matrix if given None."""
     each: list[int | None] = [None] if microbatches is None else list(range(microbatches))
     return tuple(
         Destination(matrix, microbatch, (4, 8), "float32", "cuda:0", base + 128 * place, 128)

@@ -1,5 +1,6 @@
 """
-Scenarios whose event logs are the valid examples: each runs one part of the contract to its end.
+Scenarios whose event logs are the valid example logs. Each scenario exercises one part of the
+contract.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["SCENARIOS"]
 
 
 def zbv_rank() -> list[str]:
-    """Rank 1 of ZB-V at PP=2, M=4: two chunks of one state domain, per-microbatch destinations."""
+    """Rank 1 of ZB-V at PP=2, M=4: two chunks in one domain, a destination per microbatch."""
     d = RecordedCaller(
         [StageConfig(s, 4, 3, matrices=MATRICES, destinations=placed(4, 4096 * s)) for s in (1, 2)],
         incarnation=0x5EED_0001,
@@ -45,7 +46,7 @@ def zbv_rank() -> list[str]:
 
 
 def aborts_and_restores() -> list[str]:
-    """Every kind of failure, each followed by a restore of the same checkpoint."""
+    """Actions fail in every possible way; after each failure the same checkpoint is restored."""
     d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(None, 4096))],
         incarnation=0x5EED_0100,
@@ -78,7 +79,7 @@ def aborts_and_restores() -> list[str]:
 
 
 def reductions_and_checkpoint() -> list[str]:
-    """Two domains with data-parallel reductions: one fails and the epoch is rebuilt."""
+    """Two domains with data-parallel reductions; one reduction fails, and the epoch is rebuilt."""
     d = RecordedCaller(
         [
             StageConfig(
@@ -129,7 +130,7 @@ def reductions_and_checkpoint() -> list[str]:
 
 def buckets() -> list[str]:
     """
-    Two stages that share a bucket and have one separate bucket each, reduced on another stream.
+    Two stages that share one bucket and each have one separate bucket, reduced on another stream.
     """
     stages = [
         StageConfig(
@@ -169,8 +170,8 @@ def buckets() -> list[str]:
 
 
 def tied_weight() -> list[str]:
-    """An embedding and a head that share one gradient: the first dW of an epoch, whichever stage's,
-    overwrites it, and the rest add to it."""
+    """An embedding and a head that share one gradient: the first dW of an epoch, of either stage,
+    overwrites the gradient, and all later dW add to it."""
     stages = [
         StageConfig(
             stage,
@@ -204,7 +205,7 @@ def tied_weight() -> list[str]:
 
 
 def readers() -> list[str]:
-    """Sends of outputs and input gradients, a reserved slot, two callers, a dropped tape."""
+    """Outputs and input gradients are sent; a slot is reserved; two callers; a tape is dropped."""
     d = RecordedCaller(
         [
             StageConfig(0, 2, 2, matrices=MATRICES, sends_output=True, sends_gradient=True),
@@ -242,7 +243,7 @@ def readers() -> list[str]:
 
 
 def messages() -> list[str]:
-    """Receives and sends through one slot on their own stream; a tape lost while it is read."""
+    """Receives and sends use one slot on their own stream; a tape is lost while it is read."""
     d = RecordedCaller(
         [
             StageConfig(
@@ -299,7 +300,7 @@ def messages() -> list[str]:
 
 
 def copied_inputs() -> list[str]:
-    """Inputs that a loader's stream copies into one slot, each awaited before its F."""
+    """A loader's stream copies inputs into one slot; each copy is awaited before its F."""
     d = RecordedCaller(
         [StageConfig(0, 2, 1, matrices=MATRICES, sends_output=True, copies_input=True)],
         incarnation=0x5EED_0C00,
@@ -325,7 +326,7 @@ def copied_inputs() -> list[str]:
 
 
 def chunks() -> list[str]:
-    """Three chunks of one process; the first feeds the second, and the third stands alone."""
+    """Three chunks of one process; the first feeds the second, the third has no neighbour."""
     d = RecordedCaller(
         [StageConfig(s, 2, 2, matrices=MATRICES, feeds=1 if s == 0 else None) for s in range(3)],
         incarnation=0x5EED_0D00,
@@ -345,7 +346,7 @@ def chunks() -> list[str]:
 
 
 def chunks_with_messages() -> list[str]:
-    """Two chunks of one process that exchange messages, and a third that another rank feeds."""
+    """Two chunks of one process exchange messages; another rank feeds a third chunk."""
     sends: dict[str, Any] = {"sends_output": True, "receives_gradient": True, "feeds": 1}
     takes: dict[str, Any] = {"receives_input": True, "sends_gradient": True}
     d = RecordedCaller(
@@ -392,7 +393,7 @@ def chunks_with_messages() -> list[str]:
 
 
 def shared_pool_in_declared_order() -> list[str]:
-    """Slots that share a capture pool, replayed in capture order, with a declared order."""
+    """Slots share a capture pool and are replayed in capture order, in a declared order."""
     cells = [(0, m, 0, 0) for m in (0, 1)]
     d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, pool="graphs")],
@@ -414,7 +415,7 @@ def shared_pool_in_declared_order() -> list[str]:
 
 
 def refreshes_in_a_shared_pool() -> list[str]:
-    """Chunks that share a capture pool with their refreshes, replayed in capture order."""
+    """Chunks share a capture pool with their refreshes, and are replayed in capture order."""
     d = RecordedCaller(
         [
             StageConfig(s, 1, 1, matrices=MATRICES, pool="graphs", refresh_pool="graphs")
@@ -441,7 +442,7 @@ def refreshes_in_a_shared_pool() -> list[str]:
 
 
 def last_generation() -> list[str]:
-    """A narrow counter used up to its last generation; two blocks, dW beside F."""
+    """A small generation counter is used up; the stage has two blocks, and dW runs beside F."""
     d = RecordedCaller(
         [StageConfig(0, 1, 2, blocks=2, matrices=MATRICES)],
         incarnation=0x5EED_0500,
@@ -462,7 +463,7 @@ def last_generation() -> list[str]:
 
 
 def lost_cache() -> list[str]:
-    """Caches lost before and after the first forward; a refresh while another domain is busy."""
+    """Caches are lost before and after the first F; a refresh runs while another domain is busy."""
     d = RecordedCaller(
         [StageConfig(s, 2, 2, matrices=MATRICES, domain="b" if s == 3 else "a") for s in range(4)],
         incarnation=0x5EED_0600,
@@ -483,7 +484,7 @@ def lost_cache() -> list[str]:
 
 
 def without_version_order_arena() -> list[str]:
-    """Static scales and copied gradients: version, order, arena and capture are left out."""
+    """Static scales and copied gradients: the contract omits version, order, arena and capture."""
     d = RecordedCaller(
         [StageConfig(s, 1, 1, matrices=MATRICES, reduces=s == 0) for s in (0, 1)],
         incarnation=0x5EED_0700,
@@ -509,8 +510,8 @@ def without_version_order_arena() -> list[str]:
 
 def reported_evidence() -> list[str]:
     """
-    Two stages that report fills and scaling updates: the tapes of one carry scales, the other reads
-    live scales.
+    Two stages report fills and scaling updates. The tapes of one stage carry copies of the scales;
+    the other stage's dI reads the live scales.
     """
     d = RecordedCaller(
         [
@@ -549,7 +550,7 @@ def reported_evidence() -> list[str]:
 
 
 def reported_draws() -> list[str]:
-    """Two stages of one domain report where F drew, and dI draws the same numbers again."""
+    """Two stages of one domain report where F drew random numbers; dI draws them again."""
     d = RecordedCaller(
         [
             StageConfig(s, 1, 1, matrices=MATRICES, reports_draws=True, recomputes_draws=True)
@@ -570,7 +571,8 @@ def reported_draws() -> list[str]:
 
 def reported_weights() -> list[str]:
     """
-    Weights that add up over two walks of an epoch, then over one walk; another stage reports none.
+    A stage reports gradient weights that add up over the two walks of an epoch, then over one walk;
+    another stage reports no weights.
     """
     d = RecordedCaller(
         [
@@ -595,7 +597,7 @@ def reported_weights() -> list[str]:
 
 
 def updates() -> list[str]:
-    """An update checked and committed in two calls, and one that fails half way."""
+    """One update is checked and committed in two calls; another update fails halfway."""
     d = RecordedCaller([StageConfig(0, 1, 1, matrices=MATRICES)], incarnation=0x5EED_0C00)
     d.refresh(0)
     d.whole(0, 0)
@@ -681,7 +683,7 @@ def gradients_readers() -> list[str]:
 
 
 def evaluations() -> list[str]:
-    """Evaluations between microbatches, before the update and after it, and one that fails."""
+    """Evaluations run between microbatches, before and after the update; one evaluation fails."""
     d = RecordedCaller(
         [StageConfig(0, 2, 1, matrices=MATRICES, reports_fills=True, reports_updates=True)],
         incarnation=0x5EED_1000,
@@ -709,7 +711,7 @@ def evaluations() -> list[str]:
 
 
 def evaluations_side_by_side() -> list[str]:
-    """Two stages without scaling state, evaluated at once."""
+    """Two stages without scaling state are evaluated at the same time."""
     stages = [StageConfig(s, 1, 1, matrices=MATRICES) for s in (0, 1)]
     d = RecordedCaller(stages, incarnation=0x5EED_1100, omit=("order", "version"))
     tickets = [d.contract.check_evaluation(s) for s in (0, 1)]
@@ -719,7 +721,7 @@ def evaluations_side_by_side() -> list[str]:
 
 
 def accumulated_walks() -> list[str]:
-    """An epoch of two walks, in a declared order, whose gradients are reduced after the second."""
+    """An epoch has two walks in a declared order; gradients are reduced after the second walk."""
     actions = [(what, (0, m, 0, 0)) for m in (0, 1) for what in ("F", "dI")]
     d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(None, 4096), reduces=True)],
@@ -741,9 +743,10 @@ def accumulated_walks() -> list[str]:
 
 def short_walk() -> list[str]:
     """
-    Three microbatches in a declared order, and two of three in a domain without a declared order.
+    A walk that leaves microbatches out: one domain with a declared order runs all three, the other
+    domain runs two of three.
 
-    The next walk takes all three.
+    The next walk runs all three in both domains.
     """
     actions = [(what, (0, m, 0, 0)) for m in range(3) for what in ("F", "dI")]
     stages = [
@@ -768,7 +771,7 @@ def short_walk() -> list[str]:
 
 def scales_of_an_epoch() -> list[str]:
     """
-    Two chunks of one domain and one of another, all of whose scales move once an epoch.
+    Two chunks in one domain and one chunk in another; the scales of all chunks move once per epoch.
 
     The first epoch has two walks. The update of the second epoch fails after one domain has moved
     its scales.
@@ -804,7 +807,8 @@ def scales_of_an_epoch() -> list[str]:
 
 def grouped_wgrads() -> list[str]:
     """
-    One dW of three tapes, one of which is still read when it ends; in the next epoch it fails.
+    One dW takes three tapes, and a tape is still read when the dW ends; in the next epoch such a dW
+    fails.
     """
     d = RecordedCaller(
         [
@@ -848,7 +852,7 @@ def grouped_wgrads() -> list[str]:
 
 
 def recurring_steps() -> list[str]:
-    """A step that is recorded, then committed twice in one call, with a drain in between."""
+    """A step is recorded, then committed twice, each time in one call, with a drain in between."""
     d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(None, 4096))],
         incarnation=0x5EED_0B00,

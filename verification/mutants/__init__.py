@@ -37,9 +37,9 @@ class MutantReport:
     The verdicts on all mutants.
 
     Args:
-        verdicts: The verdict of each.
-        seconds: Total time.
-        setup_seconds: The part of the time that tries all mutants in reachable states.
+        verdicts: The verdict on each mutant.
+        seconds: Total time in seconds.
+        setup_seconds: The part of this time in which all mutants are tried in reachable states.
     """
 
     verdicts: list[MutantVerdict] = field(factory=list)
@@ -68,7 +68,7 @@ class MutantReport:
 
     @property
     def by_class(self) -> dict[str, int]:
-        """Return the number of kills of each class."""
+        """Return the number of killed mutants for each kind of effect."""
         kinds = [verdict.kind for verdict in self.verdicts]
         return {words: kinds.count(kind) for kind, words in CLASSES.items() if kind in kinds}
 
@@ -91,7 +91,8 @@ class MutantReport:
 def sites_with(text: str) -> list[Site]:
     """
     Return the sites whose line in reports contains a text. If the text is part of a clause's name,
-    the updates in the clause's transitions of columns that its guards read are included.
+    the result includes state updates: in each transition that the clause guards, the updates of the
+    columns that the clause's guards read.
     """
     updates = updates_read_by(s for s in sites() if s.kind == "guard" and text in s.clause)
     return [site for site in sites() if text in str(site) or site in updates]
@@ -108,10 +109,11 @@ def run(
     Delete each guard, operand and update in turn, and return the verdict on each mutant.
 
     Args:
-        progress: Called with a progress line.
-        only: Chooses sites as `sites_with` does, for example ``check_dgrad``; None for all.
+        progress: Function that is called with progress lines.
+        only: Text that chooses sites by `sites_with`, for example ``check_dgrad``; None for all
+            sites.
         among: Transitions whose mutants are run; by default all.
-        note: Called at once with the first survivor.
+        note: Function that is called at once with the first surviving mutant.
     """
     report = MutantReport()
     began = time.perf_counter()

@@ -1,7 +1,7 @@
 """
-Legal schedules written by hand, for situations that random walks rarely reach.
+Legal schedules written by hand, for situations that random schedules rarely reach.
 
-The oracle of the walks judges every call of them before it is made.
+Before each call, the oracle of the random walks checks that the call is legal.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _REPORTED: Final = {
 
 def by_hand(process: Process) -> Iterator[Schedule]:
     """
-    Yield the schedules that a process can run.
+    Yield the hand-written schedules that fit a process's configuration.
 
     Args:
-        process: The process that runs them.
+        process: The configuration of the process.
 
     Raises:
         AssertionError: A call is not legal; the message has the oracle's findings.
@@ -97,7 +97,8 @@ def _made(process: Process, plan: Callable[[Shadow], Plan]) -> Schedule:
 
 def _judged(shadow: Shadow, plan: Plan) -> Plan:
     """
-    Make the calls of a plan, each after the calls that make it legal; raise if it is still illegal.
+    Make the calls of a plan. Before each call, make the calls that it needs to be legal; raise an
+    error if the call is illegal even then.
     """
     result = None
     while True:
@@ -149,18 +150,18 @@ def _read_elsewhere(shadow: Shadow, stage: int) -> Plan:
 
 
 def _passes_on(config: StageConfig) -> bool:
-    """Whether a stage is between two others, so that its tapes have all four messages."""
+    """Return whether a stage is between two others, so that its tapes have all four messages."""
     sends = config.sends_output and config.sends_gradient
     return sends and config.receives_input and config.receives_gradient
 
 
 def _ended_elsewhere(shadow: Shadow, stage: int) -> Plan:
     """
-    Transfers of a slot end on one link; an action, or the end of another transfer, is on another
-    link.
+    Transfers through a slot end on one link; an action, or the end of another transfer, is on
+    another link.
 
-    In the first tape the read of the output ends before the receive of the gradient, in the second
-    after it.
+    For the first tape, the read of the output ends before the receive of the gradient; for the
+    second tape, after it.
     """
     ours, theirs = _links(shadow, stage)[:2]
     for number, cell in enumerate(shadow.configs[stage].cells()[:2]):
@@ -189,9 +190,10 @@ def _ended_elsewhere(shadow: Shadow, stage: int) -> Plan:
 
 def _copied(shadow: Shadow, stage: int) -> Plan:
     """
-    Inputs are copied into one slot on one link, then on another, where the last read ended.
+    Inputs are copied into one slot first on one link, then on the link where the last read ended.
 
-    The second copy is enqueued on the stream where the read ended, so no wait is needed in between.
+    Since the second copy is enqueued on the stream where the read ended, no wait is needed between
+    them.
     """
     ours, theirs = (_links(shadow, stage) * 2)[:2]
     for cell, link in zip(shadow.configs[stage].cells()[:2], (theirs, ours), strict=True):
@@ -210,7 +212,7 @@ def _keys(shadow: Shadow, stage: int) -> list[TapeKey]:
 
 
 def _received(shadow: Shadow, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> Plan:
-    """End a receive; post it first if it is not posted."""
+    """End a receive; first post it, if it is not posted yet."""
     link = _links(shadow, key.stage)[0]
     given = {"key": key, "ref": ref, "gradient": gradient, "link": link}
     if ("back" if gradient else "in") not in shadow.slots[ref.slot].moving:
@@ -231,7 +233,7 @@ def _taken(shadow: Shadow, key: TapeKey) -> Generator[Call, Any, TapeRef]:
 
 def _target_reused(shadow: Shadow, stage: int) -> Plan:
     """
-    The target's slot has its next tape when dI of the source uses the gradient of the tape before.
+    When dI of the source stage uses a gradient, the target stage's slot already has its next tape.
     """
     target = shadow.configs[stage].feeds
     assert target is not None
@@ -249,7 +251,7 @@ def _target_reused(shadow: Shadow, stage: int) -> Plan:
 
 def _message_after_message(shadow: Shadow, stage: int) -> Plan:
     """
-    The target's slot has its next tape when the gradient of the tape before arrives at the source.
+    When a gradient arrives at the source stage, the target stage's slot already has its next tape.
     """
     target = shadow.configs[stage].feeds
     assert target is not None
@@ -276,7 +278,7 @@ def _message_after_message(shadow: Shadow, stage: int) -> Plan:
 
 
 def _message_before_wgrad(shadow: Shadow, stage: int) -> Plan:
-    """A gradient was read before it arrives at the source; the target's dW is still to come."""
+    """A gradient is read and then arrives at the source stage before the target stage's dW runs."""
     target = shadow.configs[stage].feeds
     assert target is not None
     first, one = _keys(shadow, stage)[0], _keys(shadow, target)[0]
@@ -313,7 +315,7 @@ def _messages_of_lost_tapes(shadow: Shadow, stage: int) -> Plan:
 
 
 def _source_lost(shadow: Shadow, stage: int) -> Plan:
-    """A gradient arrives at the target, from another process, though the source's tape was lost."""
+    """A gradient from another process arrives at the target, although the source lost its tape."""
     target = shadow.configs[stage].feeds
     assert target is not None
     first, one = _keys(shadow, stage)[0], _keys(shadow, target)[0]
@@ -324,7 +326,7 @@ def _source_lost(shadow: Shadow, stage: int) -> Plan:
 
 
 def _groups(process: Process, config: StageConfig) -> bool:
-    """Whether one dW of a stage can take two tapes."""
+    """Return whether one dW of a stage can take two tapes."""
     apart = any(one.microbatch is not None for one in config.destinations)
     fed = config.receives_input or config.receives_gradient or config.copies_input
     room = min(config.microbatches, config.slots) > 1 and "arena" not in process.omit
@@ -349,7 +351,7 @@ def _taken_together(
 
 
 def _one_product(shadow: Shadow, stage: int) -> Plan:
-    """One dW takes several tapes; the input gradient of the last is read until after it."""
+    """One dW takes several tapes; the last tape's input gradient is read until after the dW."""
     ticket, tapes = yield from _taken_together(shadow, stage)
     key, ref = tapes[-1]
     read = {"key": key, "ref": ref, "gradient": True, "link": _links(shadow, stage)[0]}
@@ -362,7 +364,7 @@ def _one_product(shadow: Shadow, stage: int) -> Plan:
 
 
 def _one_product_spoiled(shadow: Shadow, stage: int) -> Plan:
-    """A tape is dropped while one dW takes it and others; then the dW succeeds."""
+    """A tape is dropped while a dW takes it together with others; then the dW succeeds."""
     ticket, tapes = yield from _taken_together(shadow, stage)
     key, ref = tapes[-1]
     yield Call("drop", {"key": key, "ref": ref})
@@ -377,7 +379,7 @@ def _one_product_failed(shadow: Shadow, stage: int) -> Plan:
 
 def _reduced_together(shadow: Shadow) -> Plan:
     """
-    Stages share a gradient; the reader comes before anyone waited for the dW of the last stage.
+    Stages share a gradient, and it is read before any stream has waited for the last stage's dW.
     """
     done = set()
     for stage, config in shadow.configs.items():
@@ -396,8 +398,8 @@ def _reduced_together(shadow: Shadow) -> Plan:
 
 def _evaluation_awaited_by_another(shadow: Shadow) -> Plan:
     """
-    After an evaluation another stream waits for the graph stream, then the stream of the update
-    does.
+    After an evaluation, another stream waits for the graph stream first, then the stream that runs
+    the update waits.
     """
     yield from _finalized(shadow)
     ours, theirs = _links(shadow, 0)[:2]
@@ -410,8 +412,8 @@ def _evaluation_awaited_by_another(shadow: Shadow) -> Plan:
 
 def _weights_read_by_another(shadow: Shadow) -> Plan:
     """
-    In the next epoch a stream that did not run the last optimizer step waits for a reader of
-    weights. Once it has waited for the update, it starts a reader itself.
+    In the next epoch, a stream that did not run the last optimizer step waits for a reader of
+    weights. After it has waited for the update, this stream starts a reader itself.
     """
     ours, theirs = yield from _updated(shadow)
     yield Call("start_weights_read", {"stage": 0, "link": ours})
@@ -432,7 +434,7 @@ def _weights_read_after_restore(shadow: Shadow) -> Plan:
 
 
 def _updated(shadow: Shadow) -> Generator[Call, Any, tuple[int, int]]:
-    """One step on the first stream; return its link and another's of the first stage's domain."""
+    """Run a step on the first stream; return its link and another link of the same domain."""
     yield from _finalized(shadow)
     yield from _update(shadow)
     ours, theirs = _links(shadow, 0)[:2]
@@ -440,7 +442,7 @@ def _updated(shadow: Shadow) -> Generator[Call, Any, tuple[int, int]]:
 
 
 def _finalized(shadow: Shadow) -> Plan:
-    """One step on the first stream, up to its update."""
+    """Run a step on the first stream, up to its update."""
     order = [*shadow.reductions]
     for stage in shadow.configs:
         for key in _keys(shadow, stage):
@@ -458,7 +460,7 @@ def _finalized(shadow: Shadow) -> Plan:
 
 
 def _update(shadow: Shadow) -> Plan:
-    """The update of a step, on the first stream."""
+    """Run the update of a step on the first stream."""
     caller = shadow.links[_links(shadow, 0)[0]].caller
     ticket = yield Call("check_update", {"epoch": shadow.epoch, "caller": caller})
     yield from landed(shadow, ticket)
@@ -484,13 +486,14 @@ def _backward(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Plan:
 
 def telling(process: Process, actions: tuple[Action, ...]) -> tuple[Action, ...]:
     """
-    Return a legal schedule with other evidence for effects that are not reported.
+    Return a legal schedule with added evidence for effects that its stages do not report.
 
-    The contract ignores reports of a stage that is not configured to report.
+    The schedule stays legal, because the contract ignores reports of a stage that is not configured
+    to report.
 
     Args:
         process: The process of the schedule.
-        actions: The schedule.
+        actions: The legal schedule.
     """
     memory = process.contract().memory
     changed = []

@@ -1,5 +1,5 @@
 """
-Calls to try in a state: plausible calls, and each of them with one argument changed.
+Calls to try in a state: plausible calls, and variants of these with one argument changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["candidates", "moved", "share"]
 
 
 def candidates(run: ConcreteRun) -> Iterator[Action]:
-    """Yield the plausible calls in a state, and each of them with one argument changed."""
+    """Yield the plausible calls in a state, and variants of these with one argument changed."""
     for transition, base in _plausible(run):
         names = TRANSITIONS[transition]
         yield transition, tuple(base[name] for name in names)
@@ -106,14 +106,14 @@ def _plausible(run: ConcreteRun) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def moved(st: Any, stage: int) -> int:
-    """Return how many times an F or dI of a stage moves scales."""
+    """Return how many times one F or dI of a stage updates the scales."""
     return 1 - int(st.epoch_scales[st.domain_of[stage]])
 
 
 def share(st: Any, stage: int) -> tuple[int, int]:
     """
-    Return the weight for the next dI: one part of the weight, which has as many parts as the stage
-    has cells. It is zero once all parts are given.
+    Return the gradient weight for the next dI. The total weight has as many equal parts as the
+    stage has cells; the next dI gets one part, or zero if no part is left.
     """
     parts = st.parts[stage] or st.cells[stage]
     left = st.unweighed[stage] if st.parts[stage] else parts

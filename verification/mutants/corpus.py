@@ -1,9 +1,9 @@
 """
 The corpus: calls that distinguish mutants from the contract.
 
-The states lie along legal schedules, or a few calls away from them. In each state every candidate
-call is made on the contract and on the mutants of its transition. A call is kept if a mutant gives
-another answer or leaves another state.
+The calls are tried in states along legal schedules, or a few calls away from these states. In each
+state, every candidate call is made on the contract and on the mutants of its transition. A call is
+kept if a mutant gives another answer than the contract or leaves another state.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Corpus:
     The calls that distinguish the mutants of a composition from the contract.
 
     Args:
-        omit: Relations left out.
+        omit: Relations that the contract leaves out.
         searched: Transitions whose mutants are tried.
-        harmful: For each site, calls that its mutant accepts, each with the predicates that then
-            fail, by class and name.
-        renamed: For each site, refused calls that its mutant refuses by another clause, or that
-            raise a Python error; grouped by that clause or the text of the error.
+        harmful: For each site, calls that the site's mutant accepts although a predicate fails
+            afterwards, each with the class and name of the failing predicates.
+        renamed: For each site, calls that the contract refuses and the site's mutant refuses by
+            another clause or with a Python error; grouped by that clause or the error's text.
     """
 
     omit: tuple[str, ...] = ()
@@ -93,11 +93,11 @@ class Corpus:
 
     @property
     def searching(self) -> bool:
-        """Whether some mutant is still to be tried."""
+        """Whether the search still needs calls for some mutant."""
         return any(self._untold.values())
 
     def untold(self, transition: str) -> list[tuple[Site, Any]]:
-        """Return the sites of a transition that are still to be tried, with their mutants."""
+        """Return the sites of a transition that still need calls, each with its mutant."""
         return list(self._untold.get(transition, {}).items())
 
     def wants(self, site: Site, clause: str | None, answer: str | None, moment: Any) -> bool:
@@ -108,8 +108,9 @@ class Corpus:
         Args:
             site: The site.
             clause: The clause of the contract's refusal; None if the contract accepts.
-            answer: None if the mutant accepts; else the clause of its refusal, or its Python error.
-            moment: A key for the situation of the call; per moment only a few calls are judged.
+            answer: The clause of the mutant's refusal, or the text of its Python error; None if the
+                mutant accepts.
+            moment: A key for the situation of the call; only a few calls per situation are kept.
         """
         self._counts[site,] += 1
         # A refusal of what the contract accepts tells nothing: the call need not be legal.
@@ -140,7 +141,7 @@ class Corpus:
         del kept[KEPT:]
 
     def few(self, most: int, *kind: Any) -> bool:
-        """Count one more of a kind; return whether the maximum is not exceeded."""
+        """Count one more call of a kind; return whether the count is still within the maximum."""
         self._counts[kind] += 1
         return self._counts[kind] <= most
 
@@ -154,13 +155,14 @@ def legal_schedules(
     omit: tuple[str, ...] = (),
 ) -> tuple[tuple[Process, tuple[Action, ...]], ...]:
     """
-    Return legal schedules of every process by the oracle of the random walks: random schedules and
-    schedules written by hand.
+    Return legal schedules of every process: random ones and hand-written ones. The oracle of the
+    random walks decides what is legal.
 
     Args:
-        omit: Relations left out. A call that is legal with a relation is legal without it, with two
-            exceptions: a refresh without version, which has no notion of fresh, and a grouped dW
-            without the arena. Without the arena, the schedules with a grouped dW are left out.
+        omit: Relations that the contract leaves out. A call that is legal with a relation is legal
+            without it, with two exceptions: a refresh without the relation version, which defines
+            when a cache is fresh, and a grouped dW without the arena. Without the arena, schedules
+            with a grouped dW are left out.
     """
     pairs = [(own, _walked(own, without_version="version" in omit)) for own in MUTANT_PROCESSES]
     walked = [
@@ -183,7 +185,7 @@ def legal_schedules(
 
 
 def _walked(process: Process, *, without_version: bool) -> Process:
-    """Return the process for schedules: the same process, beginning in epoch 0."""
+    """Return the same process, beginning in epoch 0, for schedules."""
     if not without_version:
         return evolve(process, epoch=0)
     stages = [evolve(config, reports_fills=False, refresh_pool=None) for config in process.stages]
@@ -192,7 +194,7 @@ def _walked(process: Process, *, without_version: bool) -> Process:
 
 
 def _walk(process: Process, seed: int) -> Schedule:
-    """Walk through a process's life; with every other seed, until a reduction fails."""
+    """Return a random schedule of a process; with odd seeds it ends with a failed reduction."""
     dice = random.Random(seed)
     walk = ScheduleWalk(process)
     for _ in range(LENGTH):
@@ -213,11 +215,12 @@ def corpus(omit: tuple[str, ...], searched: tuple[str, ...]) -> Corpus:
     """
     Return the calls that distinguish the mutants of a composition from the contract.
 
-    If relations are left out, only mutants without harm in the full composition are tried. The
-    visited states, and so the calls found for a mutant, do not depend on the other mutants.
+    If relations are left out, only mutants are tried that do no harm in the contract with all
+    relations. The visited states, and so the calls found for a mutant, do not depend on the other
+    mutants.
 
     Args:
-        omit: Relations left out.
+        omit: Relations that the contract leaves out.
         searched: Transitions whose mutants are tried.
     """
     found = Corpus(omit, searched)
@@ -245,7 +248,7 @@ def corpus(omit: tuple[str, ...], searched: tuple[str, ...]) -> Corpus:
 
 
 def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the evidence in the commit of an action that did as requested by its check."""
+    """Return the evidence of an action that did exactly what its check requested."""
     if transition == "check_update":
         return ()
     if transition == "check_evaluation":
@@ -266,7 +269,7 @@ def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tu
 
 
 def _movements(run: ConcreteRun) -> Iterator[Action]:
-    """Yield a movement of scales for each domain whose scales must move before its update ends."""
+    """Yield a move of scales for each domain whose scales must move before its update ends."""
     st = run.laid.memory
     stages = {st.domain_of[config.stage]: config.stage for config in run.process.stages}
     for domain, stage in stages.items():
@@ -283,7 +286,7 @@ def _is_harmless(site: Site, searched: tuple[str, ...]) -> bool:
 def _strays(
     found: Corpus, where: tuple[str, str], others: Sequence[Action], dice: random.Random
 ) -> Iterator[Action]:
-    """Yield accepted calls that leave the schedule: a few of any kind, more of F, dI and dW."""
+    """Yield accepted calls that are not in the schedule: a few of each kind, more F, dI and dW."""
     kinds = sorted({transition for transition, _ in others})
     chosen = [dice.choice(kinds)] if kinds and dice.random() < 0.25 else []
     chosen += [
@@ -302,7 +305,7 @@ def _wander(
     calls: list[Action],
     dice: random.Random,
 ) -> None:
-    """Leave the schedule and continue with accepted calls, each kind equally often."""
+    """Leave the schedule, and continue with random accepted calls of all kinds."""
     scout = _Scout(found, run, dice)
     for _ in range(STEPS):
         kinds = sorted({transition for transition, _ in calls if transition != "restore"})
@@ -352,7 +355,7 @@ class _Scout:
         return accepted
 
     def _moment(self) -> tuple[Any, ...]:
-        """Return a key for moments in which a call is likely to have the same effect."""
+        """Return a key that is equal in situations where calls are likely to have equal effects."""
         st = self.run.laid.memory
         now = st.weight_epoch[self.run.process.stages[0].stage]
         final, spoiled = now in st.final, now in st.spoiled
@@ -360,7 +363,7 @@ class _Scout:
 
     def stray(self, call: Action) -> list[Action]:
         """
-        Make a call that is not the next of the schedule; most checks are followed by a commit.
+        Make a call that is not the next call of the schedule, and commit most checks.
         """
         run = self.run
         transition, arguments = call
@@ -387,7 +390,7 @@ class _Scout:
         return done
 
     def _settling(self, run: ConcreteRun) -> Iterator[Action]:
-        """Bind every tape and wait on every link, so that other guards decide."""
+        """Yield calls that bind every tape and wait on every link, so that other guards decide."""
         st = run.laid.memory
         updates = st.optimizing[0] != 0 or st.half_updated[0] != 0
         for slot, mask in enumerate(() if updates else st.consumers):

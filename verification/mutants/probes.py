@@ -33,10 +33,11 @@ class Probe:
     Args:
         process: The process.
         trace: Accepted calls that lead to the state.
-        transition: The transition called.
-        arguments: Its arguments.
-        clause: The contract's answer: the clause of its refusal, or None.
-        focus: The members that the history must follow to see the call's effect.
+        transition: The transition that is called.
+        arguments: The arguments of the call.
+        clause: The clause by which the contract refuses the call; None if it accepts.
+        focus: The slot, stage, ticket and so on that the history must follow to show the call's
+            effect.
     """
 
     process: Process = field(repr=False)
@@ -48,7 +49,7 @@ class Probe:
 
     def run(self, omit: Sequence[str] = (), functions: Transitions | None = None) -> ConcreteRun:
         """
-        Return the state and its history after the trace, run by the contract's or other functions.
+        Run the trace by the contract's or the given functions; return the state with its history.
         """
         functions = functions or transitions(omit)
         run = ConcreteRun(self.process, self.focus, frozenset(functions.relations))
@@ -58,7 +59,7 @@ class Probe:
 
 
 def about(run: ConcreteRun, transition: str, arguments: tuple[Any, ...]) -> Focus:
-    """Return the members that the history must follow to see a call's effect."""
+    """Return the slot, stage, ticket and so on that the history must follow to show the effect."""
     st = run.laid.memory
     named = dict(zip(TRANSITIONS[transition], arguments, strict=True))
     serial = st.serial[0] + 1 if transition.startswith("check_") else None
@@ -80,7 +81,8 @@ def about(run: ConcreteRun, transition: str, arguments: tuple[Any, ...]) -> Focu
 
 def _consumer_of_evaluation(st: Any, link: int) -> int | None:
     """
-    Return the consumer's link if another stream waits for an evaluation before the consumer does.
+    Return the link of the gradients' consumer if another stream waits for an evaluation before the
+    consumer does; otherwise None.
     """
     domain = st.domain_at[link]
     if st.unwaited[domain] == 0:
@@ -91,8 +93,8 @@ def _consumer_of_evaluation(st: Any, link: int) -> int | None:
 
 def _gradients_of(st: Any, transition: str, named: Mapping[str, Any]) -> tuple[int, ...]:
     """
-    Return the stages whose gradients a call reads; the history follows a stage that was not
-    awaited.
+    Return the stages whose gradients a call reads. The history must follow one of them whose dW was
+    not awaited.
     """
     if transition == "start_reduction":
         return st.stage_at[named["bucket"]], st.tied_at[named["bucket"]]
@@ -106,7 +108,7 @@ def outcome(run: ConcreteRun, probe: Probe, mutant: Mutant) -> str | None:
     Run the transition of a mutant in a probe's state.
 
     Returns:
-        The clause of its refusal, or None when it accepts.
+        The clause of the mutant's refusal, or None if it accepts.
 
     Raises:
         KeyError, IndexError, TypeError: The mutant raised a Python error (``BREAKDOWN``).
@@ -120,9 +122,10 @@ def outcome(run: ConcreteRun, probe: Probe, mutant: Mutant) -> str | None:
 
 def harm(mutant: Mutant, probe: Probe) -> list[tuple[str, str]]:
     """
-    Return the predicates that fail, by class and name, after a mutant accepts a call.
+    Return the class and name of each predicate that fails after a mutant has accepted a call.
 
-    The list is empty if the mutant refuses, or if the caller is trusted not to make the call.
+    The list is empty if the mutant refuses, or if the contract assumes that no caller makes this
+    call.
     """
     run = probe.run(mutant.omit)
     trusted = run.trusted(probe.transition, probe.arguments)

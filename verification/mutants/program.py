@@ -1,5 +1,6 @@
 """
-A counterexample as a program: the calls that lead to a state, and the effect of a mutant there.
+Write a counterexample as a program: it makes the calls that lead to a state, and shows the effect
+of a mutant in this state.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def program(verdict: MutantVerdict) -> str:
 
 
 def shortest(verdict: MutantVerdict) -> Probe:
-    """Return a verdict's probe with the fewest leading calls that have the same effect."""
+    """Shorten the calls of a verdict's probe as far as its effect stays the same."""
     assert verdict.probe is not None
     probe = verdict.probe
     wanted = _shown(verdict, probe)
@@ -128,7 +129,8 @@ def shortest(verdict: MutantVerdict) -> Probe:
 
 def _harm(verdict: MutantVerdict, probe: Probe) -> list[tuple[str, str]]:
     """
-    Return the predicates that fail; none for a refused legal schedule, whose harm is the refusal.
+    Return the predicates that fail. For a refused legal schedule the list is empty, since the
+    refusal itself is the harm.
     """
     return [] if verdict.kind == "legal" else harm(verdict.shown, probe)
 
@@ -156,8 +158,8 @@ def _shown(verdict: MutantVerdict, probe: Probe) -> Any:
 
 def _without(verdict: MutantVerdict, probe: Probe, position: int) -> Probe | None:
     """
-    Return a probe without one leading call, or without a check and its end; None if it needs these
-    calls.
+    Return a probe without one leading call, or without a check and its commit or abort; None if the
+    probe needs these calls.
     """
     trace = list(probe.trace)
     name, _ = trace.pop(position)
@@ -188,7 +190,7 @@ def _redeems(action: Action) -> bool:
 
 
 def _renumbered(action: Action, removed: int) -> Action:
-    """Return an action with the serials of its tickets after one check was removed."""
+    """Return an action with renumbered tickets, after one check was removed before it."""
     at = _ticket_at(action)
     if not _redeems(action) or action[1][at] <= removed:
         return action

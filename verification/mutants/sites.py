@@ -1,8 +1,9 @@
 """
 The sites of mutants: every guard, every operand of a guard, every state update.
 
-Sites are found in the syntax trees of the relations' halves. Helpers are inlined first, so that a
-helper's guard is deleted in one transition at a time.
+Sites are found in the syntax trees of the relations' halves (a transition has a guard half and a
+write half). Helpers are inlined first, so that a helper's guard is deleted in one transition at a
+time.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Site:
 
     Args:
         transition: The transition of the site.
-        half: ``relation.function`` of its half.
-        kind: ``guard``, ``operand`` or ``update``; ``condition`` for the test of an update, which
-            then always runs.
+        half: The half with the site, as ``relation.function``.
+        kind: ``guard``, ``operand`` or ``update``; or ``condition`` for the test of an update,
+            which then always runs.
         text: The deleted source.
-        clause: Clause that the guard raises; empty for an update.
-        place: Place in the half's tree, after helpers are inlined.
+        clause: The clause that the guard raises; empty for an update.
+        place: The site's path in the syntax tree of the half, after helpers are inlined.
     """
 
     transition: str
@@ -67,9 +68,9 @@ class Mutant:
     The transitions with some sites deleted.
 
     Args:
-        deleted: The deleted sites. There is more than one only to show that one guard covers
-            another.
-        omit: Relations left out.
+        deleted: The deleted sites; usually one. Several sites are deleted only to show that one
+            guard covers another.
+        omit: Relations that the contract leaves out.
     """
 
     deleted: tuple[Site, ...]
@@ -77,12 +78,12 @@ class Mutant:
 
     @property
     def site(self) -> Site:
-        """The first site."""
+        """The first deleted site."""
         return self.deleted[0]
 
     @cached_property
     def replaced(self) -> dict[str, ast.FunctionDef]:
-        """The halves that replace the relations' own."""
+        """The changed halves, which replace those of the relations."""
         found: dict[str, ast.FunctionDef] = {}
         # From the back, so that deleting one site does not move the others.
         for site in sorted(self.deleted, key=lambda s: _sortable(s.place), reverse=True):
@@ -141,14 +142,15 @@ def sites(omit: tuple[str, ...] = ()) -> tuple[Site, ...]:
 
 def updates_read_by(guards: Iterable[Site]) -> set[Site]:
     """
-    Return the updates of columns that some guards read, each in the transition of such a guard.
+    Return the state updates of columns that the given guards read, in the transitions of these
+    guards.
     """
     read = {(guard.transition, column) for guard in guards for column in _columns_of(guard)}
     return {s for s in sites() if s.kind == "update" and (s.transition, _written(s)) in read}
 
 
 def _columns_of(guard: Site) -> set[str]:
-    """The columns that a guard reads; its half may have given their values names."""
+    """Return the columns that a guard reads, directly or through local names of its half."""
     module, _, name = guard.half.partition(".")
     half = _flat(RELATIONS[module], getattr(RELATIONS[module], name))
     named = {
@@ -168,7 +170,7 @@ def _columns_of(guard: Site) -> set[str]:
 
 
 def _written(update: Site) -> str:
-    """The column that an update writes: `st.COLUMN[...] = ...` or `st.fill(st.COLUMN, ...)`."""
+    """Return the column that `st.COLUMN[...] = ...` or `st.fill(st.COLUMN, ...)` writes."""
     column: str = re.findall(r"\bst\.(?!fill\b)(\w+)", update.text)[0]
     return column
 

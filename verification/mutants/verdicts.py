@@ -1,13 +1,13 @@
 """
-The verdict on a mutant.
+The verdict on a mutant (the contract with one guard, operand or update deleted).
 
-These questions are asked in turn. After a call in a reachable state that the broken transition
-accepts, does an invariant, a property of the history or a step property fail? Does the transition
-refuse an action of a legal schedule? Does it name another clause? Does any of this happen in a
-composition that leaves a relation out? Does it break an invariant from some state that satisfies
-all invariants, reachable or not? Does it equal the contract in every state that satisfies all
-invariants? The last answer is a proof over unbounded sorts; then another guard must be found that
-covers the mutant.
+The verdict asks these questions, in this order. Does the mutant accept a call in a reachable state
+after which an invariant, a property of the history or a step property fails? Does it refuse an
+action of a legal schedule? Does it refuse a call by another clause than the contract? Does any of
+this happen in a contract that leaves a relation out? Does the mutant break an invariant from some
+state that satisfies all invariants, reachable or not? Does it equal the contract in every state
+that satisfies all invariants? The last answer is a proof for any number of slots and stages;
+another guard must then be found that covers the mutant.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class MutantVerdict:
     The verdict on a mutant.
 
     Args:
-        mutant: The mutant; it is of another composition if the full composition shows no
+        mutant: The mutant. It leaves a relation out if the contract with all relations shows no
             difference.
-        kind: One of ``CLASSES``; ``equivalent`` or ``survived``.
-        by: The failing predicate, the refused action or the other clause; for an equivalent mutant,
-            the guard that covers it.
-        probe: A call in a reachable state that shows the difference.
-        covering: The mutant of the probe, if it differs from ``mutant``: another guard is deleted
-            too, or a relation is left out.
-        seconds: Time to decide.
+        kind: One of ``CLASSES``, or ``equivalent`` or ``survived``.
+        by: The failing predicate, the refused action, or the other clause; for an equivalent
+            mutant, the guard that covers it.
+        probe: A call in a reachable state that shows the difference from the contract.
+        covering: The mutant that the probe runs, if it differs from ``mutant``: another guard is
+            deleted too, or a relation is left out.
+        seconds: Time of the verdict in seconds.
     """
 
     mutant: Mutant
@@ -111,8 +111,8 @@ def judge(mutant: Mutant, searched: tuple[str, ...] = tuple(TRANSITIONS)) -> Mut
 
     Args:
         mutant: The mutant.
-        searched: Transitions, including its own, whose mutants are tried together in reachable
-            states. The verdict does not depend on the others.
+        searched: Transitions, including the mutant's own, whose mutants are tried together in
+            reachable states. The verdict does not depend on the other transitions.
     """
     began = time.perf_counter()
     found = (
@@ -155,14 +155,14 @@ def _refuses_legal(mutant: Mutant) -> MutantVerdict | None:
 
 
 def _names_another(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | None:
-    """Look for a refusal that the mutant names by another clause."""
+    """Look for a call that the mutant refuses by another clause than the contract."""
     for answer, probes in corpus(mutant.omit, searched).renamed.get(mutant.site, {}).items():
         return MutantVerdict(mutant, "clause", f"{probes[0].clause} becomes {answer}", probes[0])
     return None
 
 
 def _matters_elsewhere(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | None:
-    """Look for any such effect in a composition that leaves a relation out."""
+    """Look for an effect of the mutant in a contract that leaves a relation out."""
     elsewhere = [Mutant(mutant.deleted, (relation,)) for relation in ELSEWHERE]
     elsewhere = [other for other in elsewhere if mutant.site.relation not in other.omit]
     for look in (_harms, _names_another):
@@ -183,7 +183,7 @@ def _finite(omit: tuple[str, ...]) -> tuple[Composition, Any]:
 
 
 def _harms_by_induction(mutant: Mutant) -> MutantVerdict | None:
-    """Look for any state in a finite scope from which the mutant breaks a property."""
+    """Look for a state in a finite scope, reachable or not, from which a property breaks."""
     composition, solver = _finite(mutant.omit)
     broken = Composition(mutant.omit, composition.encoding, mutant.functions)
     failing = next(refuted(broken, mutant.site.transition, solver), None)
@@ -197,7 +197,7 @@ def _unbounded(omit: tuple[str, ...]) -> tuple[Composition, Z3]:
 
 
 def _equivalent(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | None:
-    """Prove that the mutant equals the contract wherever the invariants hold; find its cover."""
+    """Prove that the mutant equals the contract wherever the invariants hold; find the cover."""
     composition, solver = _unbounded(mutant.omit)
     words = composition.vocabulary
     name = mutant.site.transition
@@ -216,7 +216,7 @@ def _equivalent(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | No
 
 
 def _difference(ours: Path, theirs: Path) -> Term | None:
-    """Return when two paths, both taken, have different effects; None for never."""
+    """Return the condition under which two paths have different effects; None if they never do."""
     if ours.clause != theirs.clause:
         return z3.BoolVal(True)
     changed = [
@@ -231,8 +231,8 @@ def _covering(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict:
     """
     Find the guard that covers an equivalent mutant.
 
-    Without this guard, the code that the mutant deletes would refuse. So deleting both does harm,
-    or at least another clause refuses.
+    If only the covering guard is deleted, the code that the mutant deletes would refuse. So
+    deleting both does harm, or at least changes the clause of a refusal.
     """
     site = mutant.site
     named: MutantVerdict | None = None
@@ -262,7 +262,7 @@ def _covering(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict:
 
 
 def _companions(site: Site, omit: tuple[str, ...]) -> Iterator[tuple[Site, tuple[Site, ...]]]:
-    """Yield the sites that may cover a site, each with the sites to delete to remove both."""
+    """Yield the sites that may cover a site, each with all sites to delete for removing both."""
     here = [other for other in sites(omit) if other.transition == site.transition]
     for other in here:
         inside = other.half == site.half and site.place[: len(other.place)] == other.place
@@ -279,10 +279,11 @@ def _companions(site: Site, omit: tuple[str, ...]) -> Iterator[tuple[Site, tuple
 
 def prepare(tell: Callable[[str], None]) -> None:
     """
-    Try all mutants in reachable states of all compositions, so that no verdict waits for it.
+    Try all mutants in reachable states of all compositions in advance, so that later verdicts are
+    fast.
 
     Args:
-        tell: Called with a progress line per composition.
+        tell: Function that is called with a progress line per composition.
     """
     for omit in ((), *((relation,) for relation in ELSEWHERE)):
         tell(f"Mutants: trying them in reachable states: {composition_name(omit)}")

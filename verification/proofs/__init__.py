@@ -1,3 +1,4 @@
 """
-Proofs: obligations from the transitions' paths, and the solvers that answer them.
+Proofs: obligations (formulas to prove) from the transitions' paths, and the solvers that answer
+them.
 """

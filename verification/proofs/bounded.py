@@ -1,5 +1,5 @@
 """
-Bounded proofs: from the initial state, no violation within a number of accepted transitions.
+Bounded proofs: no violation occurs within a number of accepted transitions from the initial state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _GREATEST = 3
 
 
 def scope_name(scope: Mapping[str, int]) -> str:
-    """Spell a scope.
+    """Return a scope's sizes as text.
 
     >>> scope_name({"slot": 2, "cell": 1})
     '2 slots, 1 cell'
@@ -54,9 +54,10 @@ def scope_name(scope: Mapping[str, int]) -> str:
 
 class Unrolling:
     """
-    Several accepted transitions in a row, from the initial state.
+    A sequence of accepted transitions from the initial state, as one formula.
 
-    Each step takes one accepting path of the path table; sequences are not forked.
+    Each step of the formula is a choice among all accepting paths, so there is one formula for all
+    sequences.
 
     Args:
         composition: A composition in a finite encoding.
@@ -100,11 +101,11 @@ class Unrolling:
 
     @property
     def depth(self) -> int:
-        """Number of steps."""
+        """Number of steps in the sequence."""
         return len(self.taken)
 
     def extend(self) -> None:
-        """Take one more step."""
+        """Add one more step to the sequence."""
         step = self.depth
         arguments, taken, after = self._step(self.solver, self.states[-1], str(step))
         self.solver.add(arguments["arg.epoch"] <= _GREATEST + step)
@@ -115,7 +116,7 @@ class Unrolling:
     def _step(
         self, solver: Any, before: Mapping[str, Value], label: str
     ) -> tuple[dict[str, Value], list[Term], dict[str, Value]]:
-        """Return a step's arguments, its path, and the state after it."""
+        """Return a step's arguments, the conditions of its path, and the state after the step."""
         arguments = {}
         for name, sort in ARGUMENTS.items():
             z3_sort = self.composition.encoding.sorts[sort]
@@ -152,7 +153,8 @@ class Unrolling:
         after: Mapping[str, Value],
     ) -> list[Term]:
         """
-        Return, for each invariant and each step property, the term that says that a step breaks it.
+        Return a term for each invariant and each step property: the term is true if a step breaks
+        the property.
         """
         known: Known = {}
         broken = [self.ground.value(term, after, known) for term in self._denied]
@@ -169,8 +171,8 @@ class Unrolling:
 
     def violation(self) -> Term:
         """
-        Return the term that says that the last step broke a step property, or that the state after
-        it breaks an invariant.
+        Return the term that is true if the last step breaks a step property, or if the state after
+        this step breaks an invariant.
         """
         return z3.Or(self._last())
 
@@ -179,8 +181,8 @@ class Unrolling:
         """
         Return the violations that one step can cause from some state that satisfies all invariants.
 
-        Not every such state is reachable, and wrapping integers lead from many of them to a
-        violation. But a violation without such a state needs no search among the reachable states.
+        Not all these states are reachable, and integers of a few bits wrap around, so some of the
+        violations are not real. But the other violations need no search in reachable states.
         """
         solver = new_solver("bits")
         before = {STAGE_OF: self.states[0][STAGE_OF]}
@@ -218,10 +220,10 @@ class Unrolling:
 
     def check(self) -> str:
         """
-        Ask whether a violation is reachable in exactly this number of steps.
+        Ask the solver whether a violation is reachable in exactly this number of steps.
 
-        If none is, later steps use this result: then only violations that one step can cause are
-        searched for.
+        If no violation is reachable, the search for later steps uses this result: it looks only for
+        violations that one step can cause.
         """
         broken = self._last()
         asked = broken
@@ -237,7 +239,7 @@ class Unrolling:
         return verdict
 
     def reaches(self, transition: str) -> str:
-        """Ask whether the last step can be an accepted call of this transition."""
+        """Ask the solver whether the last step can be an accepted call of this transition."""
         choices = [
             choice
             for choice, path in zip(self.taken[-1], self.accepting, strict=True)
@@ -256,13 +258,13 @@ def bounded(
     composition: Composition, depth: int = DEPTH, scope: Mapping[str, int] = SCOPE
 ) -> Iterator[Obligation]:
     """
-    Yield the proof, for each number of steps up to a depth, that no violation is reachable in so
+    Yield, for each number of steps up to a depth, the proof that no violation is reachable in so
     many steps.
 
     Args:
         composition: A composition whose encoding has this scope.
-        depth: Number of transitions in a row.
-        scope: Members of each sort.
+        depth: Maximum number of transitions in a sequence.
+        scope: Number of members of each sort (slots, cells, stages and so on).
     """
     unrolling = Unrolling(composition)
     within = f"{scope_name(scope)}, integers of {BITS} bits"

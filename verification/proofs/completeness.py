@@ -1,8 +1,8 @@
 """
-No guard is too strong: a check is accepted whenever its action is legal.
+Proof that no guard is too strong: a check is accepted whenever its action is legal.
 
-The specification defines legal (``qeffect.spec.promises.legal``) by the physical history. The proof
-is for the composition with every relation, and so with every guard.
+The specification defines what is legal (``qeffect.spec.promises.legal``) by the physical history.
+The proof is for the contract with all relations, which has every guard.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHECKS = tuple(dict.fromkeys(name for predicate in LEGAL for name in predicate.t
 
 
 def completeness(composition: Composition) -> Iterator[Goal]:
-    """Yield the goals that no refusing path of a check is taken if the check is legal."""
+    """Yield goals that together prove: no refusing path of a check is taken if it is legal."""
     words = composition.vocabulary
     for transition in CHECKS:
         legal = [term for claim in words.legal(transition) for term in words.close(claim)]

@@ -1,5 +1,6 @@
 """
-Questions in a finite scope: every quantifier is expanded, and every question is decided.
+Questions to the solver in a finite scope: every quantifier is expanded, so every question gets an
+answer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SCOPE: Final[Mapping[str, int]] = {
 
 
 def solver_of(composition: Composition) -> Any:
-    """Return a solver with every predicate that holds in each state before a transition."""
+    """Return a solver that assumes every predicate that holds in each state before a transition."""
     words = composition.vocabulary
     solver = new_solver("finite")
     solver.add(words.counted())
@@ -42,12 +43,12 @@ def solver_of(composition: Composition) -> Any:
 
 def refuted(composition: Composition, transition: str, solver: Any) -> Iterator[str]:
     """
-    Yield the predicates that an accepting path of a transition fails to keep, from some state.
+    Yield the predicates that some accepting path of a transition breaks, from some state.
 
     Args:
         composition: The contract's composition, or a mutant's.
         transition: The transition.
-        solver: ``solver_of`` a composition of the same relations in the same encoding.
+        solver: The result of ``solver_of`` for a composition with the same relations and encoding.
     """
     words = composition.vocabulary
     for path in composition.paths[transition]:

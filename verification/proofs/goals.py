@@ -1,6 +1,6 @@
 """
-Questions to a solver and its answers, for the transitions of the contract and of the ranks'
-protocol.
+Questions to a solver (goals) and their answers (obligations), for the transitions of the contract
+and of the ranks' protocol.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Claim", "Goal", "Obligation", "Theory", "lemmas_within"]
 @frozen
 class Claim:
     """
-    A predicate as a term over its variables.
+    A predicate as a solver term over its variables.
 
     Args:
         name: The predicate's name.
-        needs: Relations that it reads.
+        needs: Relations that the predicate reads.
         variables: Sort of each variable.
-        body: Term over constants named ``var.NAME``.
+        body: The term; a variable NAME is a constant ``var.NAME`` in it.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Claim:
 
     @classmethod
     def of(cls, predicate: Predicate, encoding: Encoding, *subjects: Any) -> Claim:
-        """Return a predicate of some subjects (memory, history, arguments) as a term."""
+        """Return a predicate about the given memory, history and arguments as a claim."""
         variables = {
             name: encoding.sym(encoding.const(f"var.{name}", sort))
             for name, sort in predicate.variables.items()
@@ -47,24 +47,24 @@ class Claim:
         return cls(predicate.name, predicate.needs, predicate.variables, body)
 
     def close(self, encoding: Encoding, weight: int = 1) -> Iterator[Term]:
-        """Yield the claim for all values of its variables: quantified, or one by one."""
+        """Yield the claim for all values of its variables: with quantifiers, or value by value."""
         variables = {f"var.{name}": sort for name, sort in self.variables.items()}
         yield from encoding.close(variables, self.body, weight)
 
     def denied(self, encoding: Encoding) -> Term:
-        """Return the claim's denial: the claim fails for some values of its variables."""
+        """Return the negated claim: the claim fails for some values of its variables."""
         if encoding.members:
             return z3.Not(z3.And(list(self.close(encoding))))
         members = [term != null for term, null in self._with_sentinels(encoding)]
         return z3.And(*members, z3.Not(self.body))
 
     def at_hand(self, encoding: Encoding) -> Term:
-        """Return the claim for the members that its denial names."""
+        """Return the claim for the variables' values that its negation names."""
         nulls = [term == null for term, null in self._with_sentinels(encoding)]
         return z3.Or(*nulls, self.body)
 
     def _with_sentinels(self, encoding: Encoding) -> Iterator[tuple[Term, Term]]:
-        """Yield each variable of a sort with a sentinel, and the sentinel."""
+        """Yield each variable whose sort has a sentinel (such as NO_SLOT), with the sentinel."""
         for name, sort in self.variables.items():
             null = encoding.null(sort)
             if null is not None:
@@ -81,14 +81,14 @@ class Obligation:
         kind: ``initial``, ``inductive``, ``step``, ``change``, ``refusal``, ``commit``,
             ``capture``, ``restore``, ``recovery``, ``recurring``, ``complete``, ``width``; for a
             search, ``witness`` or ``bounded``.
-        composition: The relations that took part, or the ranks' protocol.
-        transition: The transition, or empty.
-        path: The path through it: its clause or ``accepted``, and its position; empty if a
-            transition has a single path.
+        composition: The relations in use, or the name of the ranks' protocol.
+        transition: The transition; empty for the initial state.
+        path: The path through the transition: its clause or ``accepted``, and its position; empty
+            if the transition has a single path.
         solver: ``z3``, ``cvc5``, or ``syntax`` if both sides are the same term.
         verdict: ``unsat``, ``sat`` or ``unknown``.
-        seconds: Time of the answer in seconds; 0 if the proof follows from an earlier one.
-        expected: The verdict that proves it.
+        seconds: Time of the answer in seconds; 0 if the proof follows from an earlier proof.
+        expected: The verdict that proves the obligation.
         attempt: The attempt of a second solver that gave the verdict, or empty.
     """
 
@@ -110,7 +110,7 @@ class Obligation:
 
     @property
     def found(self) -> str:
-        """The transition, the path and the claim."""
+        """The transition, the path and the claim, as text."""
         where = " ".join(filter(None, (self.transition, self.path)))
         return f"{where or 'initially'}: {self.name}"
 
@@ -132,14 +132,15 @@ class Obligation:
 @frozen
 class Goal:
     """
-    An obligation as a question to a solver: facts and a denial that cannot all hold.
+    An obligation as a question to a solver: to prove the claim, the solver must show that the facts
+    and the negated claim contradict each other.
 
     Args:
-        name, kind, transition, path: As in ``Obligation``.
+        name, kind, transition, path: The fields of the resulting ``Obligation``.
         relations: Relations whose lemmas are the hypotheses of the first attempt; None for claims
-            about the initial state, which has no hypotheses.
-        facts: The path's tests, the assumptions, the claim before the transition.
-        denied: The claim's negation.
+            about the initial state, which have no hypotheses.
+        facts: The path's tests, the assumptions, and the claim before the transition.
+        denied: The negated claim.
     """
 
     name: str
@@ -174,7 +175,7 @@ class Goal:
 
 
 class Theory(Protocol):
-    """What a solver may use for goals about some transitions."""
+    """The lemmas and facts that a solver may use for goals about some transitions."""
 
     @property
     def name(self) -> str:
@@ -197,14 +198,14 @@ class Theory(Protocol):
         """Facts about the columns that no transition writes: they keep their initial values."""
 
     def lemmas_of(self, relations: frozenset[str] | None) -> frozenset[str]:
-        """Return the names of the lemmas about these relations only; none for None."""
+        """Return the names of the lemmas that need only these relations; no names for None."""
 
     def instances(self, goal: Goal) -> Iterator[Term]:
         """Yield the lemmas of a goal's relations, each for the members that the goal names."""
 
 
 def lemmas_within(lemmas: Mapping[str, Claim], relations: frozenset[str] | None) -> frozenset[str]:
-    """Return the names of the lemmas about these relations only; none for None."""
+    """Return the names of the lemmas that need only these relations; no names for None."""
     if relations is None:
         return frozenset()
     return frozenset(name for name, claim in lemmas.items() if claim.needs <= relations)

@@ -1,8 +1,10 @@
 """
-Grounding: terms of a finite encoding as plain bit vectors, so that a query is a Boolean problem.
+Grounding: convert terms of a finite encoding to plain bit vectors, so that a query is a Boolean
+problem.
 
-A column becomes one bit vector per member of its index sort, a slot or a stage a number, an integer
-six bits with sign. No count leaves this range within the few steps of a bounded proof.
+A column becomes one bit vector per index (such as a slot), a slot or a stage becomes a number, and
+an integer becomes six bits with sign. No count leaves this range within the few steps of a bounded
+proof.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _LOGIC = {
 
 class Grounding:
     """
-    Evaluation of terms of a finite encoding under values for their constants.
+    Evaluates terms of a finite encoding for given values of their constants.
 
     Args:
         encoding: A finite encoding.
@@ -53,7 +55,7 @@ class Grounding:
     # Values
 
     def fresh(self, name: str, sort: Any) -> Value:
-        """Return variables for a constant of a sort."""
+        """Return new variables for a constant of a sort."""
         if sort.kind() == z3.Z3_ARRAY_SORT:
             return {
                 key: self.fresh(f"{name}[{key}]", sort.range()) for key in self._keys(sort.domain())
@@ -63,7 +65,7 @@ class Grounding:
         return z3.BitVec(name, self._width(sort))
 
     def possible(self, value: Value, sort: Any) -> list[Term]:
-        """Return the condition that variables of a finite sort name a member."""
+        """Return the condition that variables of a finite sort have a valid value."""
         if isinstance(value, dict):
             return [fact for entry in value.values() for fact in self.possible(entry, sort.range())]
         size = self._sizes.get(sort.name(), 0)
@@ -95,8 +97,9 @@ class Grounding:
 
         Args:
             term: The term.
-            given: Values of its constants, by name.
-            known: Values of terms under the same constants, by id; added to.
+            given: Values of the term's constants, by name.
+            known: Cache of the values of terms for the same constants, by the term's id; this call
+                adds to it.
         """
         found = known.get(term.get_id())
         if found is None:

@@ -1,5 +1,6 @@
 """
-Lemmas without quantifiers: each for the members that a goal names.
+Instantiate lemmas without quantifiers: each lemma for the slots, stages and so on that a goal
+names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TERMS: Final = 6
 
 
 def smallest_instances(lemmas: Iterable[Claim], goal: Goal, encoding: Encoding) -> Iterator[Term]:
-    """Yield some lemmas, each for the smallest terms of a goal."""
+    """Yield the given lemmas, each instantiated with the smallest terms of a goal."""
     terms = _smallest([goal.denied, *goal.facts])
     for claim in lemmas:
         members = [encoding.const(f"var.{n}", sort) for n, sort in claim.variables.items()]

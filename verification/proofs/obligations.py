@@ -1,5 +1,5 @@
 """
-Proof obligations: what each path of each transition must preserve.
+Proof obligations: the properties that each path of each transition must preserve.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMPOSITIONS: tuple[tuple[str, ...], ...] = (
 
 
 def composition_name(omit: Sequence[str]) -> str:
-    """Name a composition by what it leaves out.
+    """Return a composition's name, which tells the relations that it leaves out.
 
     >>> composition_name(("order",))
     'without order'
@@ -57,11 +57,11 @@ def composition_name(omit: Sequence[str]) -> str:
 @frozen(slots=False)
 class Composition:
     """
-    The transitions over one choice of relations, as paths, with the claimed predicates.
+    The contract's transitions for one choice of relations, as paths, with the predicates to prove.
 
     Args:
-        omit: Relations left out.
-        encoding: The encoding of the sorts.
+        omit: Relations that the composition leaves out.
+        encoding: The encoding of the sorts as Z3 sorts.
         functions: The composed transitions of the kernel or of a mutant.
     """
 
@@ -81,7 +81,7 @@ class Composition:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The predicates claimed of the composition."""
+        """The predicates that must hold for the composition."""
         return Vocabulary(self.encoding, self.functions.relations)
 
     @cached_property
@@ -96,11 +96,11 @@ class Composition:
         return {claim.name: claim for claim in words.invariants(words.before)}
 
     def lemmas_of(self, relations: frozenset[str] | None) -> frozenset[str]:
-        """Return the names of the lemmas about these relations only; none for None."""
+        """Return the names of the lemmas that need only these relations; no names for None."""
         return lemmas_within(self.lemmas, relations)
 
     def instances(self, goal: Goal) -> Iterator[Term]:
-        """Yield the lemmas of a goal's relations, each for the smallest terms of the goal."""
+        """Yield the lemmas of a goal's relations, instantiated with the goal's smallest terms."""
         chosen = [self.lemmas[name] for name in sorted(self.lemmas_of(goal.relations))]
         yield from smallest_instances(chosen, goal, self.encoding)
 
@@ -149,7 +149,7 @@ class Composition:
 
 
 def slice_of(predicate: Predicate | Claim) -> frozenset[str]:
-    """Return relations whose lemmas are likely to prove a predicate."""
+    """Return the relations whose lemmas are likely to be enough to prove a predicate."""
     relations = predicate.needs | MANDATORY
     return relations | {"version"} if "order" in relations else relations
 
@@ -158,8 +158,8 @@ def obligations(composition: Composition) -> Iterator[Goal]:
     """
     Yield the goals for every accepting path of every transition.
 
-    If the path does not change a column of a predicate, the predicate is the same term before and
-    after. It holds by hypothesis and yields no goal.
+    If the path changes no column that a predicate reads, the predicate is the same term before and
+    after the path. It then holds by hypothesis, and no goal is needed.
     """
     words = composition.vocabulary
     before = {claim.name: claim for claim in words.invariants(words.before)}
@@ -180,10 +180,10 @@ def obligations(composition: Composition) -> Iterator[Goal]:
 
 def changes(composition: Composition) -> Iterator[Obligation | Goal]:
     """
-    Yield the goals about required and forbidden changes of every accepting path.
+    Yield the goals about changes that every accepting path must make, or must not make.
 
-    Most paths change none of a promise's columns: the terms before and after are the same, and no
-    solver is needed.
+    Most paths change none of a promise's columns. Then the terms before and after the path are the
+    same, and no solver is needed.
     """
     words = composition.vocabulary
     for transition, paths in composition.paths.items():

@@ -1,5 +1,5 @@
 """
-Independent parts of the proofs, run in parallel processes.
+Run independent parts of the proofs in parallel processes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Part = Callable[[Callable[[str], None]], Any]
 @frozen
 class Result:
     """
-    The result of one part.
+    The result of one part of the proofs.
 
     Args:
-        found: What the part returned.
-        seconds: Wall-clock time.
+        found: The value that the part returned.
+        seconds: Wall-clock time in seconds.
         cpu: Processor time in seconds.
     """
 
@@ -44,13 +44,13 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
     """
     Run some parts and return their results by name.
 
-    The last part runs in this process. The others run in forked processes, one for each further
-    core; if there are fewer cores than parts, some of them run one after another. All parts run in
-    this process if the system cannot fork or has one core.
+    The last part runs in this process. The other parts run in forked processes, one for each
+    further core; if there are fewer cores than parts, some parts run one after another. All parts
+    run in this process if the system cannot fork or has one core.
 
     Args:
-        parts: The parts, by name.
-        tell: Called with a progress line from time to time.
+        parts: The functions to run, by name.
+        tell: Function that is called with a progress line from time to time.
 
     Raises:
         RuntimeError: A part's process ended without a result.
@@ -107,7 +107,7 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
 
 
 def _seldom(call: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls another one, but not if its last call was too recent."""
+    """Wrap a function so that a call is skipped if the previous call was too recent."""
     called = float("-inf")
 
     def seldom(*args: Any) -> None:

@@ -1,5 +1,5 @@
 """
-The proofs: every obligation of every composition, by Z3, then by other seeds and by cvc5.
+Run the proofs: every obligation of every composition by Z3, then again by other seeds and by cvc5.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def run(
     note: Progress | None = None,
 ) -> ProofReport:
     """
-    Prove everything.
+    Prove all obligations of the contract.
 
     Args:
-        progress: Called with a progress line.
+        progress: Function that is called with progress lines.
         seeds: Seeds of Z3. The proofs use the first seed; each further seed proves the goals of the
-            full composition again.
-        solvers: ``z3``, and ``cvc5`` to ask it the same goals too.
-        depth: Steps of the bounded proofs.
-        note: Called at once with the first obligation that has no proof.
+            contract with all relations again.
+        solvers: ``z3``; add ``cvc5`` to give it the same goals too.
+        depth: Maximum number of steps in the bounded proofs.
+        note: Function that is called at once with the first obligation that has no proof.
 
     Raises:
         ImportError: cvc5 is requested but not installed.
@@ -112,7 +112,7 @@ def _everything(seed: int, tell: Progress, note: Progress | None) -> list[Obliga
 def _told(
     obligations: Iterable[Obligation], line: Callable[[int, Obligation], str], tell: Progress
 ) -> list[Obligation]:
-    """Return the obligations; after each, tell a line about their number and the last one."""
+    """Collect obligations in a list; after each, report their number and the obligation."""
     found: list[Obligation] = []
     for obligation in obligations:
         found.append(obligation)
@@ -151,9 +151,9 @@ def unbounded(
     Yield every unbounded obligation of every composition, with its verdict.
 
     Args:
-        seed: Seed of Z3's own choices.
-        compositions: The relations that each composition leaves out. Put compositions with more
-            left out first: their proofs are reused.
+        seed: Seed of Z3's random choices.
+        compositions: The relations that each composition leaves out. Put the compositions that
+            leave out the most relations first, since their proofs are reused.
     """
     chosen = tuple(compositions)
     yield from _of_compositions(seed, chosen)
@@ -162,7 +162,7 @@ def unbounded(
 
 
 def _of_compositions(seed: int, compositions: Iterable[tuple[str, ...]]) -> Iterator[Obligation]:
-    """Yield the obligations of each composition, except those of steps taken as one."""
+    """Yield each composition's obligations, except those about steps committed in one call."""
     encoding = Encoding.sorted()
     proved = Proved()
     for omit in compositions:
@@ -177,7 +177,7 @@ def _of_compositions(seed: int, compositions: Iterable[tuple[str, ...]]) -> Iter
 
 
 def _of_steps(seed: int, compositions: Iterable[tuple[str, ...]]) -> Iterator[Obligation]:
-    """Yield the obligations of steps taken as one; they share no proof with the others."""
+    """Yield the obligations about steps committed in one call, which share no other proofs."""
     encoding = Encoding.sorted()
     proved = Proved()
     for omit in compositions:
@@ -197,16 +197,15 @@ def everywhere(fixed: Mapping[str, bool] | None = None) -> Iterator[Obligation]:
     Yield the unbounded obligations of each composition that a contract may have.
 
     Args:
-        fixed: Relations that all compositions leave out (True) or have (False); by default every
-            choice occurs.
+        fixed: Relations that all compositions leave out (True) or have (False). By default the
+            compositions cover every choice of relations.
     """
     yield from unbounded(compositions=choices(fixed or {}))
 
 
 def choices(fixed: Mapping[str, bool]) -> list[tuple[str, ...]]:
     """
-    Return the relations that each composition leaves out; compositions with more left out come
-    first.
+    Return the relations that each composition leaves out, in descending order of their number.
 
     Args:
         fixed: Relations that all compositions leave out (True) or have (False).
@@ -218,11 +217,11 @@ def choices(fixed: Mapping[str, bool]) -> list[tuple[str, ...]]:
 
 def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Agreement]:
     """
-    Yield the answers of other seeds, and of cvc5, to the goals of the full composition.
+    Yield the answers of other seeds, and of cvc5, to the goals of the contract with all relations.
 
     Args:
         seeds: Seeds of Z3.
-        solvers: Contains ``cvc5`` to ask cvc5 too.
+        solvers: Names of solvers; if ``cvc5`` is among them, cvc5 is asked too.
 
     Raises:
         ImportError: cvc5 is requested but not installed.
@@ -237,14 +236,14 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
 
 def named(name: str) -> tuple[list[Obligation], list[str]]:
     """
-    Prove the obligations of one name, with all relations in force.
+    Prove the obligations with one name, with all relations in force.
 
     Args:
         name: The id of a promise or a lemma, or the name of a theorem. A promise that is proved for
             several families of numbers has one obligation per family.
 
     Returns:
-        The obligations, and the names that can be given.
+        The obligations with their verdicts, and the list of valid names.
     """
     composition = Composition.of((), Encoding.sorted())
     mixed = chain(_goals(composition), changes(composition), recurring(composition))
@@ -260,7 +259,7 @@ def _asked(found: Iterable[Obligation | Goal]) -> Iterator[Goal]:
 
 
 def makers(composition: Composition) -> tuple[Callable[[Composition], Iterator[Goal]], ...]:
-    """Return the functions that make the goals of a composition, in their order."""
+    """Return the functions that make the goals of a composition, in the order of the proofs."""
     last = [] if composition.omit else [completeness]
     if "capture" not in composition.omit:
         last.append(capture_in_own_pool)

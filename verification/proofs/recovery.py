@@ -2,11 +2,11 @@
 Recovery is always possible: from every reachable state, calls that are never refused lead to a
 restore that is accepted.
 
-The calls are: abort every outstanding ticket, fail every running reduction, drain every domain,
-restore. An abort is accepted while its ticket is outstanding, and a failed reduction while it runs.
-Each ends one action and begins none, so their number is finite. A drain is always accepted. A
-restore is accepted after all of these. The proof does not depend on the history of the state or on
-the number of actions under way.
+The calls are, in this order: abort every outstanding ticket, fail every running reduction, drain
+every domain, restore. An abort is accepted while its ticket is outstanding, and ``fail_reduction``
+while the reduction runs. Each of these calls ends one action and begins none, so their number is
+finite. A drain is always accepted. A restore is accepted after all these calls. The proof does not
+depend on how the state was reached, nor on the number of actions in flight.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _SETTLED: Final = (*_UNDER_WAY, "undrained")
 
 
 def recovery(composition: Composition) -> Iterator[Goal]:
-    """Yield the goals that every recovery step is accepted, ends one action and begins none."""
+    """Yield goals for: every recovery step is accepted, ends one action and begins no action."""
     yield from _accepted(composition)
     yield from _one_fewer(composition)
     yield from _restored(composition)
 
 
 def _accepted(composition: Composition) -> Iterator[Goal]:
-    """While something is under way, the step that ends it is accepted."""
+    """Yield goals for: while an action is in flight, the step that ends it is accepted."""
     words, enc = composition.vocabulary, composition.encoding
     st, h = words.state(words.before), words.history(words.before)
     slot = enc.const("arg.slot", "slot")
@@ -80,7 +80,7 @@ def _accepted(composition: Composition) -> Iterator[Goal]:
 
 
 def _one_fewer(composition: Composition) -> Iterator[Goal]:
-    """An accepted step ends its action, and begins no other."""
+    """Yield goals for: an accepted recovery step ends its action and begins no other action."""
     words, enc = composition.vocabulary, composition.encoding
     for name, (column, index) in ENDED.items():
         kept = _SETTLED if name == "drain" else _UNDER_WAY
@@ -104,8 +104,8 @@ def _one_fewer(composition: Composition) -> Iterator[Goal]:
 
 def _restored(composition: Composition) -> Iterator[Goal]:
     """
-    If nothing is under way and every domain is drained, a restore into a new incarnation is
-    accepted.
+    Yield goals for: if nothing is in flight and every domain is drained, a restore into a new
+    incarnation is accepted.
     """
     words, enc = composition.vocabulary, composition.encoding
     st = words.state(words.before)

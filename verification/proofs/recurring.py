@@ -1,13 +1,14 @@
 """
-Moving the counters of a recorded step changes no guard's decision and commutes with every write.
+Proof that a recorded step may be repeated without its guards: increasing the counters (a move)
+changes no guard's decision and commutes with every write.
 
 A contract commits a recorded step in one call (`qeffect.steps`) if the entries that the step reads
-equal the recorded entries after a move: all numbers of one family move by as much as the family's
-counter. This replaces the guards only if every transition of a step, from a moved state with moved
-arguments, takes the same path and leaves the moved result. The proof covers every path of every
-transition that a recorded step may contain, one family at a time; a move of several families is a
-sequence of such moves. The sorts are unbounded, so the proof holds for any number of slots, stages,
-links and epochs, and for any amount.
+equal the recorded entries after a move. In a move, all numbers of one family (such as epochs)
+increase by as much as the family's counter. This comparison can replace the guards only if every
+transition of a step, from a moved state with moved arguments, takes the same path and leaves the
+moved result. The proof covers every path of every transition that a recorded step may contain, one
+family at a time; a move of several families is a sequence of such moves. The sorts are unbounded,
+so the proof holds for any number of slots, stages, links and epochs, and for any increase.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ def recurring(
     families: Iterable[str] = tuple(BASES),
 ) -> Iterator[Obligation | Goal]:
     """
-    Yield for each path of a step's transitions, and each family, the goal that a move commutes with
-    the path.
+    Yield, for each path of a step's transitions and each family of numbers, the goal that a move of
+    the family commutes with the path.
 
     If the path's terms do not mention the family, both sides are the same term.
 
     Args:
         composition: The transitions.
-        moved: The counter of the numbers in each column; a mutant lacks an entry.
+        moved: For each column, the counter with which its numbers move; a mutant lacks an entry.
         families: The families to move, one at a time.
     """
     chosen = tuple(families)
@@ -110,13 +111,13 @@ def recurring(
 @frozen
 class Move:
     """
-    A move of one family by arbitrary amounts, one for each member.
+    A move of one family of numbers: each of its counters increases by an arbitrary amount.
 
     Args:
         encoding: The encoding of the sorts.
         before: Term of every column before a transition.
         family: The family that moves.
-        moved: The counter of the numbers in each column.
+        moved: For each column, the counter with which its numbers move.
     """
 
     encoding: Encoding
@@ -125,7 +126,7 @@ class Move:
     moved: Mapping[str, Counter] = field(repr=False)
 
     def amount(self, member: Term | None = None) -> Term:
-        """The amount by which a member's counter moves."""
+        """Return the amount by which the counter of a member (such as a slot) moves."""
         if self.family not in MEMBERS:
             return self.encoding.const(f"move.{self.family}", "int")
         amounts = self.encoding.array(f"move.{self.family}", (MEMBERS[self.family],), "int")
@@ -186,9 +187,9 @@ class Move:
 
     def facts(self, transition: str) -> Iterator[Term]:
         """
-        Yield the requirements of a recorded step on the move and the arguments.
+        Yield the assumptions that a recorded step makes about the move and the arguments.
 
-        Counters never fall, keys name an epoch, and no slot reaches its last generation.
+        Counters never decrease, keys name an epoch, and no slot reaches its last generation.
         """
         sort = MEMBERS.get(self.family)
         if sort is None:
@@ -204,7 +205,7 @@ class Move:
             yield self.encoding.const("arg.key.epoch", "int") >= 0
 
     def differences(self, path: Path, pairs: list[tuple[Term, Term]]) -> Iterator[Term]:
-        """Yield each way in which a path from the moved state may differ from the moved result."""
+        """Yield the conditions under which a path from the moved state misses the moved result."""
         for test in path.tests:
             moved = self._from_moved(test, pairs)
             if not moved.eq(self._simple(test)):
@@ -231,7 +232,7 @@ class Move:
                 yield ran != wanted
 
     def _from_moved(self, term: Term, pairs: list[tuple[Term, Term]]) -> Term:
-        """Return a term of a path with the moved state and arguments inserted."""
+        """Return a path's term with the moved state and arguments in place of the original ones."""
         memo = self.encoding.memo
         key = ("moved", self.family, id(self.moved), term.get_id(), *(p.get_id() for p, _ in pairs))
         if key not in memo:
@@ -251,8 +252,8 @@ _Known = dict[int, tuple[Term, Term]]
 
 def _without_lambdas(term: Term, known: _Known) -> Term:
     """
-    Replace each read of a moved column by the entry read, since other solvers do not support
-    lambdas.
+    Replace each read of a moved column by the term of the entry, since other solvers do not support
+    the lambdas of moved columns.
     """
     if not z3.is_app(term) or term.num_args() == 0:
         return term
@@ -270,7 +271,7 @@ def _without_lambdas(term: Term, known: _Known) -> Term:
 
 
 def _read(array: Term, index: Term, known: _Known) -> Term:
-    """Return the entry of an array of stores over a column."""
+    """Return the entry at an index of an array that is a column with stores."""
     if z3.is_quantifier(array) and array.is_lambda():
         return z3.substitute_vars(array.body(), index)
     if z3.is_store(array):

@@ -1,6 +1,6 @@
 """
-The report of the proofs: every obligation with its verdict, and the answers of other seeds and
-solvers.
+The report of the proofs: every obligation with its verdict, and the answers that other seeds and
+solvers gave.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Agreement:
         seed: Seed of the solver.
         goals: Number of goals asked.
         unsat: Number of goals proved.
-        seconds: Wall-clock time.
+        seconds: Wall-clock time in seconds.
         open: Goals without a proof.
-        attempts: Number of goals that each attempt proved; empty if attempts have no names.
+        attempts: Number of goals that each named attempt proved; empty for a solver without named
+            attempts.
     """
 
     solver: str
@@ -46,7 +47,7 @@ class Agreement:
 
     @property
     def counted(self) -> str:
-        """Number of proved goals, for progress lines."""
+        """The number of proved goals as text, for progress lines."""
         return f"{self.solver}, seed {self.seed}: {self.unsat} of {self.goals}"
 
     @property
@@ -56,7 +57,7 @@ class Agreement:
         return f"{self.counted} agree{''.join(named)}"
 
     def asdict(self) -> dict[str, Any]:
-        """Return the answer as a plain dictionary."""
+        """Return the answers as a plain dictionary."""
         return {
             "solver": self.solver,
             "seed": self.seed,
@@ -77,9 +78,9 @@ class ProofReport:
         obligations: Every unbounded obligation, with its verdict.
         witnesses: For every path of every transition, whether some state takes the path.
         bounded: Bounded proofs from the initial state, by number of steps.
-        agreements: Answers of other seeds and solvers for the full composition.
-        seconds: Wall-clock time of all parts.
-        parts: Wall-clock and processor time of each part. Parts run in parallel.
+        agreements: Answers of other seeds and solvers for the contract with all relations.
+        seconds: Wall-clock time of all parts, in seconds.
+        parts: Wall-clock and processor time of each part, in seconds. Parts run in parallel.
     """
 
     obligations: list[Obligation] = field(factory=list)
@@ -96,7 +97,7 @@ class ProofReport:
 
     @property
     def questions(self) -> int:
-        """Number of distinct queries to the solver; their answers prove the other obligations."""
+        """Number of distinct queries to the solver; the other obligations follow from them."""
         return sum(o.solver != "syntax" and o.seconds > 0.0 for o in self.obligations)
 
     @property
@@ -106,7 +107,7 @@ class ProofReport:
 
     @property
     def implied(self) -> int:
-        """Number of obligations that follow from an earlier answer."""
+        """Number of obligations that follow from an earlier answer of the solver."""
         return len(self.obligations) - self.questions - self.same_term
 
     @property
@@ -125,7 +126,7 @@ class ProofReport:
         """
         Return for each invariant of the paper whether all of its promises are proved.
 
-        A promise without an obligation in the full composition counts as not proved.
+        A promise that has no obligation in the contract with all relations counts as not proved.
         """
         full = [o for o in self.obligations if o.composition == "full"]
         asked = {obligation.name for obligation in full}
@@ -170,9 +171,9 @@ def agreements(
     Yield the answers of other seeds, and of cvc5 if requested, to the goals of some theories.
 
     Args:
-        asked: Each theory with its goals.
+        asked: The theories, each with its goals.
         seeds: Seeds of Z3.
-        solvers: Contains ``cvc5`` to ask cvc5 too.
+        solvers: Names of solvers; if ``cvc5`` is among them, cvc5 is asked too.
 
     Raises:
         ImportError: cvc5 is requested but not installed.

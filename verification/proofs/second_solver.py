@@ -20,14 +20,14 @@ __all__ = ["ATTEMPTS", "Attempt", "Cvc5"]
 @frozen
 class Attempt:
     """
-    One way to ask the goal; every hypothesis is a lemma of the theory.
+    One way to ask a goal: which lemmas of the theory are hypotheses, and which seed and timeout.
 
     Args:
-        name: Name in reports.
-        whole: Whether every lemma is a hypothesis, or only the lemmas of the goal's relations. A
-            model for fewer hypotheses refutes nothing; a model for all hypotheses is a
-            disagreement.
-        seed: Seed of the solver's own choices.
+        name: The attempt's name in reports.
+        whole: Whether all lemmas are hypotheses; otherwise only the lemmas of the goal's relations
+            are. A counterexample with only some hypotheses refutes nothing; a counterexample with
+            all hypotheses contradicts Z3's proof.
+        seed: Seed of the solver's random choices.
         most: Timeout in milliseconds; None for the timeout of `Cvc5`.
         instances: Whether the lemmas of the goal's relations are instantiated for the members that
             the goal names, instead of stated for all members.
@@ -83,12 +83,13 @@ class Cvc5:
 
     def hypotheses(self, goal: Goal, *, whole: bool, told: bool = False) -> list[Term]:
         """
-        Return the hypotheses besides a goal's own facts.
+        Return the hypotheses of a goal, without the goal's own facts.
 
         Args:
             goal: The goal.
-            whole: Whether every lemma is a hypothesis; a goal about the initial state has none.
-            told: Whether the lemmas of the goal's relations are instantiated for its own members.
+            whole: Whether all lemmas are hypotheses. A goal about the initial state has none.
+            told: Whether the lemmas of the goal's relations are instantiated for the members that
+                the goal names.
         """
         if told:
             return [*self._trusted, *self.theory.instances(goal)]
@@ -140,8 +141,8 @@ class Cvc5:
 
 def _without_constant_arrays(terms: list[Term]) -> list[Term]:
     """
-    Replace constant arrays by named arrays with a defining fact, since other solvers require a
-    literal value.
+    Replace each constant array by a named array with a defining fact, since other solvers support
+    constant arrays only of literal values.
     """
     found: dict[int, Term] = {}
     todo = list(terms)

@@ -1,9 +1,9 @@
 """
-Asking Z3, with lemmas by relation.
+Ask Z3 to prove goals, with the lemmas of each goal's relations as hypotheses.
 
-Instances of the lemmas are found by matching terms, without a model search. For a claim that needs
-more, the answer is soon ``unknown``, which is a failure. Models are searched in finite scopes,
-where every query is free of quantifiers and decided.
+Z3 finds instances of the lemmas by matching terms, and does not search for models. If this is not
+enough for a claim, Z3 soon answers ``unknown``, which counts as a failure. Models are searched only
+in finite scopes, where a query has no quantifiers and always gets an answer.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Proved:
     """
     The proofs so far, so that a claim that follows from an earlier proof is not proved again.
 
-    If some lemmas and facts refute a denial, more lemmas and facts refute it as well. Compositions
-    share most of their paths. Those that leave out more relations have fewer tests, and are proved
-    first.
+    If some lemmas and facts refute a negated claim, then these and further lemmas and facts refute
+    it too. Compositions (choices of relations) share most of their paths. Compositions that leave
+    out more relations have fewer tests, and are proved first.
     """
 
     _found: dict[int, list[tuple[frozenset[str], frozenset[int], Any]]] = field(
@@ -64,7 +64,7 @@ class Proved:
 
     def add(self, goal: Goal, lemmas: frozenset[str], facts: frozenset[int]) -> None:
         """
-        Record that some facts of a goal refute its denial.
+        Record that some facts of a goal refute its negated claim.
 
         Args:
             goal: The goal.
@@ -74,7 +74,7 @@ class Proved:
         self._found[goal.denied.get_id()].append((lemmas, facts, goal))  # the goal keeps its ids
 
     def covers(self, goal: Goal, lemmas: frozenset[str]) -> bool:
-        """Whether a subset of these lemmas and facts was enough before."""
+        """Return whether an earlier proof needed only some of these lemmas and facts."""
         earlier = self._found.get(goal.denied.get_id())
         if not earlier:
             return False
@@ -85,13 +85,14 @@ class Proved:
 @frozen
 class _NamedFact:
     """
-    A fact and the proposition that stands for it, so that a refutation can name what it used.
+    A fact and a Boolean constant that represents it, so that a refutation can list the facts that
+    it used.
 
     Args:
         id: The solver's id of the fact.
-        fact: The fact, which keeps its id.
-        name: The proposition.
-        named: The proposition implies the fact.
+        fact: The fact; holding it here keeps its id valid.
+        name: The Boolean constant.
+        named: The formula that the constant implies the fact.
     """
 
     id: int
@@ -106,11 +107,11 @@ class Z3:
 
     Args:
         theory: The theory whose lemmas are the hypotheses.
-        seed: Seed of the solver's own choices.
-        proved: The proofs so far; None to prove everything.
-        timeout: Milliseconds for one attempt at a goal alone.
-        thorough: Whether goals that cheap attempts leave open get further attempts. For mutants
-            they do not, since most of their open goals do not hold.
+        seed: Seed of the solver's random choices.
+        proved: The proofs so far; None to prove every goal anew.
+        timeout: Timeout in milliseconds for one attempt at a single goal.
+        thorough: Whether goals that cheap attempts leave open get further attempts. Mutants do not
+            need them, since most of their open goals are false.
     """
 
     name = "z3"
@@ -155,7 +156,7 @@ class Z3:
         more: Sequence[Term] = (),
         effort: int = EFFORT,
     ) -> tuple[str, float]:
-        """Ask a fresh solver, whose state no earlier goal has changed."""
+        """Ask a new solver, so that earlier goals cannot influence its answer."""
         began = time.perf_counter()
         solver = self._new_solver(lemmas, effort)
         solver.add(*goal.facts, goal.denied, *more)
@@ -169,7 +170,7 @@ class Z3:
 
     def _afresh(self, goal: Goal, seed: int) -> tuple[str, float]:
         """
-        Repeat the first attempt with a fresh solver, since one search may find what another misses.
+        Repeat the first attempt with a new solver and another seed, since its search may succeed.
         """
         began = time.perf_counter()
         lemmas = self.theory.lemmas_of(goal.relations)
@@ -177,7 +178,7 @@ class Z3:
         return self._refute(solver, goal, self._named(goal), lemmas), time.perf_counter() - began
 
     def _with_all(self, goal: Goal, effort: int = HASTE) -> tuple[str, float]:
-        """Ask again with every lemma, and with the facts about columns that are never written."""
+        """Ask again with all lemmas, and with the facts about columns that are never written."""
         lemmas = frozenset(self.theory.lemmas)
         return self._attempt([goal], lemmas, self.theory.untouched, effort)[0]
 
@@ -188,7 +189,7 @@ class Z3:
         return self._alone(goal, lemmas, told, effort)
 
     def _attempts(self, goal: Goal) -> Iterator[Callable[[Goal], tuple[str, float]]]:
-        """Yield the attempts at a goal that is still open after HASTE, cheapest first."""
+        """Yield further attempts at a goal that a first quick attempt left open, cheapest first."""
         if goal.relations is not None:
             yield partial(self._with_all, effort=GLANCE)
             yield self._instantiated
@@ -201,7 +202,7 @@ class Z3:
             yield self._told
 
     def _instantiated(self, goal: Goal) -> tuple[str, float]:
-        """Ask with each lemma only for the members that the goal names."""
+        """Ask with the lemmas instantiated only for the members that the goal names."""
         began = time.perf_counter()
         effort = EFFORT if self.thorough else PATIENCE
         solver = new_solver("quantified", seed=self.seed, timeout=self.timeout, effort=effort)
@@ -261,7 +262,7 @@ class Z3:
         return answers
 
     def _named(self, goal: Goal) -> list[_NamedFact]:
-        """Return a goal's facts by name, each name made once."""
+        """Return a goal's facts with their Boolean constants; each constant is made only once."""
         found = []
         for number, fact in zip(goal.fact_ids, goal.facts, strict=True):
             known = self._facts.get(number)
@@ -276,14 +277,14 @@ class Z3:
         self, solver: Any, goal: Goal, facts: Sequence[_NamedFact], lemmas: frozenset[str] | None
     ) -> str:
         """
-        Ask whether a goal's facts refute its denial, and record the facts that did.
+        Ask whether a goal's facts refute its negated claim, and record which facts were used.
 
         Args:
-            solver: A solver that already has the other facts of the goal, by name.
+            solver: A solver that already has the goal's other facts, by their constants.
             goal: The goal.
             facts: The facts to add.
-            lemmas: Names of the lemmas in the solver; None if the solver has more than lemmas, so
-                that a refutation is not recorded.
+            lemmas: Names of the lemmas in the solver; None if the solver also has other formulas,
+                so that a refutation must not be recorded.
         """
         solver.add([fact.named for fact in facts])
         solver.add(goal.denied)

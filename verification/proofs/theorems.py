@@ -1,5 +1,6 @@
 """
-Theorems besides the induction: initial states, refusals, tickets, capture, restores, widths.
+Theorems that the induction does not cover: initial states, refusals, tickets, capture order,
+restores, and the width of generations.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ _LAST = (1 << 64) - 1
 
 def beginning(composition: Composition) -> tuple[Moment, list[Term]]:
     """
-    Return the initial moment of every run, and the assumptions about it.
+    Return the initial memory and history of every run, and the assumptions about them.
 
-    The contract's own choices (incarnation, first epoch) and the initial ghosts are arbitrary,
-    within the assumptions of the origin predicates.
+    The contract's own choices (incarnation, first epoch) and the initial ghosts (columns of the
+    history) are arbitrary, within the assumptions of the origin predicates.
     """
     words, enc = composition.vocabulary, composition.encoding
     epoch = enc.const("first_epoch", "int")
@@ -75,7 +76,7 @@ def beginning(composition: Composition) -> tuple[Moment, list[Term]]:
 
 
 def initial(composition: Composition) -> Iterator[Goal]:
-    """Yield the goals that a fresh memory satisfies every invariant, for any first epoch."""
+    """Yield goals for: a fresh memory satisfies every invariant, for any first epoch."""
     words = composition.vocabulary
     moment, facts = beginning(composition)
     for claim in words.invariants(moment):
@@ -90,7 +91,7 @@ def _filled(composition: Composition, term: Term, value: Any) -> Term:
 
 
 def refusals(composition: Composition) -> Iterator[Obligation | Goal]:
-    """Yield the goals that every refusing path leaves every column unchanged."""
+    """Yield goals for: every refusing path leaves every column unchanged."""
     for transition, paths in composition.every_path.items():
         for path in paths:
             if path.clause is None:
@@ -121,10 +122,10 @@ def refusals(composition: Composition) -> Iterator[Obligation | Goal]:
 
 def tickets(composition: Composition) -> Iterator[Goal]:
     """
-    Yield the goals that no commit or abort refuses an outstanding ticket with complete evidence.
+    Yield goals for: no commit or abort refuses an outstanding ticket with complete evidence.
 
-    A ticket is outstanding from the check that returned it to its commit or abort, whichever
-    transitions were accepted in between. The history's ``outstanding`` follows this.
+    A ticket is outstanding from the check that returned it to its commit or abort, regardless of
+    the transitions that were accepted in between. The history's ``outstanding`` records this.
     """
     enc, words = composition.encoding, composition.vocabulary
     h = words.history(words.before)
@@ -155,7 +156,8 @@ def tickets(composition: Composition) -> Iterator[Goal]:
 
 def _whole(composition: Composition, transition: str) -> list[Term]:
     """
-    Return the condition that a commit's evidence is complete: as requested by the check, and true.
+    Return the condition that a commit's evidence is complete: it is what the check requested, and
+    it is true.
     """
     enc, words = composition.encoding, composition.vocabulary
     st, h = words.state(words.before), words.history(words.before)
@@ -186,8 +188,8 @@ def _whole(composition: Composition, transition: str) -> list[Term]:
 
 def _drawn(transition: str, st: Any, h: Any, slot: Any, stage: Any) -> Term:
     """
-    Return the position at which an action draws: for dI the position of its F, for F after every
-    earlier F.
+    Return the random generator's position at which an action must draw: for dI the position of its
+    F; for F a position after every earlier F.
     """
     if transition == "commit_dgrad":
         return h.drew_at[slot].term
@@ -196,8 +198,8 @@ def _drawn(transition: str, st: Any, h: Any, slot: Any, stage: Any) -> Term:
 
 def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
     """
-    Yield the goals that no replay is out of order if each slot has its own pool, with F before dI
-    before dW, and each refresh has its own.
+    Yield goals for: no replay is out of capture order if each slot has its own pool, captured as F,
+    dI, dW, and each refresh has its own pool.
     """
     words = composition.vocabulary
     st = words.state(words.before)
@@ -240,7 +242,7 @@ def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
 
 def restored(composition: Composition) -> Iterator[Goal]:
     """
-    Yield the goals that a restore ends every issued reference for good.
+    Yield goals for: a restore ends every issued reference forever.
 
     The restore ends the reference, no transition revives it, and no transition accepts it. The
     proof assumes that no two incarnations are equal (``persistence.fresh-incarnation``).
@@ -282,13 +284,13 @@ _ENDS: Final = frozenset({"finish_receive", "finish_read", "ungroup_wgrad"})
 
 def widths(composition: Composition, like: Composition) -> Iterator[Goal]:
     """
-    Yield the goals that generations of 64 bits never wrap: the claims about generations, over
-    wrapping integers.
+    Yield goals for: generations of 64 bits never wrap around. The goals are the claims about
+    generations, with 64-bit integers in place of unbounded ones.
 
     Args:
         composition: A composition whose encoding has generations of 64 bits.
-        like: The same functions in an encoding with known paths. Transitions that do not use
-            generations there are not enumerated again.
+        like: The same functions in an encoding whose paths are already enumerated. Transitions that
+            do not use generations there are not enumerated again.
     """
     words, enc = composition.vocabulary, composition.encoding
     last = enc.const("generation_max", "generation") == z3.BitVecVal(_LAST, 64)
@@ -315,8 +317,8 @@ def widths(composition: Composition, like: Composition) -> Iterator[Goal]:
 
 def _counts_generations(composition: Composition, transition: str) -> bool:
     """
-    Whether a transition counts or compares a generation, or writes a column of a claim about
-    generations.
+    Return whether a transition counts or compares a generation, or writes a column that a claim
+    about generations reads.
     """
     words = composition.vocabulary
     if any(claim.name == _REFERENCE for claim in words.steps(transition)):

@@ -1,5 +1,5 @@
 """
-The specification's predicates as terms: over the state before a transition and after a path.
+The specification's predicates as solver terms, about the state before a transition or after a path.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Moment:
     history: Mapping[str, Term]
 
     def columns(self) -> Iterator[tuple[str, Term]]:
-        """Yield every column of both; columns of the history have the names ``ghost.NAME``."""
+        """Yield every column of memory and history; a history column is named ``ghost.NAME``."""
         yield from self.state.items()
         for name, term in self.history.items():
             yield f"ghost.{name}", term
@@ -55,7 +55,7 @@ class Vocabulary:
 
     Args:
         encoding: The encoding of the sorts.
-        relations: Relations that take part; predicates that need other relations are left out.
+        relations: The relations in use; predicates that need other relations are left out.
     """
 
     def __init__(self, encoding: Encoding, relations: Iterable[str]) -> None:
@@ -90,15 +90,15 @@ class Vocabulary:
         return Moment(dict(path.columns), h.terms())
 
     def claim(self, predicate: Predicate, *subjects: Any) -> Claim:
-        """Return a predicate of some subjects (memory, history, arguments) as a term."""
+        """Return a predicate about the given memory, history and arguments as a claim."""
         return Claim.of(predicate, self.encoding, *subjects)
 
     def close(self, claim: Claim, weight: int = 1) -> Iterator[Term]:
-        """Yield the claim for all values of its variables: quantified, or one by one."""
+        """Yield the claim for all values of its variables: with quantifiers, or value by value."""
         yield from claim.close(self.encoding, weight)
 
     def denied(self, claim: Claim) -> Term:
-        """Return the claim's denial: it fails for some values of its variables."""
+        """Return the negated claim: the claim fails for some values of its variables."""
         key = ("denied", claim.name, claim.body.get_id())
         if key not in self.encoding.memo:
             self.encoding.memo[key] = (claim.denied(self.encoding), claim.body)
@@ -111,7 +111,7 @@ class Vocabulary:
         return self._at(self._invariants(), moment)
 
     def disturbed(self, moment: Moment) -> list[Claim]:
-        """Return the invariants that read a changed column."""
+        """Return the invariants that read a column which has changed since the first moment."""
         before = dict(self.before.columns())
         changed = {
             n for n, term in moment.columns() if term is not before[n] and not term.eq(before[n])
@@ -160,7 +160,8 @@ class Vocabulary:
 
     def counted(self) -> list[Term]:
         """
-        Return the facts that number every cell and slot of a finite scope; empty if unbounded.
+        Return the facts that number every cell and slot of a finite scope; empty if the scope is
+        unbounded.
         """
         enc, st, h = self.encoding, self.state(self.before), self.history(self.before)
         most = len(enc.members.get("place", ()))
@@ -169,7 +170,7 @@ class Vocabulary:
         return [raw(count <= most) for count in counts]
 
     def origin(self) -> list[Claim]:
-        """Return the assumptions about the initial values of arbitrary ghosts."""
+        """Return the assumptions about the initial values of the ghosts (history columns)."""
         st, h = self.state(self.before), self.history(self.before)
         return [self.claim(p, st, h) for p in ORIGIN]
 
@@ -182,7 +183,7 @@ class Vocabulary:
         return self._about(LEGAL, transition)
 
     def changes(self, path: Path) -> list[Claim]:
-        """Return the properties of the change from before to after an accepted path."""
+        """Return the properties of the change that an accepted path makes to the state."""
         after = self.state(Moment(dict(path.columns), {}))
         return self._claims(CHANGES, path.transition, self.state(self.before), after)
 
@@ -202,7 +203,8 @@ class Vocabulary:
 
     def arbitrary(self) -> list[Term]:
         """
-        Return the fact that the slot and the stage which the history follows are not sentinels.
+        Return the fact that the slot and stage which the history follows are real, not NO_SLOT or
+        NO_STAGE.
         """
         enc = self.encoding
         return [enc.const(f"ghost.{n}", n) != enc.null(n) for n in ("slot", "stage")]

@@ -1,7 +1,8 @@
 """
-No proof is vacuous: every path of every transition is taken in some state.
+Show that no proof is vacuous: every path of every transition is taken from some state.
 
-The search runs in a finite scope, where every quantifier is expanded and every query is decided.
+The search runs in a finite scope, where every quantifier is expanded and every query gets an
+answer.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def witnesses(composition: Composition) -> Iterator[Obligation]:
     """
     Yield, for every path of every transition, whether some state takes the path.
 
-    The state satisfies every invariant, and the arguments satisfy their assumptions. In the full
-    composition no state should take a covered path: a path whose tests imply the condition of an
-    entry of `COVERED` for its clause, or of an entry of `UNTAKEN`.
+    The state must satisfy every invariant, and the arguments their assumptions. With all relations,
+    no state should take a covered path: a path whose tests imply the condition of an entry of
+    `COVERED` for its clause, or of an entry of `UNTAKEN`.
 
     Args:
         composition: A composition in a finite encoding.

@@ -1,3 +1,4 @@
 """
-Ranks: several contracts that exchange messages, move their weights together and stop together.
+The model of ranks: several contracts that exchange messages, update their weights together and stop
+together.
 """

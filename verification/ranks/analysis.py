@@ -1,5 +1,5 @@
 """
-The parts of the ranks' analysis that need Z3, for the command.
+The proofs, explorations and mutants of the ranks' protocol that need Z3, for ``qeffect ranks``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-``qeffect ranks``: proofs and exploration of the protocol of several processes.
+``qeffect ranks``: prove and explore the protocol by which several ranks work together.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Ranks"]
 
 
 class Ranks:
-    """Prove and explore the protocol of N ranks."""
+    """Prove and explore the protocol by which N ranks work together."""
 
     name = "ranks"
     help = "prove and explore how ranks exchange messages, commit, checkpoint and stop together"
 
     @staticmethod
     def replay(paths: Sequence[str | os.PathLike[str]]) -> RankReport:
-        """Replay rank logs through the model; `qeffect replay` calls this by the entry point."""
+        """Replay rank logs through the model; `qeffect replay` finds this by its entry point."""
         return replay_ranks(paths)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ class Ranks:
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
-        """Prove, explore and report."""
+        """Run the proofs and the explorations, and report the results."""
         seeds = chosen_seeds(args)
         analysis = needs("verify", _analysis)
         report = analysis.run_proofs(

@@ -1,5 +1,5 @@
 """
-The state of a few ranks as one list of numbers, and the protocol's transitions over it.
+The state of a few ranks as one list of numbers, on which the protocol's transitions run.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ NEVER = frozenset(
 
 
 class Impossible(Exception):  # noqa: N818 - an outcome in the model, not an error
-    """A transition is not possible in a state. This is not a refusal."""
+    """A transition is not possible in a state, which is different from a refusal."""
 
 
 @frozen
 class Size:
     """
-    How large a state is.
+    The size of a state: how many ranks, slots, messages and so on it has.
 
     Args:
-        ranks: Ranks.
-        attempts: Maximum number of attempts; with launches, of rebuilds.
-        slots: Slots of each rank.
-        messages: Messages of a step, by (sender, receiver).
-        kinds: Messages that differ in stage, microbatch or direction.
-        steps: Steps that a rank may begin in an attempt.
-        launches: Whether steps are launches.
+        ranks: Number of ranks.
+        attempts: Maximum number of attempts (runs of all ranks from a checkpoint); with launches,
+            the maximum number of rebuilds.
+        slots: Number of slots of each rank.
+        messages: Number of messages in a step, by (sender, receiver).
+        kinds: Number of messages that differ in stage, microbatch or direction.
+        steps: Maximum number of steps that a rank begins in an attempt.
+        launches: Whether each step is one launch of a CUDA graph.
     """
 
     ranks: int = 2
@@ -57,7 +58,8 @@ class Size:
     @property
     def members(self) -> Mapping[str, range]:
         """
-        The members of each sort, with one place more than a protocol without a wrong message needs.
+        The range of each sort. It has one message position more than needed, so that a rank can
+        also post a wrong message.
         """
         places = max(self.messages.values(), default=0) * self.steps
         return {
@@ -72,7 +74,7 @@ class Size:
 
 
 class _Column:
-    """A column: a stretch of the state's list."""
+    """A column of the state: a section of the state's list."""
 
     __slots__ = ("buffer", "dropped", "end", "start", "strides")
 
@@ -110,10 +112,10 @@ class _Column:
 
 class ConcreteState:
     """
-    A state that transitions and predicates read, and transitions write.
+    The state of all ranks. Transitions read and write it; predicates read it.
 
     Args:
-        size: How many members each sort has.
+        size: The number of ranks, slots, messages and so on.
     """
 
     def __init__(self, size: Size) -> None:
@@ -139,7 +141,7 @@ class ConcreteState:
         raise AttributeError(name)
 
     def leave_out(self, without: frozenset[str]) -> None:
-        """Leave out the conditions with these names, and the writes named ``COLUMN =``."""
+        """Disable the conditions with these names, and the writes of COLUMN for ``COLUMN =``."""
         self.without = without
         for name in self._lengths:
             getattr(self, name).dropped = f"{name} =" in without
@@ -165,7 +167,7 @@ class ConcreteState:
             raise Refused(f"ranks.{name}")
 
     def every(self, sorts: str, holds: Callable[..., Any]) -> bool:
-        """Whether a condition holds of all members of some sorts."""
+        """Return whether a condition holds for all members of the named sorts."""
         space = self._spaces.get(sorts)
         if space is None:
             space = list(product(*(self.members[sort] for sort in sorts.split())))
@@ -178,7 +180,7 @@ class ConcreteState:
 
 
 class Total:
-    """Total messages of a number of steps."""
+    """Looks up the total number of messages from one rank to another in a number of steps."""
 
     def __init__(self, messages: Mapping[tuple[int, int], int]) -> None:
         self.messages = messages
@@ -189,7 +191,7 @@ class Total:
 
 
 def broken(predicates: Any, state: ConcreteState) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the predicates that do not hold, each with its first counterexample."""
+    """Yield each predicate that does not hold, with its first counterexample."""
     for predicate in predicates:
         given = _counterexample(predicate, state)
         if given is not None:

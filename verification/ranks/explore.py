@@ -1,11 +1,13 @@
 """
-Exploration of a few ranks: the promises hold in every state, and every state can reach the end.
+Exploration of a few ranks: check that the promises hold in every state, and that the end of the run
+is reachable from every state.
 
 The search is breadth first, so that a violation has a shortest trace. Every rank may fail, refuse,
-give up or crash at any point, as often as the scope's budget of faults allows. The search also
-checks progress. Every state except the end has a step without a fault, and from every state such
-steps lead to the end. In a finite graph this is progress under fair scheduling: a run that never
-ends would pass through some state again and again and never take the step that leads to the end.
+give up or crash at any point, as often as the scope's limit of faults allows. The search also
+checks progress. Every state except the end has a step without a fault, and from every state steps
+without faults lead to the end. In a finite graph, this is progress under fair scheduling: a run
+that never ends would visit some state infinitely often and never take the step that leads to the
+end.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ __all__ = ["SCOPES", "Found", "RankScope", "explore"]
 @frozen
 class RankScope:
     """
-    A scope: what one exploration of the ranks covers.
+    A scope: the small case that one exploration of the ranks covers.
 
     Args:
-        name: Its name.
-        size: Ranks, slots, messages.
+        name: The scope's name.
+        size: Numbers of ranks, slots, messages and so on.
         goal: The epoch that all ranks must reach.
-        faults: Number of faults at most.
-        leave_out: Transitions that do not take part.
-        at_once: Whether the orders of stops and their causes are left to other scopes: a rank then
-            publishes its reason and cuts its connections in one step, and names the cause in one
-            step with its report or its end (`launch_stops`).
-        says: What the scope covers.
+        faults: Maximum number of faults.
+        leave_out: Transitions that are not explored.
+        at_once: Whether stopping takes fewer steps, because other scopes cover all orders of stops
+            and causes. A rank then publishes its reason and cuts its connections in one step, and
+            names the cause in one step with its report or its end (`launch_stops`).
+        says: A description of the scope for the report.
     """
 
     name: str
@@ -60,7 +62,7 @@ class RankScope:
 
     @property
     def transitions(self) -> list[RankTransition]:
-        """The transitions that take part."""
+        """The transitions that are explored."""
         found = LAUNCHES if self.size.launches else TRANSITIONS
         if self.at_once:
             found = {name: AT_ONCE.get(name, t) for name, t in found.items() if name not in STOPS}
@@ -199,14 +201,15 @@ class Found:
 
     Args:
         scope: Name of the scope.
-        states: Reachable states.
-        steps: Transitions taken between them.
+        states: Number of reachable states.
+        steps: Number of transitions between these states.
         taken: How often each transition was taken.
         refused: How often each condition of the protocol was not met.
-        apart: States in which a rank has stopped and the weights of another rank are one step
-            further.
-        violation: The violation, or empty: a promise's name, ``deadlock``, or ``end unreachable``.
-        trace: The transitions that lead to the violation, from the first.
+        apart: Number of states in which a rank has stopped and the weights of another rank are one
+            step ahead.
+        violation: A promise's name, ``deadlock``, or ``end unreachable``; empty without a
+            violation.
+        trace: The transitions that lead from the initial state to the violation.
     """
 
     scope: str
@@ -357,7 +360,7 @@ class _Search:
         return ""
 
     def _misplaced(self, name: str, given: tuple[int, ...]) -> bool:
-        """Whether a rank posts a message that is not the next of its row."""
+        """Return whether a rank posts a message that is not the next message of its row."""
         if name not in ("post_send", "post_receive"):
             return False
         r, q, _, message = given
@@ -368,7 +371,7 @@ class _Search:
         return bool(message != (posted - before) % self.scope.size.kinds)
 
     def _wanted(self, name: str, given: tuple[int, ...], faults: int) -> bool:
-        """Whether a move stays within the scope."""
+        """Return whether a move stays within the limits of the scope."""
         state, scope = self.state, self.scope
         if name == "launch":
             return bool(state.launched[given[0]] < scope.goal)
@@ -423,7 +426,7 @@ class _Search:
         )
 
     def _launches_ended(self) -> bool:
-        """Whether all ranks know of the last step, or have stopped for a new attempt."""
+        """Return whether all ranks know of the last step, or have stopped for a new attempt."""
         state, ranks = self.state, range(self.scope.size.ranks)
         if all(
             state.dead[r] == state.quits[r] == 0 and state.known[r] >= self.scope.goal
@@ -460,14 +463,14 @@ class _Search:
 
 
 def _why(state: ConcreteState, q: int, n: int) -> int:
-    """What a rank has published in a round: nothing, a failure, a no that it read, or a loss."""
+    """Return what a rank has published in a round: nothing, a failure, a read no, or a loss."""
     if state.round[q] != n or state.said[q] == 0:
         return 0
     return int(1 + state.read_no[q] + 2 * state.lost[q])
 
 
 def _apart(state: ConcreteState) -> bool:
-    """Whether a rank has stopped while the weights of another rank are one step further."""
+    """Return whether a rank has stopped while the weights of another rank are one step ahead."""
     ranks = range(state.size.ranks)
     if state.size.launches:
         return any(
@@ -501,13 +504,14 @@ def explore(
     instead: Mapping[str, RankTransition] = MappingProxyType({}),
 ) -> Found:
     """
-    Walk every state of a scope, and stop at the first violation.
+    Visit every state of a scope, and stop at the first violation.
 
     Args:
-        scope: The scope.
-        transition: The transition that lacks conditions or writes.
-        without: Names of its left-out conditions, and ``COLUMN =`` for each left-out write.
-        lemmas: Also check the lemmas of the proofs.
-        instead: Transitions that run instead of those of the same name.
+        scope: The scope to explore.
+        transition: For a mutant, the transition that lacks conditions or writes.
+        without: Names of the conditions that this transition lacks, and ``COLUMN =`` for each write
+            that it lacks.
+        lemmas: Whether to check the lemmas of the proofs too.
+        instead: Transitions that replace those with the same name.
     """
     return _Search(scope, transition, without, lemmas, instead).run()

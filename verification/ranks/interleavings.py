@@ -1,10 +1,11 @@
 """
-Every interleaving of a table: the orders in which its ranks may move and its messages may arrive.
+Every interleaving of a table: all orders in which its ranks can advance and its messages can
+arrive.
 
-`qeffect check` runs a table once, to its end. This module walks every interleaving of a small
-table: a rank takes the next step of its row, or a message that both ends have posted arrives. A
-state other than the end without a move is a deadlock. The walk shows that a single run is enough:
-the run reaches its end if and only if no interleaving gets stuck.
+`qeffect check` runs a table only once, in one order. This module visits every interleaving of a
+small table. In each move, a rank takes the next step of its row, or a message that both ends have
+posted arrives. A state without a move is a deadlock, unless it is the end. The result shows that a
+single run is enough: the run reaches its end if and only if no interleaving gets stuck.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Interleavings:
     The states of all interleavings of a table.
 
     Args:
-        states: Reachable states.
+        states: Number of reachable states.
         stuck: Number of states, other than the end, without a move.
         lost: Number of states from which the end is not reachable.
     """
@@ -41,13 +42,14 @@ class Interleavings:
 
 def interleavings(schedule: Schedule, transport: Transport) -> Interleavings:
     """
-    Interleavings every interleaving of a table with messages.
+    Visit every interleaving of a table with messages.
 
     Args:
-        schedule: The table. It must be small, since the number of states grows with the
-            interleavings.
-        transport: Which messages share a queue, and what an unreceived send blocks. Without a
-            rendezvous, sends are buffered and a rank's receives do not block its sends.
+        schedule: The table. The table must be small, since the number of states grows with the
+            number of interleavings.
+        transport: Which messages share a queue, and what a send blocks until it is received. If its
+            `rendezvous` is not set, sends are buffered and a rank's receives do not block its
+            sends.
     """
     rows = schedule.atoms
     start = tuple(0 for _ in rows)
@@ -93,7 +95,7 @@ def _event(atom: Atom) -> _Event:
 
 
 def _messages(schedule: Schedule, rank: int, place: int) -> list[Atom]:
-    """The messages that a rank has posted when it stands at a place of its row."""
+    """Return the messages that a rank has posted when it is at a given position of its row."""
     row = schedule.atoms[rank][: place + 1]
     # A message is posted once its rank has reached it, even if the rank then waits there.
     return [atom for atom in row if atom.kind in SENDS | RECEIVES]

@@ -1,10 +1,10 @@
 """
-Check that the composed kernel behaves as the ranks' protocol assumes of a rank's contract.
+Check that a rank's contract behaves as the ranks' protocol assumes.
 
-The protocol knows four numbers of a contract: its epoch, whether anything is live, whether its
-epoch is spoiled, and whether it is whole. Here they are read from the kernel's memory. Every move
-in every reachable state of a small scope, including wrong moves, must change them as the protocol
-says.
+The protocol models a contract by four numbers: its epoch, whether anything is live, whether its
+epoch is spoiled, and whether it is whole (final and reduced). This module reads them from the
+kernel's memory. Every move in every reachable state of a small scope, including wrong moves, must
+change these numbers as the protocol says.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WHOLE: Final = ("final", "reduced")
 
 @frozen
 class RankView:
-    """What the protocol knows of a contract."""
+    """The four numbers by which the protocol models a contract."""
 
     epoch: int
     live: bool
@@ -55,14 +55,14 @@ class RankView:
 @frozen
 class Matched:
     """
-    The result of a comparison.
+    The result of comparing the kernel with the protocol.
 
     Args:
-        scope: The scope.
-        states: Reachable states of the kernel.
-        moves: Moves tried in them, accepted or refused.
-        commits: Commits accepted.
-        difference: The first move that the protocol does not allow, or empty.
+        scope: Name of the explored scope.
+        states: Number of reachable states of the kernel.
+        moves: Number of moves tried in these states, accepted or refused.
+        commits: Number of accepted commits.
+        difference: The first move that the protocol does not allow; empty if all are allowed.
     """
 
     scope: str
@@ -83,7 +83,7 @@ class Matched:
 
 
 def seen(st: Any) -> RankView:
-    """Return what the protocol knows of a kernel's memory."""
+    """Read the protocol's four numbers from a kernel's memory."""
     epochs = _entries(st.weight_epoch)
     half = any(_entries(st.half_updated))
     assert len(set(epochs)) == 1, "a commit is atomic over the stages of a process"
@@ -102,7 +102,7 @@ def seen(st: Any) -> RankView:
 
 
 def _entries(column: Any) -> list[Any]:
-    """The entries of a column: by index in a list, by stage in a dictionary."""
+    """Return the entries of a column, which is a list or a dictionary."""
     return list(column.values() if isinstance(column, Mapping) else column)
 
 
@@ -113,9 +113,10 @@ def match(
     Compare every move of a scope with the protocol.
 
     Args:
-        scope: The scope.
-        name: The name of a standard one, if none is given.
-        composed: Transitions to run; the scope's own by default. A test gives wrong ones.
+        scope: The scope to explore; None for the standard scope `name`.
+        name: Name of a standard scope, used if `scope` is None.
+        composed: Transitions to run; by default those of the scope. A test passes faulty
+            transitions.
     """
     scope = standard_scopes()[name] if scope is None else scope
     found = explore(Space(scope, composed, also=_viewed()))
@@ -132,12 +133,12 @@ def match(
 
 
 def _positions(engine: Engine, step: str, place: int) -> list[int]:
-    """Return the positions of the moves whose first (0) or last (-1) transition is this one."""
+    """Return the positions of the moves whose first (0) or last (-1) transition is `step`."""
     return [i for i, move in enumerate(engine.moves) if move.steps[place] == step]
 
 
 def _difference(engine: Engine, words: Words) -> str:
-    """Return the first move from some states that the protocol does not allow, or nothing."""
+    """Return the first move from these states that the protocol does not allow; empty if none."""
     chunk = Chunk(engine.packing, words)
     views = _Views(chunk)
     # A refusal changes no state, so only a check can refuse wrongly.
@@ -170,16 +171,16 @@ def _told(
 
 
 def _viewed() -> tuple[str, ...]:
-    """The columns from which the protocol's view of a contract is read."""
+    """Return the columns from which the protocol's four numbers are read."""
     return (*_LIVE, *_WHOLE, "spoiled", "half_updated", "weight_epoch")
 
 
 class _Views:
     """
-    What the protocol knows in each of many states.
+    The protocol's four numbers in each of many states.
 
     Args:
-        chunk: The states.
+        chunk: The states of the kernel.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -198,12 +199,12 @@ class _Views:
         self, rows: NDArray[np.intp], after: _Views, which: NDArray[np.intp] | None = None
     ) -> Iterator[tuple[RankView, RankView]]:
         """
-        Yield the different views before and after a move.
+        Yield each distinct pair of views before and after a move.
 
         Args:
-            rows: States that it was made in.
-            after: Views of the states that it led to.
-            which: Rows of those; all by default.
+            rows: Row numbers of the states before the move.
+            after: Views of the states after the move.
+            which: Row numbers of the states after the move; by default all rows.
         """
         then = after.which if which is None else after.which[which]
         for one, other in np.unique(np.stack([self.which[rows], then]), axis=1).T.tolist():
@@ -213,7 +214,7 @@ class _Views:
 def _wrong(
     steps: Iterable[str], right: bool, clause: str | None, before: RankView, after: RankView
 ) -> str:
-    """Say how a move violates the protocol; empty if the protocol allows it."""
+    """Return how a move violates the protocol; empty if the protocol allows the move."""
     if after.whole and after.spoiled:
         return "whole and spoiled"
     if clause is not None and after != before:
@@ -226,7 +227,7 @@ def _wrong(
             return "the check of an update must add live work and change nothing else"
     elif steps[-1] == _COMMIT:
         if clause is None and steps == (_COMMIT,) and not (before.whole and before.live):
-            return "the end of an update without its check"
+            return "an update ended without its check"
         if clause is None and after != RankView(before.epoch + 1, False, False, False):
             return "a commit must begin the next epoch, with nothing live, spoiled or whole"
     elif steps == ("restore",):

@@ -1,5 +1,6 @@
 """
-Lemmas that the proofs of steps of one launch need besides the promises.
+Lemmas that the proofs of launched steps need besides the promises. In such a step, each rank runs
+the whole step as one launch of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LAUNCH_LEMMAS: Final = Register()
 
 @LAUNCH_LEMMAS("launches.host-order", r="rank")
 def host_order(st: Any, r: Any) -> Any:
-    """A host reads no further than it committed, and commits no further than it launched."""
+    """A host reads votes only on committed steps, and commits only launched steps."""
     return (
         (st.begin[r] >= 0)
         & (st.begin[r] <= st.known[r])
@@ -30,7 +31,7 @@ def host_order(st: Any, r: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.device-order", r="rank")
 def device_order(st: Any, r: Any) -> Any:
-    """A device ends no step before its vote, and votes on no step before its launch."""
+    """A device votes on a step after the step's launch, and ends the step after its vote."""
     return (
         (st.begin[r] <= st.weights[r])
         & (st.weights[r] <= st.ran[r])
@@ -45,19 +46,19 @@ def device_order(st: Any, r: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.read-moved", r="rank")
 def read_moved(st: Any, r: Any) -> Any:
-    """If a host has read a yes from every rank, its device has made the update."""
+    """If a host has read a yes vote from every rank, its device has made the update."""
     return st.known[r] <= st.weights[r]
 
 
 @LAUNCH_LEMMAS("launches.yes-without-gap", r="rank")
 def yes_without_gap(st: Any, r: Any) -> Any:
-    """A device that voted yes on its current step has made every earlier update."""
+    """If a device voted yes on its current step, it has made every earlier update."""
     return implies(st.vote[r] > st.ran[r], st.weights[r] == st.ran[r])
 
 
 @LAUNCH_LEMMAS("launches.words-were-said", r="rank", q="rank")
 def words_were_said(st: Any, r: Any, q: Any) -> Any:
-    """A device holds only votes that were given in its round."""
+    """A device has received only votes that were given in its round."""
     return (st.word[r, q] >= 0) & implies(st.round[r] == st.round[q], st.word[r, q] <= st.vote[q])
 
 
@@ -94,7 +95,7 @@ def first_round(st: Any, r: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.cut-stops", r="rank")
 def cut_stops(st: Any, r: Any) -> Any:
-    """A rank whose connections were cut does not go on."""
+    """A rank whose connections were cut does not continue."""
     return implies(st.cut[r] == 1, (st.quits[r] == 1) | (st.dead[r] == 1))
 
 
@@ -112,7 +113,7 @@ def first_back_waits(st: Any, r: Any, q: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.rounds", r="rank")
 def rounds(st: Any, r: Any) -> Any:
-    """A rank's round is not before its process started, and no rank is in a future round."""
+    """A rank is in no round from before its process started, and in no future round."""
     return (
         (st.born[r] >= 0)
         & (st.born[r] <= st.round[r])
@@ -134,22 +135,22 @@ def alive_now(st: Any, r: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.paused-is-settled", r="rank")
 def paused_is_settled(st: Any, r: Any) -> Any:
-    """A host that has left the launches has read a yes of all ranks to every step it launched."""
+    """A host that has left the launches has read a yes of all ranks on each launched step."""
     settled = (st.launched[r] == st.booked[r]) & (st.known[r] == st.booked[r])
     return implies(st.paused[r] == 1, settled)
 
 
 @LAUNCH_LEMMAS("launches.part-named", r="rank")
 def part_named(st: Any, r: Any) -> Any:
-    """A rank's part has the weights of the epoch that its contract gave the part."""
+    """A rank's checkpoint part has the weights of the epoch that its contract recorded for it."""
     return (st.part[r] == st.part_epoch[r]) & (st.part_round[r] <= st.round[r])
 
 
 @LAUNCH_LEMMAS("launches.part-not-ahead", r="rank")
 def part_not_ahead(st: Any, r: Any) -> Any:
     """
-    A part of the newest attempt is not behind the whole checkpoint, and the rank's weights are not
-    behind that part.
+    A checkpoint part that was written in the newest attempt is not older than the whole checkpoint,
+    and the rank's weights are not older than that part.
     """
     now = st.part_round[r] >= st.opened[0]
     return implies(now, (st.named[0] <= st.part_epoch[r]) & (st.part[r] <= st.weights[r]))
@@ -165,7 +166,7 @@ def nothing_named_before_all_started(st: Any, r: Any) -> Any:
 
 
 def _explained(st: Any, n: Any) -> Any:
-    """Whether a round has a reason to stop: a no, a failed host, or a rank that is gone."""
+    """Return whether a round has a reason to stop: a no, a failed host, or a rank that is gone."""
     return (st.failed[n] == 1) | (st.miscounted[n] == 1) | (st.gone[n] == 1)
 
 
@@ -175,7 +176,7 @@ def _reasoned(st: Any, n: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.stop-flags", r="rank")
 def stop_flags(st: Any, r: Any) -> Any:
-    """A rank that goes on has no reason to stop, and stops for one reason."""
+    """A rank that continues has no reason to stop, and a rank stops for only one reason."""
     on = (st.lost[r] == 0) & (st.read_no[r] == 0) & (st.said[r] == 0) & (st.ended[r] == 0)
     return (
         ((st.cut[r] == 0) | (st.cut[r] == 1))
@@ -190,7 +191,7 @@ def stop_flags(st: Any, r: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.stop-marks", n="attempt")
 def stop_marks(st: Any, n: Any) -> Any:
-    """A round has a cause or not, and a reason or not; no rank published in a future round."""
+    """The marks of a round's cause and reason are 0 or 1; no rank published in a future round."""
     return (
         ((st.halted[n] == 0) | (st.halted[n] == 1))
         & ((st.reasoned[n] == 0) | (st.reasoned[n] == 1))
@@ -201,7 +202,7 @@ def stop_marks(st: Any, n: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.cut-said", r="rank")
 def cut_said(st: Any, r: Any) -> Any:
-    """A rank that runs and has closed its connections has published why."""
+    """If a running rank has closed its connections, it has published the reason."""
     return implies((st.dead[r] == 0) & (st.cut[r] == 1), st.said[r] == 1)
 
 
@@ -213,7 +214,7 @@ def reported_named(st: Any, r: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.reasons-count", r="rank")
 def reasons_count(st: Any, r: Any) -> Any:
-    """If a rank published a reason, its round is marked."""
+    """If a rank published a reason, its round is marked as having a reason."""
     n, own = st.round[r], (st.said[r] == 1) & (st.lost[r] == 0)
     return implies(own, st.reasoned[n] == 1) & implies(
         own & (st.read_no[r] == 0), st.failed[n] == 1

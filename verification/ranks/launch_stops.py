@@ -1,10 +1,11 @@
 """
-Stops of launches in few steps, for explorations that are not about the order of stops.
+Stops of launched steps in fewer transitions, for explorations that are not about the order of
+stops.
 
-A rank publishes its reason and cuts its connections at once. It names the cause at once with its
-report or its end; if the round has no cause yet, it chooses the first that the protocol allows.
-Each step below is a sequence of transitions of the protocol. The columns of reasons and causes are
-not written, since no other transition reads them.
+A rank publishes its reason and cuts its connections in one transition. It names the cause in one
+transition with its report or its end; if the round has no cause yet, the rank chooses the first
+cause that the protocol allows. Each transition of this module is a sequence of transitions of the
+protocol. It does not write the columns of reasons and causes, since no other transition reads them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """
-The protocol of steps that are one launch each, as transitions over columns.
+The protocol of launched steps, as transitions over columns. Each rank runs such a step as one
+launch of a CUDA graph.
 
-The host of a rank launches a step, reads the votes of the step before, and then commits the step in
-its contract. The device runs behind the host. It votes, receives the votes of all ranks one by one,
-and updates its weights if every vote is a yes for this step. A vote may reach some devices and not
-others, since a rank can end at any point. Then some ranks have updated their weights and others
+The host of a rank launches a step, reads the votes on the previous step, and then commits the step
+in its contract. The device runs behind the host. It votes, receives the votes of all ranks one by
+one, and updates its weights if every vote is a yes for this step. A vote may reach some devices and
+not others, since a rank can end at any point. Then some ranks have updated their weights and others
 have not. If all ranks are still alive, they report the epoch of their weights, and rebuild only if
 all report the same epoch.
 
-For a checkpoint, a host leaves the launches: it reads the votes of the last step, and waits for its
-device. Then it copies the weights and may resume the launches, while the files are written. The
-checkpoint gets its name when every rank has written its part. If a rank dies, the others end, and
-the launcher starts all ranks from the newest whole checkpoint.
+For a checkpoint, a host leaves the launches: it reads the votes on the last step, and waits for its
+device. Then the host copies the weights and may resume the launches, while the files are written.
+The checkpoint gets its name when every rank has written its part. If a rank dies, the other ranks
+end, and the launcher starts all ranks from the newest whole checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _goes_on(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def launch(st: Any, r: Any) -> None:
-    """The host launches a step whose guards its contract has checked."""
+    """The host launches a step after the contract has checked the guards of the step."""
     _goes_on(st, r)
     st.when(st.launched[r] == st.booked[r])
     st.need("resumed-first", st.paused[r] == 0)
@@ -52,7 +53,7 @@ def launch(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def read_votes(st: Any, r: Any) -> None:
-    """The host reads the votes of the last committed step, and all of them are yes."""
+    """The host reads the votes on the last committed step, and all of them are yes."""
     _goes_on(st, r)
     st.when((st.known[r] < st.booked[r]) & (st.ran[r] >= st.booked[r]))
     st.need("all-yes", st.weights[r] >= st.booked[r])
@@ -61,7 +62,7 @@ def read_votes(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def read_a_no(st: Any, r: Any) -> None:
-    """The host finds a no or a missing vote for the last committed step, and cannot go on."""
+    """The host finds a no or a missing vote on the last committed step, and cannot continue."""
     _goes_on(st, r)
     st.when((st.known[r] < st.booked[r]) & (st.ran[r] >= st.booked[r]))
     st.when(st.weights[r] < st.booked[r])
@@ -71,7 +72,7 @@ def read_a_no(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def refuse_counts(st: Any, r: Any) -> None:
-    """The contract of a rank that read a no refuses the counts of its device, which voted no."""
+    """A rank has read a no; its device voted no, and its contract refuses the device's counts."""
     st.when((st.dead[r] == 0) & (st.read_no[r] == 1) & (st.said[r] == 0))
     st.when(st.vote[r] < st.booked[r])
     st.read_no[r] = 0
@@ -79,7 +80,7 @@ def refuse_counts(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def commit_launched(st: Any, r: Any) -> None:
-    """The contract commits the launched step, whose update the device may not have reached."""
+    """The contract commits the launched step; the device may not have reached the update yet."""
     _goes_on(st, r)
     st.when(st.launched[r] == st.booked[r] + 1)
     st.need("votes-first", st.known[r] == st.booked[r])
@@ -100,7 +101,7 @@ def vote_yes(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def vote_after_skip(st: Any, r: Any) -> None:
-    """A device that skipped an update votes no on every later step of its round."""
+    """A device that skipped an update votes no on each later step of its round."""
     st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r]) & (st.voted[r] < st.launched[r]))
     st.when(st.weights[r] < st.ran[r])
     st.voted[r] = st.voted[r] + 1
@@ -126,7 +127,7 @@ def deliver(st: Any, r: Any, q: Any) -> None:
 
 @_transition("rank")
 def move(st: Any, r: Any) -> None:
-    """The device has a yes from every rank for this step, and updates its weights."""
+    """The device has received a yes from every rank on this step, and updates its weights."""
     st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r] + 1))
     st.need("yes-of-all", st.every("rank", lambda q: st.word[r, q] == st.ran[r] + 1))
     st.ran[r] = st.ran[r] + 1
@@ -153,7 +154,7 @@ def skip(st: Any, r: Any) -> None:
 @_transition("rank")
 def leave_launches(st: Any, r: Any) -> None:
     """
-    Between two steps the host has read a yes of all ranks to the last step, and leaves the
+    Between two steps, the host has read a yes of all ranks on the last step, and leaves the
     launches.
     """
     _goes_on(st, r)
@@ -164,7 +165,7 @@ def leave_launches(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def write_part(st: Any, r: Any) -> None:
-    """A host that has left the launches copies its device's weights: its part of a checkpoint."""
+    """A host that has left the launches copies its device's weights as its checkpoint part."""
     _goes_on(st, r)
     st.need("left-first", st.paused[r] == 1)
     st.part[r] = st.weights[r]
@@ -174,7 +175,7 @@ def write_part(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def resume_launches(st: Any, r: Any) -> None:
-    """The host returns to launches; the files of its part may still be written."""
+    """The host resumes the launches while the files of its part may still be being written."""
     _goes_on(st, r)
     st.when(st.paused[r] == 1)
     st.paused[r] = 0
@@ -200,7 +201,7 @@ def publish_parts(st: Any, r: Any) -> None:
 
 @_transition("rank", fault=True)
 def fail_host(st: Any, r: Any) -> None:
-    """The contract refuses a step, or the host fails; the rank cannot go on."""
+    """The contract refuses a step, or the host fails; the rank cannot continue."""
     _goes_on(st, r)
     st.quits[r] = 1
 
@@ -208,8 +209,8 @@ def fail_host(st: Any, r: Any) -> None:
 @_transition("rank", "rank")
 def wake_launched(st: Any, r: Any, q: Any) -> None:
     """
-    A rank finds that another rank has closed its connections, or died before it rebuilt, and cannot
-    go on.
+    A rank cannot continue because another rank has closed its connections, or died before it
+    rebuilt.
     """
     _goes_on(st, r)
     died = (st.born[r] == st.born[q]) & (st.round[q] < st.round[r]) & (st.dead[q] == 1)
@@ -221,7 +222,7 @@ def wake_launched(st: Any, r: Any, q: Any) -> None:
 
 @_transition("rank", fault=True)
 def run_out(st: Any, r: Any) -> None:
-    """A rank cannot go on: a deadline passed, or the launcher ends it."""
+    """A rank cannot continue: a deadline passed, or the launcher ends it."""
     _goes_on(st, r)
     st.gone[st.round[r]] = 1
     st.quits[r] = 1
@@ -230,7 +231,7 @@ def run_out(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def publish_why(st: Any, r: Any) -> None:
-    """A rank publishes why it cannot go on."""
+    """A rank publishes why it cannot continue."""
     st.when((st.dead[r] == 0) & (st.quits[r] == 1) & (st.said[r] == 0))
     n = st.round[r]
     first = (st.lost[r] == 0) & (st.read_no[r] == 0) & (st.failed[n] == 0)
@@ -241,7 +242,7 @@ def publish_why(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def cut_connections(st: Any, r: Any) -> None:
-    """A rank that cannot go on aborts its connections, on the device as well."""
+    """A rank that cannot continue aborts its connections, also on the device."""
     st.when((st.dead[r] == 0) & (st.quits[r] == 1) & (st.cut[r] == 0))
     st.need("said-first", st.said[r] == 1)
     st.cut[r] = 1
@@ -250,9 +251,10 @@ def cut_connections(st: Any, r: Any) -> None:
 @_transition("rank", "rank")
 def choose_cause(st: Any, r: Any, p: Any) -> None:
     """
-    A stopping rank writes the cause, once it has heard from all ranks or its grace period is over:
-    a rank whose host failed or whose contract refused, else a rank that read a no, else a rank that
-    published nothing, else a rank that lost a connection.
+    A stopping rank writes which rank is the cause, once it has heard from all ranks or its grace
+    period is over. The cause is a rank whose host failed or whose contract refused; otherwise a
+    rank that read a no, a rank that published nothing, or a rank that lost a connection, in this
+    order.
     """
     n = st.round[r]
     st.when((st.dead[r] == 0) & (st.said[r] == 1) & (st.cut[r] == 1))
@@ -274,7 +276,7 @@ def choose_cause(st: Any, r: Any, p: Any) -> None:
 
 @_transition("rank")
 def name_cause(st: Any, r: Any) -> None:
-    """A stopped rank reads the cause of its round, and names it."""
+    """A stopped rank reads the cause of its round, and reports the cause to its user."""
     st.when((st.dead[r] == 0) & (st.cut[r] == 1) & (st.said[r] == 1) & (st.ended[r] == 0))
     st.need("cause-first", st.halted[st.round[r]] == 1)
     st.told[r] = st.cause[st.round[r]]

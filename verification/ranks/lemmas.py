@@ -62,7 +62,7 @@ def up_now(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.flags", r="rank")
 def flags(st: Any, r: Any) -> Any:
-    """A process runs or does not; a phase is one of three; nothing is counted below zero."""
+    """A process runs or does not; a phase is one of three; no count is below zero."""
     return (
         ((st.up[r] == 0) | (st.up[r] == 1))
         & ((st.whole[r] == 0) | (st.whole[r] == 1))
@@ -87,7 +87,7 @@ def nothing_published_before_all_started(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.again-waits", r="rank")
 def again_waits(st: Any, r: Any) -> Any:
-    """Before a rank starts in place, it keeps the weights with which all ranks stopped."""
+    """Before a rank restarts in place, it keeps the weights with which all ranks stopped."""
     waits = (st.life[r] != st.attempt[0]) & (st.again[0] == 1)
     began = (st.again[0] == 0) | ((st.again[0] == 1) & (st.attempt[0] > 0))
     return began & implies(waits, st.epoch[r] == st.base[0])
@@ -104,7 +104,7 @@ def shard_lives(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.names-of-leads", a="name")
 def names_of_leads(st: Any, a: Any) -> Any:
-    """A name was drawn in an attempt in which the leading rank had started."""
+    """A name is drawn only in an attempt in which the leading rank has started."""
     return (st.drawn_in[a] == NOBODY) | (
         (st.drawn_in[a] > 0) & (st.drawn_in[a] <= st.life[st.lead[0]])
     )
@@ -112,7 +112,7 @@ def names_of_leads(st: Any, a: Any) -> Any:
 
 @LEMMAS("ranks.draw-remembered", a="name", r="rank")
 def draw_remembered(st: Any, a: Any, r: Any) -> Any:
-    """A rank remembers the name that it drew in its attempt, and only that one."""
+    """A rank remembers the name that it drew in its attempt, and no other name."""
     drawn_now = (st.drawn_in[a] != NOBODY) & (st.drawn_in[a] == st.life[r]) & (r == st.lead[0])
     drew = (st.drew[r] == a) & (a != NOBODY)
     by_it = (st.drawn_in[a] == st.life[r]) & (r == st.lead[0])
@@ -121,7 +121,7 @@ def draw_remembered(st: Any, a: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.one-draw", a="name", b="name")
 def one_draw(st: Any, a: Any, b: Any) -> Any:
-    """An attempt draws one name."""
+    """In an attempt at most one name is drawn."""
     return implies((st.drawn_in[a] == st.drawn_in[b]) & (st.drawn_in[a] != NOBODY), a == b)
 
 
@@ -138,7 +138,7 @@ def seats_after_draw(st: Any, a: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.offer-drawn")
 def offer_drawn(st: Any) -> Any:
-    """The name that is offered was drawn."""
+    """The name that the store offers was drawn."""
     return implies(st.offered[0] != NOBODY, st.drawn_in[st.offered[0]] != NOBODY)
 
 
@@ -171,7 +171,7 @@ def steps_are_connected(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.epoch-of-step", r="rank")
 def epoch_of_step(st: Any, r: Any) -> Any:
-    """A rank is as many epochs past the attempt's checkpoint as it has ended steps."""
+    """A rank is as many epochs after the attempt's checkpoint as it has ended steps."""
     between = st.phase[r] == BETWEEN
     return implies(
         _now(st, r),
@@ -182,7 +182,7 @@ def epoch_of_step(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.yes-is-next", r="rank")
 def yes_is_next(st: Any, r: Any) -> Any:
-    """A rank has consented to its own epoch, and also to the next epoch once it has agreed."""
+    """In phase AGREED, a rank has consented up to the next epoch, else up to its current epoch."""
     agreed = st.phase[r] == AGREED
     return implies(
         _now(st, r),
@@ -192,7 +192,7 @@ def yes_is_next(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.moved-by-consent", r="rank", q="rank")
 def moved_by_consent(st: Any, r: Any, q: Any) -> Any:
-    """A rank is only in an epoch that every other rank has consented to."""
+    """A rank is only in an epoch to which every other rank has consented."""
     return implies(_now(st, r) & _now(st, q), st.epoch[r] <= st.yes[q])
 
 
@@ -204,7 +204,7 @@ def moved_by_all(st: Any, r: Any, q: Any) -> Any:
 
 @LEMMAS("ranks.agreed-is-settled", r="rank")
 def agreed_is_settled(st: Any, r: Any) -> Any:
-    """The contract of a rank that has agreed has nothing live and is whole."""
+    """If a rank has consented, its contract has nothing live and is whole."""
     agreed = _now(st, r) & (st.phase[r] == AGREED)
     return implies(agreed, (st.live[r] == 0) & (st.whole[r] == 1))
 
@@ -217,7 +217,7 @@ def whole_is_not_spoiled(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.refused-leaves", r="rank")
 def refused_leaves(st: Any, r: Any) -> Any:
-    """A rank whose contract refused is still in that epoch and step, and is stopping."""
+    """A rank whose contract refused a commit stays in that epoch and step, and is stopping."""
     said = _now(st, r) & (st.refused[r] != NOBODY)
     here = (st.refused[r] == st.epoch[r]) & (st.phase[r] == STEP) & (st.leaving[r] == 1)
     return implies(said, here)
@@ -225,7 +225,7 @@ def refused_leaves(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.refusals-past", r="rank", q="rank")
 def refusals_past(st: Any, r: Any, q: Any) -> Any:
-    """If a rank refused an epoch, no rank of its attempt is in a later epoch."""
+    """If a rank refused to commit an epoch, no rank of its attempt is in a later epoch."""
     same = (st.life[r] == st.life[q]) & (st.refused[r] != NOBODY)
     return implies(same, st.epoch[q] <= st.refused[r])
 
@@ -235,7 +235,7 @@ def refusals_past(st: Any, r: Any, q: Any) -> Any:
 
 @LEMMAS("ranks.channel-counts", r="rank", q="rank")
 def channel_counts(st: Any, r: Any, q: Any) -> Any:
-    """Every message that has ended was posted; no count is below zero."""
+    """Every message that has ended was posted before; no count is below zero."""
     return (
         (st.sent_done[r, q] >= 0)
         & (st.sent_done[r, q] <= st.sent[r, q])
@@ -248,7 +248,7 @@ def channel_counts(st: Any, r: Any, q: Any) -> Any:
 
 @LEMMAS("ranks.posted-by-then", r="rank", q="rank", p="rank")
 def posted_by_then(st: Any, r: Any, q: Any, p: Any) -> Any:
-    """Once a rank has moved its weights, every rank has posted the messages of all steps so far."""
+    """If a rank has updated its weights, every rank has posted the messages of all steps so far."""
     ended = st.epoch[p] - st.base[0]
     return implies(
         _now(st, r) & _now(st, p),
@@ -271,7 +271,7 @@ def ends_agree(st: Any, r: Any, q: Any) -> Any:
 
 @LEMMAS("ranks.channel-settled", r="rank", q="rank")
 def channel_settled(st: Any, r: Any, q: Any) -> Any:
-    """A rank has no message under way outside its step."""
+    """A rank has no unfinished message outside its current step."""
     outside = _now(st, r) & (st.phase[r] != STEP)
     ended = (st.sent_done[r, q] == st.sent[r, q]) & (st.taken_done[r, q] == st.taken[r, q])
     return implies(outside, ended)
@@ -297,7 +297,7 @@ def channel_of_step(st: Any, r: Any, q: Any) -> Any:
 
 @LEMMAS("ranks.halted-or-not", n="attempt")
 def halted_or_not(st: Any, n: Any) -> Any:
-    """Whether an attempt has a cause to end is 0 or 1, and so is whether it has a reason."""
+    """For each attempt, the marks of its cause and of its reason are 0 or 1."""
     return ((st.halted[n] == 0) | (st.halted[n] == 1)) & (
         (st.reasoned[n] == 0) | (st.reasoned[n] == 1)
     )
@@ -305,13 +305,13 @@ def halted_or_not(st: Any, n: Any) -> Any:
 
 @LEMMAS("ranks.said-leaves", r="rank")
 def said_leaves(st: Any, r: Any) -> Any:
-    """A rank publishes a reason only if it cannot go on."""
+    """A rank publishes a reason only if it cannot continue."""
     return implies(st.said[r] == 1, st.leaving[r] == 1)
 
 
 @LEMMAS("ranks.closed-said", r="rank")
 def closed_said(st: Any, r: Any) -> Any:
-    """A rank that runs and has closed its connections has published why."""
+    """If a running rank has closed its connections, it has published the reason."""
     return implies((st.up[r] == 1) & (st.open[r] == 0), st.said[r] == 1)
 
 

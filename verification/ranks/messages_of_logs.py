@@ -1,16 +1,16 @@
 """
-Messages in rank logs, and the logged events that a device never reached because a message never
-came.
+Messages in rank logs, and the logged events that a device never reached because a message did not
+arrive.
 
-On a GPU the host does not wait for a transfer: it queues work behind it (`behind_send`,
+On a GPU the host does not wait for a transfer. It queues work behind the transfer (`behind_send`,
 `behind_receive`) and continues up to its consent. If the other rank ends before it posts its end of
-the message, the device never gets past this place. Then no event that the host logged after this
-place in this step has happened, except that the rank stopped. A send that was posted after this
-place did not leave either, so the other rank's device may get stuck as well.
+the message, the device never gets past this transfer. Then no event that the host logged later in
+this step has happened on the device, except that the rank stopped. A send that was posted later did
+not leave either, so the other rank's device may get stuck too.
 
-This is so only in a step that the rank did not commit. A commit needs the consent of all ranks, and
-each of them has then posted all its messages. If the host itself waits (`sent`, `received`), every
-event that it logged has happened.
+This can happen only in a step that the rank did not commit. A commit needs the consent of all
+ranks, and a rank consents only after it has posted all its messages. If the host itself waits
+(`sent`, `received`), every event that it logged has happened.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _Events = tuple[_Event, ...]
 
 def action_of(event: _Event) -> str:
     """
-    Return the action of `post_send` or `post_receive` in the notation of torch, as at the end of
-    the message.
+    Return the action of `post_send` or `post_receive` in torch's notation, as the log writes it at
+    the end of the message.
     """
     stage, microbatch, gradient = event["message"]
     what = "B" if gradient else "F"
@@ -48,13 +48,13 @@ def action_of(event: _Event) -> str:
 
 def reached(events: Mapping[int, _Events]) -> dict[int, _Events]:
     """
-    Leave out the events that no device reached, as far as the logs show.
+    Leave out the logged events that the rank's device did not reach, as far as the logs show.
 
     Args:
-        events: By rank, the events of its part in an attempt.
+        events: For each rank, its events in one attempt.
 
     Returns:
-        By rank, the events that happened.
+        For each rank, the events that happened.
     """
     left = dict(events)
     moved = True
@@ -69,7 +69,7 @@ def reached(events: Mapping[int, _Events]) -> dict[int, _Events]:
 
 
 def _step(own: _Events, epoch: int | None = None) -> tuple[int, int]:
-    """The places where the guarded step of an epoch, or the last step, begins and ends."""
+    """Return the positions at which a guarded step begins and ends; by default the last step."""
     begins = [
         place
         for place, event in enumerate(own)
@@ -85,7 +85,7 @@ def _step(own: _Events, epoch: int | None = None) -> tuple[int, int]:
 
 
 def _stands(rank: int, events: Mapping[int, _Events]) -> int | None:
-    """The place of the first message in a rank's last step that its device never came past."""
+    """Return the position of the message in a rank's last step at which its device got stuck."""
     own = events[rank]
     first, last = _step(own)
     if last < len(own) or not own or own[first]["event"] != "begin_step":
@@ -109,7 +109,7 @@ def _stands(rank: int, events: Mapping[int, _Events]) -> int | None:
 
 
 def _posts(what: str, rank: int, epoch: int, peer: int, events: Mapping[int, _Events]) -> int:
-    """Number of a peer's posts of one kind for messages with a rank, in the step of an epoch."""
+    """Return how often a peer posted one kind of message with a rank, in the step of an epoch."""
     own = events.get(peer, ())
     first, last = _step(own, epoch)
     return sum(event["event"] == what and event["peer"] == rank for event in own[first:last])

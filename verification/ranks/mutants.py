@@ -1,9 +1,9 @@
 """
-Mutants of the protocol, each with one rule left out or changed. A mutant is caught twice: a proof
-fails, and a shortest trace of a few ranks shows the violation.
+Mutants of the protocol, each with one rule left out or changed. A mutant is caught in two ways: a
+proof fails, and a shortest trace of a few ranks shows the violation.
 
-Every condition that a transition requires (``st.need``) is left out in turn, and so is every write
-by which other ranks wait, learn or stop.
+Every condition that a transition requires (``st.need``) is left out in turn. So is every write that
+makes other ranks wait or stop, or that gives them information.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["BY_COUNT", "WRITES", "Caught", "ProtocolMutant", "caught", "mutants"
 #: without the write.
 WRITES: Final[Mapping[tuple[str, str], str]] = {
     ("start", "epoch"): "a rank starts from its current weights instead of a checkpoint",
-    ("start", "name"): "a rank that starts keeps the name of the attempt before",
+    ("start", "name"): "a rank that starts keeps the name of the previous attempt",
     ("begin_step", "sent_before"): "a rank does not reset its count of messages when a step begins",
     ("consent", "phase"): "a rank consents and continues its step",
     ("refuse", "leaving"): "a rank whose contract refused does not stop",
@@ -36,7 +36,7 @@ WRITES: Final[Mapping[tuple[str, str], str]] = {
     ("end", "told"): "a rank ends without reading the cause",
     ("name_cause", "told"): "a rank stops its launches without reading the cause",
     ("publish_parts", "held"): "a checkpoint of launches is published without its parts",
-    ("rebuild", "word"): "a device keeps the votes of the round before",
+    ("rebuild", "word"): "a device keeps the votes of the previous round",
     ("start_anew", "weights"): "a rank starts from its current weights instead of a checkpoint",
 }
 
@@ -47,10 +47,10 @@ class ProtocolMutant:
     A protocol with one rule left out or changed.
 
     Args:
-        transition: The transition.
-        without: The left-out condition, or ``COLUMN =`` for a left-out write.
-        says: What the change means.
-        instead: Transitions that replace those of the same name.
+        transition: The transition that is changed.
+        without: The name of the condition left out, or ``COLUMN =`` for a write left out.
+        says: The meaning of the change in words.
+        instead: Transitions that replace those with the same name.
         scopes: The scopes to explore.
     """
 
@@ -67,7 +67,7 @@ class ProtocolMutant:
 
 
 def _start_counted(st: Any, r: Any) -> None:
-    """A rank starts under its agent's count of restarts."""
+    """A rank starts under the number of restarts that its agent counts."""
     counted = st.drew[r]
     TRANSITIONS["start"].run(st, r)
     st.drew[r] = counted
@@ -80,7 +80,7 @@ def _crash_counted(st: Any, r: Any) -> None:
 
 
 def _connect_by_count(st: Any, r: Any, a: Any) -> None:
-    """Once all ranks have started, a rank connects under its agent's count."""
+    """Once all ranks have started, a rank connects under its agent's count of restarts."""
     st.when((st.up[r] == 1) & (st.leaving[r] == 0) & (st.name[r] == NOBODY))
     st.when(st.every("rank", lambda q: st.life[q] == st.life[r]))
     st.when(a == st.drew[r] + 1)  # the column begins at -1
@@ -112,13 +112,13 @@ BY_COUNT: Final = ProtocolMutant(
 @frozen
 class Caught:
     """
-    How a mutant was caught.
+    How a mutant of the protocol was caught.
 
     Args:
         mutant: The mutant.
-        open: The claims that can no longer be proved.
-        scope: The scope whose exploration finds a violation; empty if none does.
-        violation: The violation.
+        open: The claims that cannot be proved for the mutant.
+        scope: The scope whose exploration finds a violation; empty if no exploration does.
+        violation: The violation; empty without one.
         trace: The transitions that lead to the violation.
     """
 
@@ -130,7 +130,7 @@ class Caught:
 
     @property
     def killed(self) -> bool:
-        """Whether in some scope the ranks break a promise or cannot reach the end."""
+        """Whether, in some scope, the ranks break a promise or cannot reach the end."""
         return bool(self.violation)
 
     def record(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """
-The search for an order of the events of all logs in which each is a transition of the protocol.
+The search for an order of the events of all logs in which the protocol allows every event.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _CHOSEN: Final = frozenset({"say", "close", "end", "gone"})
 @attrs.frozen
 class LoggedStep:
     """
-    One step that a log tells of.
+    One step that a log records.
 
     Args:
-        name: The transition, or the checked value.
-        run: Takes the step; raises `Refused`, `Impossible` or `UnlikeError`.
-        log: The log.
-        event: The event; None for the end of the log.
+        name: The name of the transition, or of a value that is checked.
+        run: Function that takes the step; it raises `Refused`, `Impossible` or `UnlikeError` if the
+            step cannot be taken.
+        log: The log that records the step.
+        event: The event in the log; None for the end of the log.
     """
 
     name: str
@@ -45,11 +46,11 @@ class LoggedStep:
 @attrs.frozen
 class Unexplained:
     """
-    A step that no order explains.
+    A logged step for which no possible order of the events exists.
 
     Args:
         step: The step.
-        error: Why it could not be taken.
+        error: The error that explains why the step could not be taken.
     """
 
     step: LoggedStep
@@ -58,11 +59,11 @@ class Unexplained:
 
 class OrderSearch:
     """
-    A search for an order of the steps of some rows.
+    A search for a possible order of the steps of several rows.
 
     Args:
-        rows: The steps; steps of one row keep their order.
-        settle: Takes the transitions that are not logged, after each step.
+        rows: The rows of steps; the steps of one row keep their order.
+        settle: Function that is called after each step to take the transitions that are not logged.
         state: The state of all ranks.
     """
 
@@ -80,7 +81,7 @@ class OrderSearch:
         ] = {}  # by step, a condition of the protocol that was once not met
 
     def run(self) -> Unexplained | None:
-        """Return None if an order was found, else a step that no order explains."""
+        """Return None if an order was found, otherwise a step that fits no order."""
         if self._search(0):
             return None
         asked = [self._asked[id(f.step)] for f in self._blocked if id(f.step) in self._asked]
@@ -130,7 +131,7 @@ class OrderSearch:
 
     def _advance(self) -> list[Unexplained]:
         """
-        Take every step that cannot hinder another rank, as far as possible; return the steps left.
+        Take all steps that cannot block another rank; return the steps that remain.
         """
         moved = True
         while moved:

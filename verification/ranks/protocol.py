@@ -1,14 +1,16 @@
 """
-The protocol of N ranks, as transitions over columns; read over plain memory and by a solver.
+The protocol of N ranks, as transitions over columns. The same functions run on plain memory and in
+a solver.
 
-A rank's own contract appears as four numbers: its epoch, how much of it is live, whether its epoch
-is spoiled, and whether it is whole (final and reduced). A separate check compares this with the
-composed kernel (`qeffect.verification.ranks.kernel`).
+The protocol models a rank's own contract by four numbers: its epoch, how much of it is live (in
+flight or retained), whether its epoch is spoiled, and whether it is whole (final and reduced). A
+separate check compares this model with the kernel (`qeffect.verification.ranks.kernel`).
 
-Each transition has three parts. ``st.when`` says when it is possible at all: a process that does
-not run does nothing. ``st.need`` is a named condition that the protocol checks first; without any
-one of these conditions a promise breaks. Then the transition writes. Transitions neither branch on
-the state nor loop over it, so that the same functions run over small memories and over Z3's arrays.
+Each transition has three parts. ``st.when`` says when the transition is possible at all: a process
+that does not run does nothing. ``st.need`` is a named condition that the protocol checks; if any
+single such condition is left out, a promise breaks. Then the transition writes the state.
+Transitions neither branch on the state nor loop over it, so that the same functions run on small
+memories and on Z3's arrays.
 
 An attempt is one run of all ranks from a checkpoint. The launcher does not tell ranks which attempt
 they belong to, and its store keeps the entries of earlier attempts. So the ranks of an attempt
@@ -37,10 +39,10 @@ class RankTransition:
     One transition of the protocol.
 
     Args:
-        name: Its name.
-        run: The function; it takes the state and the arguments.
-        arguments: Sort of each argument.
-        fault: Whether it is a fault, and not a step of the protocol.
+        name: The transition's name.
+        run: The transition's function; it takes the state and the arguments.
+        arguments: Sort of each argument, such as ``rank``.
+        fault: Whether the transition is a fault instead of a step of the protocol.
     """
 
     name: str
@@ -50,7 +52,7 @@ class RankTransition:
 
     @property
     def text(self) -> str:
-        """What happens, in a sentence."""
+        """A description of the transition in one sentence."""
         return " ".join((self.run.__doc__ or "").split())
 
 
@@ -93,7 +95,8 @@ def begin_attempt(st: Any) -> None:
 @_transition()
 def begin_again(st: Any) -> None:
     """
-    The ranks begin an attempt in place, after all of them stopped by themselves in the same epoch.
+    The ranks begin an attempt in place, after all of them stopped without a crash in the same
+    epoch.
     """
     st.when(st.attempt[0] > 0)
     st.need(
@@ -136,7 +139,7 @@ def start(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def start_again(st: Any, r: Any) -> None:
-    """A rank that stopped starts in place, from its own weights."""
+    """A rank that stopped restarts in place, from its own weights."""
     st.when((st.up[r] == 0) & (st.life[r] != st.attempt[0]))
     st.when(st.again[0] == 1)
     _fresh(st, r)
@@ -157,7 +160,7 @@ def offer(st: Any, r: Any, a: Any) -> None:
 
 @_transition("rank", "name")
 def take_seat(st: Any, r: Any, a: Any) -> None:
-    """A rank takes its seat under the name that the store offers, even if the offer is old."""
+    """A rank joins under the name that the store offers, even if the offer is old."""
     st.when((st.up[r] == 1) & (st.leaving[r] == 0) & (st.name[r] == NOBODY))
     st.when((a == st.offered[0]) & (a != NOBODY) & (r != st.lead[0]))
     st.when(st.seat[a, r] != st.life[r])
@@ -199,7 +202,7 @@ def begin_step(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def act(st: Any, r: Any) -> None:
-    """The rank's contract accepts an action, which is then live."""
+    """The rank's contract accepts an action; the action is then live."""
     st.when(st.up[r] == 1)
     st.when(st.phase[r] != BETWEEN)
     st.when(st.leaving[r] == 0)
@@ -217,7 +220,7 @@ def end_act(st: Any, r: Any) -> None:
 
 @_transition("rank", fault=True)
 def fail(st: Any, r: Any) -> None:
-    """An action fails; its epoch is spoiled."""
+    """An action fails, which spoils its epoch."""
     _goes_on(st, r, STEP)
     st.when(st.live[r] > 0)
     st.live[r] = st.live[r] - 1
@@ -276,7 +279,7 @@ def post_receive(st: Any, r: Any, q: Any, s: Any, m: Any) -> None:
 
 @_transition("rank", "rank")
 def transfer(st: Any, r: Any, q: Any) -> None:
-    """The oldest send under way from a rank meets the oldest receive that waits for that rank."""
+    """The oldest unfinished send of a rank meets the oldest receive that waits for that rank."""
     st.when((st.up[r] == 1) & (st.up[q] == 1))
     st.when((st.open[r] == 1) & (st.open[q] == 1))
     st.when((st.name[r] == st.name[q]) & (st.name[r] != NOBODY))
@@ -289,7 +292,7 @@ def transfer(st: Any, r: Any, q: Any) -> None:
 
 @_transition("rank", "slot")
 def release(st: Any, r: Any, s: Any) -> None:
-    """A rank releases a slot for its next tenant."""
+    """A rank releases a slot for the next tape."""
     st.when(st.up[r] == 1)
     st.need(
         "release-after-send",
@@ -339,7 +342,7 @@ def consent(st: Any, r: Any) -> None:
 
 @_transition("rank", fault=True)
 def refuse(st: Any, r: Any) -> None:
-    """A rank's contract refuses the commit; the rank cannot go on."""
+    """A rank's contract refuses the commit; the rank cannot continue."""
     _goes_on(st, r, STEP)
     st.when((st.live[r] != 0) | (st.whole[r] == 0))
     st.refused[r] = st.epoch[r]
@@ -375,7 +378,7 @@ def commit(st: Any, r: Any) -> None:
 
 @_transition("rank", "rank", "rank", "place")
 def disagree(st: Any, r: Any, q: Any, p: Any, k: Any) -> None:
-    """A rank finds at its consent that the two ends of a channel differ; it cannot go on."""
+    """At its consent, a rank finds that the two ends of a channel differ; it cannot continue."""
     _goes_on(st, r, AGREED)
     st.when(st.every("rank", lambda q: (st.name[q] == st.name[r]) & (st.yes[q] > st.epoch[r])))
     st.when((0 <= k) & (k < st.total[q, p, st.step[r]]))
@@ -398,8 +401,8 @@ def write_shard(st: Any, r: Any) -> None:
 @_transition("rank")
 def publish(st: Any, r: Any) -> None:
     """
-    A rank publishes the written parts as the complete checkpoint; all of them are of the epoch of
-    its own part. Meanwhile the rank may have begun another step, or be about to stop.
+    A rank publishes the written parts as the complete checkpoint; all parts are of the same epoch
+    as its own part. Meanwhile the rank may have begun another step, or be about to stop.
     """
     st.when((st.up[r] == 1) & (st.name[r] != NOBODY))
     st.need("part-of-this-epoch", st.every("rank", lambda q: st.shard[q] == st.shard[r]))
@@ -415,7 +418,7 @@ def publish(st: Any, r: Any) -> None:
 
 @_transition("rank", fault=True)
 def give_up(st: Any, r: Any) -> None:
-    """A rank cannot go on for a reason of its own."""
+    """A rank cannot continue for a reason of its own."""
     st.when(st.up[r] == 1)
     st.when(st.leaving[r] == 0)
     st.leaving[r] = 1
@@ -424,7 +427,7 @@ def give_up(st: Any, r: Any) -> None:
 @_transition("rank", "rank")
 def wake(st: Any, r: Any, q: Any) -> None:
     """
-    A rank cannot go on: another rank has closed its connections, or did not connect before the
+    A rank cannot continue: another rank has closed its connections, or did not connect before the
     deadline.
     """
     st.when(st.up[r] == 1)
@@ -436,7 +439,7 @@ def wake(st: Any, r: Any, q: Any) -> None:
 
 @_transition("rank", fault=True)
 def run_late(st: Any, r: Any) -> None:
-    """A rank cannot go on: a deadline passed, or the launcher ends it."""
+    """A rank cannot continue: a deadline passed, or the launcher ends it."""
     st.when(st.up[r] == 1)
     st.when(st.leaving[r] == 0)
     st.gone[st.life[r]] = 1
@@ -446,14 +449,14 @@ def run_late(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def say(st: Any, r: Any) -> None:
-    """A rank publishes why it cannot go on."""
+    """A rank publishes why it cannot continue."""
     st.when((st.up[r] == 1) & (st.leaving[r] == 1) & (st.said[r] == 0))
     publish_reason(st, r, st.life[r])
 
 
 @_transition("rank")
 def close(st: Any, r: Any) -> None:
-    """A rank that cannot go on closes its connections."""
+    """A rank that cannot continue closes its connections."""
     st.when((st.up[r] == 1) & (st.leaving[r] == 1) & (st.open[r] == 1))
     st.need("said-first", st.said[r] == 1)
     st.open[r] = 0
@@ -462,9 +465,9 @@ def close(st: Any, r: Any) -> None:
 @_transition("rank", "rank")
 def decide(st: Any, r: Any, p: Any) -> None:
     """
-    A stopping rank writes the cause, once it has heard from all ranks or its grace period is over.
-    The cause is a rank with a reason of its own, else a rank that published nothing, else a rank
-    that lost a connection.
+    A stopping rank writes which rank is the cause, once it has heard from all ranks or its grace
+    period is over. The cause is a rank with a reason of its own; otherwise a rank that published
+    nothing, or a rank that lost a connection, in this order.
     """
     n = st.life[r]
     st.when((st.up[r] == 1) & (st.said[r] == 1) & (st.open[r] == 0))
@@ -473,7 +476,7 @@ def decide(st: Any, r: Any, p: Any) -> None:
 
 @_transition("rank")
 def end(st: Any, r: Any) -> None:
-    """A rank reads the attempt's cause, reports it and ends."""
+    """A rank reads the attempt's cause, reports the cause and ends."""
     st.when((st.up[r] == 1) & (st.leaving[r] == 1) & (st.open[r] == 0))
     st.need("cause-first", st.halted[st.life[r]] == 1)
     st.told[r] = st.cause[st.life[r]]

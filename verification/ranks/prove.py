@@ -39,15 +39,15 @@ __all__ = ["PROTOCOLS", "Protocol", "again", "goals", "prove", "run_proofs"]
 @frozen(slots=False)
 class Protocol:
     """
-    A protocol to prove: its transitions and the predicates that they keep. A theory for the
-    solvers.
+    A protocol to prove: its transitions, and the predicates that they must keep. It is a theory for
+    the solvers.
 
     Args:
-        name: Its name in reports.
+        name: The protocol's name in reports.
         transitions: The transitions, by name.
         given: Assumptions about the configuration.
-        invariants: What holds in every reachable state.
-        steps: What holds whenever a transition is taken.
+        invariants: Predicates that hold in every reachable state.
+        steps: Predicates that hold whenever a transition is taken.
     """
 
     name: str
@@ -63,17 +63,17 @@ class Protocol:
 
     @cached_property
     def configuration(self) -> list[Claim]:
-        """What is assumed of a configuration."""
+        """The assumptions about the configuration."""
         return [_claim(predicate, fresh()) for predicate in self.given]
 
     @cached_property
     def lemmas(self) -> dict[str, Claim]:
-        """What holds in every state before a transition, by name."""
+        """The predicates that hold in every state before a transition, by name."""
         return {predicate.name: _claim(predicate, fresh()) for predicate in self.invariants}
 
     @property
     def untouched(self) -> Sequence[Term]:
-        """Nothing: every column is written, or is configured."""
+        """Facts about columns that no transition writes: none, since all columns are written."""
         return ()
 
     @cached_property
@@ -87,7 +87,7 @@ class Protocol:
         return found
 
     def lemmas_of(self, relations: frozenset[str] | None) -> frozenset[str]:
-        """Return the names of all lemmas; none for None."""
+        """Return the names of all lemmas; no names if `relations` is None."""
         return lemmas_within(self.lemmas, relations)
 
     def instances(self, goal: Goal) -> Iterator[Term]:
@@ -105,7 +105,7 @@ class Protocol:
                 yield claim.body
 
     def _sorts(self, goal: Goal) -> dict[str, str]:
-        """The sorts of a goal's constants: the transition's arguments, the claim's variables."""
+        """Return the sorts of a goal's constants: transition arguments and claim variables."""
         arguments = self.transitions[goal.transition].arguments if goal.transition else ()
         known = self.lemmas.get(goal.name)
         return {
@@ -119,7 +119,7 @@ _MANY: Final = 3
 
 
 def _members(named: Sequence[tuple[Term, str]]) -> dict[str, list[Term]]:
-    """Return members of each sort: the members that a goal names, and their entries in columns."""
+    """Return the terms of each sort: those that a goal names, and their entries in columns."""
     state = SymbolicState(fresh())
     space: dict[str, list[Term]] = {
         sort: [member for member, its in named if its == sort]
@@ -155,10 +155,10 @@ def run_proofs(
     Prove every obligation of every protocol.
 
     Args:
-        progress: Called with a progress line.
-        seeds: Seeds of Z3. The proofs use the first; each other seed proves the goals again.
-        solvers: ``z3``, and ``cvc5`` to ask it the same goals too.
-        note: Called at once with the first obligation that has no proof.
+        progress: Function that is called with progress lines.
+        seeds: Seeds of Z3. The proofs use the first seed; each further seed proves the goals again.
+        solvers: ``z3``; add ``cvc5`` to give it the same goals too.
+        note: Function that is called at once with the first obligation that has no proof.
 
     Raises:
         ImportError: cvc5 is requested but not installed.
@@ -186,16 +186,16 @@ def prove(
     instead: Mapping[str, RankTransition] = MappingProxyType({}),
 ) -> Iterator[Obligation]:
     """
-    Prove every obligation, or those of one transition.
+    Prove every obligation, or only those of one transition.
 
     Args:
-        transition: The only transition to prove; by default all, and the initial state.
-        without: Names of left-out conditions of the transition, and ``COLUMN =`` for each left-out
-            write.
+        transition: The only transition to prove; by default all transitions and the initial state.
+        without: For a mutant, names of the conditions that the transition lacks, and ``COLUMN =``
+            for each write that it lacks.
         seed: Seed of the solver.
         thorough: Whether goals that cheap attempts leave open get further attempts.
-        progress: Called with a progress line.
-        instead: Transitions that replace those of the same name.
+        progress: Function that is called with progress lines.
+        instead: Transitions that replace those with the same name.
     """
     for protocol in PROTOCOLS:
         solver = Z3(protocol, seed=seed, thorough=thorough)
@@ -215,7 +215,7 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
 
     Args:
         seeds: Seeds of Z3.
-        solvers: Contains ``cvc5`` to ask cvc5 too.
+        solvers: Names of solvers; if ``cvc5`` is among them, cvc5 is asked too.
 
     Raises:
         ImportError: cvc5 is requested but not installed.
@@ -232,7 +232,7 @@ def goals(protocol: Protocol) -> Iterator[Goal]:
 
 
 def _initially(protocol: Protocol) -> Iterator[Goal]:
-    """Yield that the invariants hold initially."""
+    """Yield goals for: the invariants hold in the initial state."""
     state = initial()
     for predicate in protocol.invariants:
         denied = _claim(predicate, state).denied(ENCODING)
@@ -243,10 +243,10 @@ def _kept(
     protocol: Protocol, transition: RankTransition, without: frozenset[str] = frozenset()
 ) -> Iterator[Obligation | Goal]:
     """
-    Yield the step properties of a transition, and the invariants that it keeps.
+    Yield goals for: a transition has its step properties, and keeps the invariants.
 
     If a transition writes no column of an invariant, the invariant is the same term before and
-    after.
+    after the transition, and no solver is needed.
     """
     before = fresh()
     conditions, after, arguments = run(transition, before, without)

@@ -1,22 +1,23 @@
 """
-Replay of the logs of all ranks through the model of ranks, by the same transitions that are proved.
+Replay the logs of all ranks through the model of ranks, by the same transitions that are proved.
 
-The logs have no common clock. The replay looks for an order of all events, each log in its own
-order, in which every event is a transition that the protocol takes. It refuses events that no order
-explains. Three things are not logged; the replay takes them as soon as they are possible: a
-transfer of a message that both ends have posted, the choice of a cause by the first rank that ends,
-and the start of an attempt. A log without a stop at its end means that its process died.
-`replayed_launches` derives from the logs what the devices did in steps that are one launch. If a
-rank ends, a host that queues work ahead of its device has logged events that never happened on the
-device; `messages_of_logs` leaves these out.
+The logs have no common clock. The replay looks for an order of all events in which the protocol
+allows every event, and in which each log keeps its own order. It refuses an event that fits no such
+order. Three kinds of transitions are not logged; the replay takes them as soon as they are
+possible: a transfer of a message that both ends have posted, the choice of a cause by the first
+rank that ends, and the start of an attempt. If a log does not end with a stop, its process died.
+`replayed_launches` derives from the logs what the devices did in launched steps (one CUDA graph
+launch per step). A host may have logged work that it queued but that its device never reached,
+because another rank ended; `messages_of_logs` leaves these events out.
 
-If the first files of a log in several files are missing, the replay begins after a commit that all
-logs have, and takes the ranks' states there on trust (`qeffect.log.rank_series`).
+If a log has several files and the first files are missing, the replay begins after a commit that
+all logs have, and takes the ranks' states at this commit on trust (`qeffect.log.rank_series`).
 
-Attempts are ordered by the hosts' clocks; nothing else reads the clocks.
+The hosts' clocks only determine the order of the attempts.
 
-`replayed_spans` cuts the logs into attempts, `replayed_events` says what each event is in the model
-(with modules for messages, checkpoints, stops and launches), `order_search` looks for the order.
+`replayed_spans` cuts the logs into attempts, `replayed_events` maps each event to transitions of
+the model (with modules for messages, checkpoints, stops and launches), and `order_search` looks for
+the order.
 """
 
 from __future__ import annotations
@@ -55,26 +56,26 @@ _TALLIED: Final = ("attempts", "commits", "launches", "messages", "checkpoints",
 @attrs.frozen
 class RankReport:
     """
-    What a replay of rank logs found.
+    The result of a replay of rank logs.
 
     Args:
         verdict: ``accepted`` or ``refused``.
         logs: Number of logs.
-        attempts: Number of attempts, including attempts in place.
-        commits: Number of commits of all ranks.
-        launches: Number of steps of all ranks that were one launch.
+        attempts: Number of attempts (runs of all ranks), including restarts in place.
+        commits: Number of commits, over all ranks.
+        launches: Number of steps that ran as one CUDA graph launch, over all ranks.
         messages: Number of messages that arrived.
         checkpoints: Number of complete checkpoints.
-        stops: Number of ranks that stopped by themselves.
+        stops: Number of ranks that stopped without a crash.
         trusted_epoch: The epoch in which the first attempt with missing first files begins; None if
             every log is complete.
-        log: The refused log. This and all later fields are None if nothing was refused.
-        rank: Its rank.
-        line: Line of the refused event.
-        step: The event's sequence number.
-        action: The event.
-        clause: The condition that the protocol requires, or `ranks.order` if the step is not
-            possible there.
+        log: Path of the refused log. This and all later fields are None if nothing was refused.
+        rank: Rank of the refused log.
+        line: Number of the line with the refused event.
+        step: Sequence number of the refused event.
+        action: Name of the refused event.
+        clause: The protocol's condition that is not met, or `ranks.order` if the protocol does not
+            allow the event at this point in any order.
         message: The refusal in a sentence.
         expected: What was expected.
         found: What was found.
@@ -134,7 +135,7 @@ def replay_ranks(paths: Sequence[str | os.PathLike[str]]) -> RankReport:
 
     Args:
         paths: The logs of all ranks, of one or more attempts, in any order. If a log has several
-            files: all of them, or only the newest.
+            files, give all of them, or only the newest ones.
 
     Raises:
         LogError: A file is not a rank log, a rank's log or a file between two others is missing,
@@ -160,8 +161,7 @@ def _report(verdict: str, logs: int, tally: Mapping[str, int], **refusal: Any) -
 
 def _attempts(logs: Sequence[RankLines]) -> list[list[RankLines]]:
     """
-    Return the logs of each attempt, in the order of ranks; attempts in the order of their
-    beginning.
+    Return the attempts in the order of their start; each is a list of its logs by rank.
 
     Raises:
         LogError: Two logs are of the same rank, or a rank's log is missing.
@@ -197,7 +197,7 @@ def _attempts(logs: Sequence[RankLines]) -> list[list[RankLines]]:
 
 
 def _refusal(unexplained: Unexplained, logs: int, tally: Mapping[str, int]) -> RankReport:
-    """Report an event that no order explains."""
+    """Return the report on an event that fits no order of the events."""
     op, error = unexplained.step, unexplained.error
     last = op.log.events[-1]["seq"] if op.log.events else 0
     seq = last + 1 if op.event is None else op.event["seq"]
@@ -231,7 +231,7 @@ def _refusal(unexplained: Unexplained, logs: int, tally: Mapping[str, int]) -> R
         expected=expected,
         found=found,
         remedy="Compare this rank's events with those of the other ranks up to this line; either "
-        "one rank acted without the agreement of the others, or a log was changed.",
+        "one rank acted without the consent of the others, or a log was changed.",
     )
 
 
@@ -245,7 +245,7 @@ class _Job:
         self._launches: dict[int, LaunchesOfRank] = {}
 
     def run(self) -> Unexplained | None:
-        """Take every attempt; return the first event that no order explains."""
+        """Replay all attempts; return the first event that fits no order, or None."""
         header = self.attempts[0][0].header
         self.state = self._state_of(header)
         for logs in self.attempts:
@@ -269,7 +269,7 @@ class _Job:
         return state
 
     def _begin(self, present: Mapping[int, Span]) -> Unexplained | None:
-        """Begin an attempt: in place, or from a checkpoint."""
+        """Begin an attempt, in place or from a checkpoint; return an error if it cannot begin."""
         first = next(iter(present.values()))
         for span in present.values():
             if span.again != first.again:
@@ -298,7 +298,7 @@ class _Job:
         return found
 
     def _begin_in_place(self, present: Mapping[int, Span], first: Span) -> Unexplained | None:
-        """Begin an attempt in place; first tell why a rank that launched cannot rebuild."""
+        """Begin an attempt in place; return an error if a rank that launched cannot rebuild."""
         st = self.state
         again = self._run(first, "begin_again", lambda: TRANSITIONS["begin_again"].run(st))
         for r, span in present.items():
@@ -310,7 +310,7 @@ class _Job:
         return again
 
     def _run(self, span: Span, name: str, run: Callable[[], None]) -> Unexplained | None:
-        """Take a step at the beginning of a rank's part; return why the step cannot be taken."""
+        """Take a step at the beginning of a rank's span; return an error if it cannot be taken."""
         try:
             run()
         except (Refused, Impossible) as error:
@@ -333,7 +333,7 @@ class _Job:
         return None
 
     def _walk(self, present: Mapping[int, Span], number: int) -> Unexplained | None:
-        """Look for an order of an attempt's events."""
+        """Look for an order of an attempt's events; return an event that fits no order, or None."""
         happened = reached({rank: span.events for rank, span in present.items()})
         present = {r: attrs.evolve(span, events=happened[r]) for r, span in present.items()}
         facts = launch_facts({rank: span.events for rank, span in present.items()})

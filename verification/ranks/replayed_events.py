@@ -1,8 +1,8 @@
 """
-The transition in the model of ranks for each event of an attempt's logs.
+Map each event of an attempt's logs to the transitions of the model of ranks.
 
-Messages, checkpoints, stops and launches have separate modules; this module has the meeting of
-ranks and their steps.
+Messages, checkpoints, stops and launches have separate modules; this module handles how ranks meet
+at the start of an attempt, and their steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Make = Callable[..., LoggedStep]
 def step_of(
     span: Span, event: Mapping[str, Any] | None, name: str, run: Callable[[], None]
 ) -> LoggedStep:
-    """Make a step of a rank's span."""
+    """Return a step of the replay for an event in a rank's span."""
     return LoggedStep(name, run, span.log, event)
 
 
@@ -49,12 +49,12 @@ class EventsOfAttempt:
 
     Args:
         state: The state of all ranks.
-        tally: Counts commits.
+        tally: Counts for the report; this class counts commits.
         attempts: The logs of all attempts of the job.
-        names: Numbers the names under which ranks meet.
-        launches: For each rank, its steps that were one launch.
-        messages: The job's messages.
-        saves: The job's checkpoints.
+        names: A number for each name under which ranks meet.
+        launches: For each rank, its launched steps.
+        messages: The state of the job's messages.
+        saves: The state of the job's checkpoints.
     """
 
     state: ReplayedState
@@ -71,12 +71,12 @@ class EventsOfAttempt:
 
     def rows(self, r: int, span: Span, number: int) -> list[list[LoggedStep]]:
         """
-        Return the steps of a rank, of its saves, of its device, and of its unlogged reason: four
-        rows.
+        Return four rows of steps for a rank: its own steps, those of its saves, those of its
+        device, and its unlogged reason to stop.
 
         Args:
             r: The rank.
-            span: Its part of the attempt.
+            span: The rank's span: its events in the attempt.
             number: Position of the span in the rank's log.
         """
         own: list[LoggedStep] = []
@@ -88,8 +88,8 @@ class EventsOfAttempt:
 
     def _unlogged_reason(self, r: int, span: Span) -> list[LoggedStep]:
         """
-        Return the step that publishes a rank's reason, if the rank may have been killed after it
-        published the reason and before it logged this.
+        Return the step that publishes a rank's reason to stop, if the log may lack this step: the
+        rank may have been killed after it published the reason and before it logged that.
         """
         if not (span.leaves and span.events and span.events[-1]["event"] == "stop"):
             return []
@@ -119,7 +119,7 @@ class EventsOfAttempt:
             yield op(None, "gone", lambda: self._stops.gone(r, died))
 
     def _meet(self, r: int, span: Span, number: int, op: _Make) -> Iterator[LoggedStep]:
-        """The meeting of ranks without logged events: in a rebuild, or by another library."""
+        """Yield the steps by which ranks meet without logged events, such as in a rebuild."""
         event, st = span.first, self.state
         name = f"{span.log.header['attempt']}/{number}"
         if any(event["event"] in ("offer", "take_seat") for event in span.events):
@@ -215,10 +215,10 @@ class EventsOfAttempt:
 
     def _count_anew(self) -> None:
         """
-        Restart the counts of steps and messages here; the protocol compares only differences of
+        Reset the counts of steps and messages to zero; the protocol compares only differences of
         counts.
 
-        All ranks are between two steps, and no message is under way.
+        At this point all ranks are between two steps, and every message has ended.
         """
         st = self.state
         for name in ("sent", "sent_before", "sent_done", "taken", "taken_before", "taken_done"):

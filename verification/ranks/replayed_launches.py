@@ -1,17 +1,18 @@
 """
-Steps that are one launch, in a replay of rank logs.
+Launched steps (one CUDA graph launch per step) in a replay of rank logs.
 
-The hosts log launches, commits, the votes that their device published of each step, and after a
-stop the epoch of the device's weights. What a device did is not logged; it is derived from what the
-hosts of all ranks read.
+The hosts log launches, commits, the votes on each step that their device published, and after a
+stop the epoch of the device's weights. The devices' actions are not logged; the replay derives them
+from what the hosts of all ranks read.
 
-- A rank voted yes to a step if any host read a yes of that rank, or if any device took the update.
-- A device took the update of a step if its host read a yes of all ranks, or reported weights after
-  that step, or if the rank voted yes to a later step.
-- A device skipped an update if its host read a no, or reported weights before that step.
+- A rank voted yes on a step if any host read a yes of that rank, or if any device made the step's
+  update.
+- A device made the update of a step if its host read a yes of all ranks, or reported weights from
+  after that step, or if the rank voted yes on a later step.
+- A device skipped an update if its host read a no, or reported weights from before that step.
 
-If neither follows, the replay leaves it open: a killed rank's device may have taken the update or
-not.
+If the logs show neither, the replay considers both cases: a killed rank's device may or may not
+have made the update.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class LaunchFacts:
     Facts about launches from the logs of all ranks.
 
     Args:
-        agreed: Epochs of captures that some rank logged as agreed.
-        captures: These, and epochs of captures that every rank consented to.
-        votes: By rank and epoch, the event of the votes that its host read.
-        reports: By rank, the epoch of its weights after a stop.
-        launched: By rank and epoch, the event of the launch.
-        yes: Pairs of a rank and an epoch whose step the rank must have voted yes to.
+        agreed: Epochs of captured steps that some rank logged as agreed by all.
+        captures: The epochs of `agreed`, and those of captured steps to which every rank consented.
+        votes: For each rank and epoch, the event in which its host read the votes.
+        reports: For each rank that stopped, the reported epoch of its weights.
+        launched: For each rank and epoch, the event of the launch.
+        yes: Pairs of a rank and an epoch, if the rank must have voted yes on that epoch's step.
     """
 
     agreed: frozenset[int]
@@ -64,14 +65,14 @@ class LaunchFacts:
     yes: frozenset[tuple[int, int]]
 
     def moved(self, r: int, epoch: int) -> bool | None:
-        """Whether a rank's device took the update of an epoch; None if the logs do not show it."""
+        """Return whether a rank's device made an epoch's update; None if the logs do not tell."""
         found = _moved(self.votes, self.reports, r, epoch)
         if found is None and any(q == r and later > epoch for q, later in self.yes):
             return True
         return found
 
     def voted_yes(self, r: int, epoch: int) -> bool:
-        """Whether a rank's device must have voted yes to the step of an epoch."""
+        """Return whether a rank's device must have voted yes on the step of an epoch."""
         return (r, epoch) in self.yes or self.moved(r, epoch) is True
 
 
@@ -83,10 +84,10 @@ def _moved(votes: Any, reports: Mapping[int, int], r: int, epoch: int) -> bool |
 
 def launch_facts(events: Mapping[int, tuple[_Event, ...]]) -> LaunchFacts:
     """
-    Collect the facts from the logs.
+    Collect the facts about launches from the logs.
 
     Args:
-        events: By rank, the events of its part in an attempt.
+        events: For each rank, its events in one attempt.
     """
     consented: Counter[int] = Counter()
     agreed: set[int] = set()
@@ -124,17 +125,17 @@ def launch_facts(events: Mapping[int, tuple[_Event, ...]]) -> LaunchFacts:
 @attrs.define(eq=False)
 class LaunchesOfRank:
     """
-    One rank's launches in its part of an attempt.
+    The launches of one rank in one attempt.
 
     Args:
-        st: The state.
+        st: The state of all ranks.
         r: The rank.
-        facts: Facts from all logs.
+        facts: Facts about launches from all logs.
         tally: Counts for the report.
-        phase: ``none``, ``capture``, ``left out`` (a capture that the ranks did not agree to),
+        phase: ``none``, ``capture``, ``left out`` (a capture to which the ranks did not agree),
             ``launches`` or ``paused`` (between `leave` and `resume`).
         capture: Epoch of the latest capture.
-        wrote: Whether the rank wrote its newest part of a checkpoint between two launches.
+        wrote: Whether the rank wrote its newest checkpoint part between two launches.
     """
 
     st: ReplayedState
@@ -147,12 +148,12 @@ class LaunchesOfRank:
 
     @property
     def takes_part(self) -> bool:
-        """Whether launches have begun on some rank without a later guarded step."""
+        """Whether some rank has begun to launch steps, and no guarded step came later."""
         captures = self.phase == "capture" and self.capture in self.facts.agreed
         return captures or self.phase in ("launches", "paused")
 
     def leaves_out(self, event: _Event) -> bool:
-        """Whether an event belongs to a capture that the ranks did not agree to."""
+        """Return whether an event belongs to a capture to which the ranks did not agree."""
         what = event["event"]
         if what == "capture":
             self.capture = event["epoch"]
@@ -175,7 +176,8 @@ class LaunchesOfRank:
 
     def trust(self, event: _Event, make: _Make) -> Iterator[Any]:
         """
-        The log begins in the middle of a run: if steps are launches, the last launch is under way.
+        Yield the step for a log that begins in the middle of a run: if steps are launched, the last
+        launch is still running.
         """
         if event["launches"]:
             yield make(event, "launches", self._begin_under_way)
@@ -188,7 +190,7 @@ class LaunchesOfRank:
             getattr(st, column)[r] = st.epoch[r] - 1
 
     def before_step(self, event: _Event, make: _Make) -> Iterator[Any]:
-        """Yield the check before a guarded step, and before a part of a checkpoint is written."""
+        """Yield the check that comes before a guarded step and before a checkpoint part."""
         if self.phase == "launches":
             yield make(event, "leave", lambda: _unlike("`leave` after the launches", "none"))
         if event["event"] == "begin_step":
@@ -201,7 +203,7 @@ class LaunchesOfRank:
             yield make(event, "write_part", lambda: LAUNCHES["write_part"].run(self.st, self.r))
 
     def publish(self, event: _Event) -> None:
-        """Publish the whole checkpoint of parts that were written between launches."""
+        """Publish the whole checkpoint whose parts were written between launches."""
         same("epoch", self.st.part_epoch[self.r], event["epoch"])
         LAUNCHES["publish_parts"].run(self.st, self.r)
 
@@ -276,7 +278,7 @@ class LaunchesOfRank:
     # Stopping
 
     def quit(self, event: _Event) -> None:
-        """The host cannot go on."""
+        """Record that the host cannot continue."""
         st, r, kind = self.st, self.r, event["kind"]
         if st.quits[r]:  # it read a no
             if kind == "refused":
@@ -300,18 +302,18 @@ class LaunchesOfRank:
         raise Impossible
 
     def cut(self) -> None:
-        """The rank's connections end, also on its device."""
+        """End the rank's connections, also on its device."""
         LAUNCHES["cut_connections"].run(self.st, self.r)
 
     def die(self) -> None:
-        """The rank's process ends."""
+        """End the rank's process."""
         if not self.st.dead[self.r]:
             LAUNCHES["die"].run(self.st, self.r)
 
     # The device
 
     def device(self, make: _Make) -> Iterator[Any]:
-        """Yield what the rank's device did, as far as the logs show."""
+        """Yield the steps of the rank's device, as far as the logs show them."""
         r, facts = self.r, self.facts
         for epoch in sorted(e for q, e in facts.launched if q == r):
             moved, yes = facts.moved(r, epoch), facts.voted_yes(r, epoch)

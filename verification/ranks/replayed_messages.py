@@ -1,6 +1,5 @@
 """
-Messages in a replay of rank logs: the place where each message was posted, and whether it has
-arrived.
+Messages in a replay of rank logs: which buffer each message uses, and whether it has arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class ReplayedMessages:
     The messages of one job.
 
     Args:
-        tally: Counts the messages that arrived.
+        tally: Counts for the report; this class counts the messages that arrived.
     """
 
     def __init__(self, tally: Counter[str]) -> None:
@@ -32,24 +31,24 @@ class ReplayedMessages:
         self._trusted: dict[int, set[int]] = {}  # by rank, buffers with a known generation
 
     def restart(self, st: ReplayedState, r: int) -> None:
-        """After its start or a restore, a contract counts its slots' generations from 0."""
+        """Reset a rank's generations: after a start or a restore, its contract counts from 0."""
         self._trusted.pop(r, None)
         held = [n for (q, _), n in st.generation.entries.items() if q == r]
         self._offset[r] = max(held, default=0)
 
     def trust(self, r: int) -> None:
         """
-        The log begins in the middle of a run: take the first generation of each buffer from the
-        log.
+        Prepare for a log that begins in the middle of a run: the first generation of each buffer is
+        taken from the log.
         """
         self._trusted[r] = set()
 
     def clear(self) -> None:
-        """Forget every place: no message is under way."""
+        """Forget the positions of all messages, since every message has ended."""
         self._posted.clear()
 
     def forget(self, r: int) -> None:
-        """Forget the places of an earlier step's messages."""
+        """Forget the positions of a rank's messages in earlier steps."""
         for posted in [one for one in self._posted if one[0] == r]:
             del self._posted[posted]
 
@@ -82,7 +81,7 @@ class ReplayedMessages:
         self._posted[r, sends, q, action_of(event)] = place
 
     def end(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
-        """Require that the message whose end a rank logged has arrived or left."""
+        """Require that a message has arrived or left if the rank logged the message's end."""
         q = event["peer"]
         sends = event["event"] in SENT
         place = self._posted.get((r, sends, q, event["action"]))

@@ -21,7 +21,7 @@ class ReplayedSaves:
     The checkpoints of one job.
 
     Args:
-        tally: Counts the whole checkpoints.
+        tally: Counts for the report; this class counts the whole checkpoints.
 
     Attributes:
         published: Epochs of the whole checkpoints.
@@ -38,7 +38,7 @@ class ReplayedSaves:
 
     def begin(self, present: Mapping[int, Span]) -> None:
         """
-        Count the earlier saves at each part of a checkpoint that a rank of the attempt writes.
+        For each checkpoint part that a rank of the attempt writes, count the earlier saves.
         """
         self._saved.clear()
         self._before.clear()
@@ -51,21 +51,21 @@ class ReplayedSaves:
 
     def trust(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
         """
-        The log begins in the middle of a run, with the part that the rank wrote last; its save may
-        not have ended.
+        Prepare for a log that begins in the middle of a run. The rank's last checkpoint part comes
+        from the log's header, and its save may not have ended.
         """
         if event["wrote"] >= 0:
             st.shard[r], st.shard_life[r] = event["wrote"], st.life[r]
 
     def write(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
-        """A rank writes its next part only after the save under way has ended."""
+        """Write a rank's next checkpoint part; the previous save must have ended."""
         before = self._before[r, event["seq"]]
         if self._saved[r] < before:
             raise Impossible
         TRANSITIONS["write_shard"].run(st, r)
 
     def publish(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
-        """A rank publishes a whole checkpoint."""
+        """Publish a whole checkpoint."""
         same("epoch", st.shard[r], event["epoch"])
         TRANSITIONS["publish"].run(st, r)
         self.published.add(event["epoch"])

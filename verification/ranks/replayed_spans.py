@@ -1,5 +1,6 @@
 """
-The parts of a rank's log: from each start, in place or from a checkpoint, to the next.
+Cut a rank's log into spans: each begins at a start, in place or from a checkpoint, and ends at the
+next start.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ __all__ = ["Span", "spans_of"]
 @attrs.frozen
 class Span:
     """
-    One rank's part in an attempt.
+    The part of a rank's log that belongs to one attempt.
 
     Args:
         log: The rank's log.
-        first: The event of its start in place or of its load; None at the log's beginning.
-        events: Its events.
-        leaves: Whether no restart in place follows.
+        first: The event of the restart in place or of the checkpoint load with which the span
+            begins; None at the log's beginning.
+        events: The events of the span.
+        leaves: Whether no restart in place follows the span.
     """
 
     log: RankLines
@@ -39,7 +41,7 @@ class Span:
 
     @property
     def load(self) -> Mapping[str, Any] | None:
-        """The event of the checkpoint that the span began from."""
+        """The event that loads the checkpoint from which the span begins; None without a load."""
         if self.first is not None and self.first["event"] == "load":
             return self.first
         for event in self.events:
@@ -51,7 +53,7 @@ class Span:
 
     @property
     def trusted(self) -> Mapping[str, Any] | None:
-        """The event of a beginning in the middle of a run."""
+        """The event that says that the log begins in the middle of a run; None if it does not."""
         begins = self.events and self.events[0]["event"] == TAKEN_ON_TRUST
         return self.events[0] if begins else None
 

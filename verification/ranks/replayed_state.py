@@ -1,5 +1,6 @@
 """
-The state of the ranks whose logs are replayed: sparse, unbounded, and with undo.
+The state of the ranks whose logs are replayed; it is sparse and unbounded, and writes can be
+undone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def same(what: str, expected: Any, found: Any) -> None:
 
 
 class _Column:
-    """A column; entries that were never written have the column's first value."""
+    """A column of the state; an entry that was never written has the column's initial value."""
 
     __slots__ = ("entries", "first", "indices", "journal")
 
@@ -69,11 +70,12 @@ class _Column:
 
 class ReplayedState:
     """
-    A state that the transitions of both protocols read and write.
+    A state that the transitions of both protocols (guarded steps and launched steps) read and
+    write.
 
     Args:
         ranks: Number of ranks.
-        messages: Messages of a step, by (sender, receiver).
+        messages: Number of messages in a step, by (sender, receiver).
     """
 
     def __init__(self, ranks: int, messages: Mapping[tuple[int, int], int]) -> None:
@@ -110,12 +112,12 @@ class ReplayedState:
             raise Refused(f"ranks.{name}")
 
     def every(self, sorts: str, holds: Callable[..., Any]) -> bool:
-        """Whether a condition holds of all ranks, and of all places of their steps under way."""
+        """Return whether a condition holds for all ranks and all messages of their open steps."""
         spaces = [self.ranks if sort == "rank" else self._places() for sort in sorts.split()]
         return all(holds(*given) for given in product(*spaces))
 
     def _places(self) -> range:
-        """The places of the steps under way; every message of an earlier step has ended."""
+        """Return the message positions of the current steps; all earlier messages have ended."""
         pairs = [*product(self.ranks, self.ranks)]
         first = min(min(self.sent_before[p], self.taken_before[p]) for p in pairs)
         return range(first, max(max(self.sent[p], self.taken[p]) for p in pairs))
@@ -125,7 +127,7 @@ class ReplayedState:
         return {}
 
     def mark(self) -> int:
-        """Return a mark for `back`."""
+        """Return a mark of the current state, to which `back` can return."""
         return len(self._journal)
 
     def keep(self) -> None:

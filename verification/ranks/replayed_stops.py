@@ -1,6 +1,6 @@
 """
-Stops in a replay of rank logs: the reason of a rank, the cause that all ranks report, and the end
-of the rank.
+Stops in a replay of rank logs: a rank's reason to stop, the cause that all ranks report, and the
+end of the rank.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ReplayedStops:
 
     Args:
         state: The state of all ranks.
-        launches: By rank, its steps that are one launch.
-        tally: Counts the ranks that stopped by themselves.
+        launches: For each rank, its launched steps.
+        tally: Counts for the report; this class counts the ranks that stopped without a crash.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ReplayedStops:
     def stop(
         self, r: int, event: Mapping[str, Any], op: Callable[..., LoggedStep]
     ) -> Iterator[LoggedStep]:
-        """Yield the steps of a rank that stops, by the kind of its reason."""
+        """Yield the steps of a rank that stops; they depend on the kind of its reason."""
         kind = event["kind"]
         if kind in ("late", "ended"):
             yield op(event, "run_late")
@@ -75,8 +75,8 @@ class ReplayedStops:
 
     def _disagree(self, r: int) -> None:
         """
-        The model knows whether messages differ; if epochs or gradients differ, that is the rank's
-        own reason.
+        Record that a rank found a difference between ranks. The model knows whether messages
+        differ; a difference of epochs or gradients counts as the rank's own reason.
         """
         st = self.state
         for q, p in st.total.messages:
@@ -91,7 +91,7 @@ class ReplayedStops:
         TRANSITIONS["give_up"].run(st, r)
 
     def end(self, r: int, event: Mapping[str, Any], launches: bool) -> None:
-        """A rank ends with the cause that the first stopping rank chose."""
+        """End a rank with the cause that the first stopping rank chose."""
         st, cause = self.state, event["cause"]
         if cause not in st.ranks:
             raise UnlikeError(f"the number of a rank, below {len(st.ranks)}", f"rank {cause}")
@@ -103,7 +103,7 @@ class ReplayedStops:
         self.tally["stops"] += 1
 
     def gone(self, r: int, launches: bool) -> None:
-        """A rank's log ends without a stop: its process has died."""
+        """Record that a rank's process has died, because its log ends without a stop."""
         if launches:
             self.launches[r].die()
         if self.state.up[r]:

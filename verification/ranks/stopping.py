@@ -1,9 +1,9 @@
 """
-How stopping ranks publish their reasons and choose one cause: the relation that guarded steps and
-launches share.
+How stopping ranks publish their reasons and choose one cause. The protocols of guarded steps and of
+launched steps share this module.
 
-Ranks choose a cause together with the ranks of one attempt (guarded steps) or of one round
-(launches). ``n`` is the number of either, and ``here`` says whether a rank belongs to it.
+The ranks of one attempt (guarded steps) or of one round (launched steps) choose a common cause.
+``n`` is the number of the attempt or round, and ``here`` says whether a rank belongs to it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def publish_reason(st: Any, r: Any, n: Any) -> None:
 
 
 def spoken(st: Any, q: Any, here: Callable[[Any], Any]) -> Any:
-    """Whether a rank belongs here and has published its reason."""
+    """Return whether a rank belongs to the attempt or round and has published its reason."""
     return here(q) & (st.said[q] == 1)
 
 
 def silent(st: Any, q: Any, here: Callable[[Any], Any]) -> Any:
-    """Whether a rank does not belong here, or has published nothing."""
+    """Return whether a rank does not belong to the attempt or round, or has published nothing."""
     return implies(here(q), st.said[q] == 0)
 
 
 def write_cause(st: Any, p: Any, n: Any, here: Callable[[Any], Any]) -> None:
     """
-    Write a rank as the cause: a rank with a reason of its own, else a rank that published nothing,
-    else a rank that lost a connection.
+    Write which rank is the cause: a rank with a reason of its own; otherwise a rank that published
+    nothing; otherwise a rank that lost a connection.
     """
     st.need("first-writes", st.halted[n] == 0)
     own = spoken(st, p, here) & (st.lost[p] == 0)

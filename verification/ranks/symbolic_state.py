@@ -1,5 +1,5 @@
 """
-The state of any number of ranks as Z3 arrays, and the protocol's transitions over it.
+The state of any number of ranks as Z3 arrays, on which the protocol's transitions run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Symbols = Mapping[str, Any]
 
 
 def fresh(prefix: str = "") -> Symbols:
-    """Return an arbitrary state: a constant array for each column."""
+    """Return an arbitrary state: each column is an array constant without constraints."""
     return {
         name: ENCODING.array(f"{prefix}{name}", indices, "rank" if name in _RANKED else "int")
         for name, (indices, _) in COLUMNS.items()
@@ -78,7 +78,7 @@ def _filled(sort: Any, value: int) -> Any:
 
 
 class _Column(Array):
-    """A column; an ellipsis as index means every entry. A dropped column ignores writes."""
+    """A column; the index `...` means every entry. A dropped column ignores writes."""
 
     __slots__ = ("dropped",)
 
@@ -97,11 +97,11 @@ class _Column(Array):
 
 class SymbolicState:
     """
-    A state that transitions and predicates read, and transitions write.
+    The state of all ranks. Transitions read and write it; predicates read it.
 
     Args:
         symbols: A term for each column.
-        without: Names of left-out conditions, and ``COLUMN =`` for each left-out write.
+        without: Names of conditions to leave out, and ``COLUMN =`` for each write to leave out.
     """
 
     def __init__(self, symbols: Symbols, without: frozenset[str] = frozenset()) -> None:
@@ -129,7 +129,7 @@ class SymbolicState:
             self.conditions.append(raw(condition))
 
     def every(self, sorts: str, holds: Callable[..., Any]) -> Sym:
-        """Return that a condition holds of all members of some sorts."""
+        """Return the condition that holds if a condition holds for all members of some sorts."""
         self._bound += 1
         bound = [
             ENCODING.const(f"every!{self._bound}!{number}", sort)
@@ -152,7 +152,7 @@ class SymbolicState:
 
 
 class _One(Scalar):
-    """A column of one entry. A dropped column ignores writes."""
+    """A column with one entry. A dropped column ignores writes."""
 
     __slots__ = ("dropped",)
 
@@ -179,7 +179,7 @@ def run(
     Run a transition from an arbitrary state.
 
     Returns:
-        Its conditions, the state after it, and its arguments.
+        The transition's conditions, the state after the transition, and its arguments.
     """
     state = SymbolicState(symbols, without)
     arguments = [

@@ -1,9 +1,9 @@
 """
-The symbolic reading: every path of every composed transition, as Z3 terms.
+Symbolic execution of the contract: every path of every composed transition, as Z3 terms.
 
-``path_table`` runs the same functions that guard the GPU over symbolic memory. It returns the
-condition of each path and the state after it. The proofs ask Z3 about the table; the explorer
-compiles the table to NumPy.
+``path_table`` runs the functions that guard a real run on symbolic memory. It returns the condition
+of each path and the state after the path. The proofs ask Z3 about these paths; the explorer
+compiles them to NumPy.
 """
 
 from .encoding import ARGUMENTS, Encoding, Memory, flat_arguments

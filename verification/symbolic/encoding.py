@@ -1,5 +1,6 @@
 """
-Encodings of the contract's sorts as Z3 sorts, with the memory and arguments built from them.
+Encodings of the contract's sorts (slot, stage and so on) as Z3 sorts, and the symbolic memory and
+arguments of a transition.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ _MASK_BITS = 6
 
 def flat_arguments(transition: str) -> dict[str, str]:
     """
-    Return the flat arguments of a transition and their sorts.
+    Return the arguments of a transition with their sorts; keys and references are split into parts.
 
     >>> flat_arguments("drop")
     {'key.cell': 'cell', 'key.epoch': 'int', 'ref.slot': 'slot', 'ref.generation': \
@@ -98,20 +99,20 @@ class Encoding:
     buckets and values.
 
     ``Encoding.sorted()`` is unbounded: every index sort is uninterpreted, so that a proof holds for
-    any number of its members. ``Encoding.finite(scope)`` gives each index sort a few members and
-    expands every quantifier. ``Encoding.integers()`` makes everything an integer, for the NumPy
-    compiler: there ``every(column, value)`` is an application of an uninterpreted predicate named
-    ``every``, and ``fill`` a constant array.
+    any number of slots, stages and so on. ``Encoding.finite(scope)`` gives each index sort a few
+    members and expands every quantifier. ``Encoding.integers()`` makes every sort an integer, for
+    the NumPy compiler; in this encoding ``every(column, value)`` applies an uninterpreted predicate
+    named ``every``, and ``fill`` makes a constant array.
 
     Counts, epochs, tickets and generations are unbounded integers; ``generation_bits`` can limit
     the width of a generation. Consumer masks are bit vectors of six bits.
 
     Args:
         sorts: Z3 sort of every sort name of ``qeffect.relations.columns``.
-        constants: Terms for plain values in uninterpreted sorts.
-        members: Members of each finite index sort without its sentinel; empty when unbounded.
-        generation_bits: Width of a generation, or None for an unbounded integer.
-        memo: Results already computed in this encoding, by a key of the computing function.
+        constants: Terms that represent plain Python values in uninterpreted sorts.
+        members: Members of each finite index sort, without its sentinel; empty if unbounded.
+        generation_bits: Width of a generation in bits, or None for an unbounded integer.
+        memo: Cache of results that were computed in this encoding; each user chooses its own keys.
     """
 
     sorts: Mapping[str, Any]
@@ -122,7 +123,7 @@ class Encoding:
 
     @classmethod
     def sorted(cls, generation_bits: int | None = None) -> Encoding:
-        """Uninterpreted index sorts: nothing is bounded."""
+        """Return an encoding with uninterpreted index sorts, in which nothing is bounded."""
         sorts = {name: z3.DeclareSort(name.capitalize()) for name in _INDEX_SORTS}
         constants = {(sorts[n].name(), -1): z3.Const(f"no_{n}", sorts[n]) for n in _NULL}
         return cls(_values(sorts, generation_bits), constants, {}, generation_bits)
@@ -130,8 +131,8 @@ class Encoding:
     @classmethod
     def finite(cls, scope: Mapping[str, int], generation_bits: int | None = None) -> Encoding:
         """
-        Index sorts of a few members each, sentinels not counted; a sort without a given number has
-        one member.
+        Return an encoding in which each index sort has a given number of members, besides its
+        sentinel; a sort without a given number has one member.
         """
         sorts: dict[str, Any] = {}
         members: dict[str, tuple[Term, ...]] = {}
@@ -150,7 +151,7 @@ class Encoding:
 
     @classmethod
     def integers(cls) -> Encoding:
-        """Every sort an integer; for compilers, not for proofs."""
+        """Return an encoding in which every sort is an integer; for compilers, not for proofs."""
         return cls(_values(dict.fromkeys(_INDEX_SORTS, z3.IntSort()), None), {})
 
     @property
@@ -161,11 +162,11 @@ class Encoding:
     # Terms
 
     def const(self, name: str, sort: str) -> Term:
-        """Return the constant of a name and a sort name."""
+        """Return the Z3 constant with this name and sort."""
         return self.array(name, (), sort)
 
     def array(self, name: str, indices: tuple[str, ...], sort: str) -> Term:
-        """Return the constant array of a name with indices and values of the sorts named."""
+        """Return the Z3 array constant with this name and these sorts of indices and values."""
         known = self.memo.get((name, indices, sort))
         if known is None:
             values = self.sorts[sort]
@@ -176,8 +177,8 @@ class Encoding:
         return known
 
     def column(self, name: str, column: Column) -> Term:
-        """Return a column in the state before a transition: an array, or a term if it has one
-        entry."""
+        """Return the term of a column before a transition: an array, or a scalar if the column has
+        only one entry."""
         return self.array(name, () if column.index == "one" else (column.index,), column.values)
 
     def view(self, term: Term, run: PathRun | None = None) -> Array | Scalar:
@@ -194,7 +195,8 @@ class Encoding:
 
     def every(self, term: Term, value: Any) -> Term:
         """
-        Return the condition that all entries of a column, except the sentinel's, equal a value.
+        Return the condition that all entries of a column equal a value; the entry of the sentinel
+        (such as NO_SLOT) is ignored.
         """
         if not z3.is_array(term):
             return term == lift(value, term.sort(), self.constants)
@@ -212,8 +214,8 @@ class Encoding:
 
     def close(self, variables: Mapping[str, str], body: Term, weight: int = 1) -> Iterator[Term]:
         """
-        Yield a body for all members of its variables' sorts except sentinels: quantified, or
-        expanded if the sorts are finite.
+        Yield a formula for all values of its variables except sentinels: as one quantified formula,
+        or one formula per value if the sorts are finite.
         """
         terms = [(self.const(name, sort), sort) for name, sort in variables.items()]
         finite = [(term, self.members[sort]) for term, sort in terms if sort in self.members]
@@ -234,7 +236,7 @@ class Encoding:
         )
 
     def arguments(self, transition: str, run: PathRun | None = None) -> tuple[Any, ...]:
-        """Return the arguments of a transition, as its composed function takes them."""
+        """Return a transition's symbolic arguments in the form that the composed function takes."""
         made: dict[str, Any] = {}
         for flat, sort in flat_arguments(transition).items():
             parameter, _, part = flat.partition(".")
@@ -252,7 +254,7 @@ class Encoding:
 
 @cache
 def _enumeration(name: str, members: tuple[str, ...]) -> tuple[Any, list[Term]]:
-    """Return a sort with these members; Z3 allows each name to be declared only once."""
+    """Return a finite sort with these members, made only once since Z3 allows no redeclaration."""
     sort, values = z3.EnumSort(name, [f"{name}.{member}" for member in members])
     return sort, values
 
@@ -273,12 +275,12 @@ def _values(index_sorts: Mapping[str, Any], generation_bits: int | None) -> dict
 
 class Memory:
     """
-    Symbolic memory: one attribute per column, and the quantifiers of the kernel's language.
+    Symbolic memory: one attribute per column, and the operations ``every`` and ``fill``.
 
     Args:
         encoding: The encoding of the sorts.
         terms: Z3 term of every column.
-        run: The run that decides tests; None for predicates, which must not branch.
+        run: The symbolic run that decides tests; None for predicates, which must not branch.
     """
 
     def __init__(
@@ -289,7 +291,7 @@ class Memory:
         self._run = run
 
     def __getattr__(self, name: str) -> Any:
-        """Make the view of a column at its first use, since most columns are never used."""
+        """Return the view of a column, made at its first use since most columns are never used."""
         term = self.__dict__.get("_before", {}).get(name)
         if term is None:
             raise AttributeError(f"unknown column {name!r}")
@@ -298,7 +300,7 @@ class Memory:
         return view
 
     def every(self, column: Any, value: Any) -> Sym:
-        """Whether every entry of a column equals the value."""
+        """Return the condition that every entry of a column equals the value."""
         if self._run is None:
             return self._encoding.sym(self._encoding.every(column.term, value))
         term = self._run.shared.once(self._encoding.every, column.term, raw(value))

@@ -1,5 +1,5 @@
 """
-Every path of every transition: its condition, the state after it, and its answer.
+Enumerate every path of every transition: its condition, the state after it, and its result.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Path:
     """
     One path through a transition.
 
-    Constants in its terms are the columns before the transition, by name, and its flat
-    arguments, by name after ``arg.`` (see ``encoding.flat_arguments``).
+    The constants in the path's terms are the columns before the transition, by name, and the
+    arguments, named ``arg.NAME`` (see ``encoding.flat_arguments``).
 
     Args:
         transition: Name of the transition.
         index: Position among the transition's paths.
-        tests: The decided tests whose conjunction is the path's condition.
-        columns: Term of every column after it.
-        clause: Clause of the refusal, or None when accepted.
-        returned: The result; for a check, the ticket.
-        before: Term of every column before it.
+        tests: The tests on the path; their conjunction is the path's condition.
+        columns: Term of every column after the path.
+        clause: Clause of the refusal; None if the call is accepted.
+        returned: The result of the call; for a check, the ticket.
+        before: Term of every column before the path.
     """
 
     transition: str
@@ -54,17 +54,17 @@ class Path:
 
     @cached_property
     def written(self) -> dict[str, Term]:
-        """The columns that the path assigned."""
+        """The columns that the path writes, with their terms."""
         return {n: t for n, t in self.columns.items() if not _same(t, self.before[n])}
 
     @cached_property
     def denied(self) -> tuple[bool, ...]:
-        """For each of its tests, whether the test is a negation."""
+        """For each test of the path, whether the test is a negation."""
         return tuple(z3.is_not(test) for test in self.tests)
 
     @property
     def label(self) -> str:
-        """A short name: the clause, or ``accepted``, with the path's position."""
+        """A short name of the path: its clause, or ``accepted``, and its position."""
         return f"{self.clause or 'accepted'}#{self.index}"
 
 
@@ -96,17 +96,17 @@ def paths(transition: str, function: Callable[..., Any], encoding: Encoding) -> 
 
 def merged(table: PathTable) -> PathTable:
     """
-    Join the paths of each transition that leave the same state and give the same answer.
+    Join the paths of each transition that leave the same state and give the same result.
 
     A guard ``a and b`` forks twice, although both paths that do not refuse continue in the same
-    way. Joined, a transition has one path per clause and one per set of writes, under equivalent
-    conditions.
+    way. After joining, a transition has one path per clause and one per set of writes, under
+    equivalent conditions.
     """
     return {name: merge(found) for name, found in table.items()}
 
 
 def merge(found: Sequence[Path]) -> tuple[Path, ...]:
-    """Join the paths of one transition that leave the same state and give the same answer."""
+    """Join the paths of one transition that leave the same state and give the same result."""
     return tuple(_merge(list(found)))
 
 
@@ -140,8 +140,8 @@ def _same(one: Term, other: Term) -> bool:
 
 def _conjuncts(found: list[Path], inside: set[int], depth: int) -> list[Term] | None:
     """
-    Return conjuncts that, among the inputs of these paths, hold exactly for the paths inside; None
-    if never.
+    Return conditions that, among the inputs of the given paths, hold exactly for the paths whose
+    positions are in `inside`; None if there are no such conditions.
     """
     chosen = [path for path in found if path.index in inside]
     if not chosen:
@@ -191,7 +191,7 @@ def path_table(transitions: Transitions, encoding: Encoding | None = None) -> Pa
 
 def _once(name: str, function: Callable[..., Any], encoding: Encoding) -> tuple[Path, ...]:
     """
-    Enumerate the paths of a composed function once; many compositions have the same function text.
+    Enumerate the paths of a composed function, once for all compositions with the same source text.
     """
     key = ("paths", name, source(function))
     if key not in encoding.memo:

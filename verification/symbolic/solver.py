@@ -1,7 +1,7 @@
 """
-The only place that makes Z3 solvers, sets their options and asks them.
+The only module that makes Z3 solvers, sets their options and asks them.
 
-Only ``unsat`` is a proof, and only ``sat`` a counterexample: ``unknown`` always counts as a
+Only ``unsat`` is a proof, and only ``sat`` is a counterexample; ``unknown`` always counts as a
 failure.
 """
 
@@ -30,13 +30,13 @@ Kind = Literal["quantified", "finite", "bits"]
 
 def new_solver(kind: Kind, *, seed: int = 0, timeout: int = TIMEOUT, effort: int = EFFORT) -> Any:
     """
-    Return a solver.
+    Return a new Z3 solver.
 
     Args:
-        kind: The kind of questions.
-        seed: Seed of the solver's own choices; only for quantified questions.
-        timeout: Milliseconds for one quantified question. Other questions always end.
-        effort: Maximum effort for one quantified question, in Z3's own units.
+        kind: The kind of questions that the solver will get.
+        seed: Seed of the solver's random choices; used only for quantified questions.
+        timeout: Timeout in milliseconds for one quantified question. Other questions always end.
+        effort: Limit for one quantified question, in Z3's resource units.
     """
     if kind == "finite":
         return z3.SimpleSolver()

@@ -1,5 +1,6 @@
 """
-Symbolic values that plain Python code computes with: operators build Z3 terms, ``bool`` forks.
+Symbolic values with which ordinary Python code can compute: operators build Z3 terms, and ``bool``
+forks the run.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ Term = Any  # a z3.ExprRef; z3 ships no type information
 
 
 class UndecidedError(TypeError):
-    """The truth of a symbolic value was used outside a run that forks on it."""
+    """The truth of a symbolic value was used outside a symbolic run, which could fork on it."""
 
 
 @define
 class PathRun:
     """
-    One execution of a transition, with the decision of each test on its way.
+    One symbolic execution of a transition, with the decision of each test on its path.
 
     Args:
-        prefix: Decisions to replay; later tests are decided ``True`` first.
-        taken: Decision of each test that the path conditions do not already settle.
-        condition: The tests as decided; their conjunction is the path's condition.
-        shared: Terms and tests that all runs of one transition share.
+        prefix: Decisions to replay; later tests are first decided as ``True``.
+        taken: Decision of each test that earlier decisions do not already imply.
+        condition: The tests as they were decided; their conjunction is the path's condition.
+        shared: Cache of terms and tests that all runs of one transition share.
     """
 
     prefix: list[bool] = field(factory=list)
@@ -59,8 +60,8 @@ class PathRun:
 
     def _settled(self, test: Test) -> bool | None:
         """
-        Return the result that earlier decisions imply for a test, by the same test or by a term's
-        value.
+        Return the result that earlier decisions imply for a test, because they decided the same
+        test or fixed the value of a term; None if they do not imply it.
         """
         known = self._known.get(test.number)
         if known is not None:
@@ -72,14 +73,14 @@ class PathRun:
 @define(eq=False)
 class Test:
     """
-    A test for runs to decide. It is not a negation and not a constant.
+    A test that a run decides. It is neither a negation nor a constant.
 
     Args:
-        term: Its term.
-        number: The term's id.
-        denied: Its negation.
-        values: If the test says that a term has a value: the term's id, the term and the value.
-        parts: Ids of the terms that occur in it.
+        term: The Z3 term of the test.
+        number: The id of the term.
+        denied: The negation of the term.
+        values: If the test says that a term equals a value: the term's id, the term and the value.
+        parts: Ids of the terms that occur in the test.
     """
 
     term: Term
@@ -101,7 +102,7 @@ class Test:
         return cls(term, term.get_id(), z3.Not(term), values, _parts(term))
 
     def under(self, values: list[tuple[int, Term, Term]]) -> bool | None:
-        """Return the test's truth under the values of some terms; None if it stays open."""
+        """Return the test's truth for given values of some terms; None if they do not decide it."""
         key = tuple(part for number, _, value in values for part in (number, value.get_id()))
         found = self._under.get(key)
         if found is None:
@@ -115,9 +116,9 @@ class Test:
 @define(eq=False)
 class Shared:
     """
-    Terms and tests that were built before; runs of one transition share most of them.
+    Cache of terms and tests that were built before; runs of one transition share most of them.
 
-    Every entry holds the terms of its key, so that their ids are not reused.
+    Every entry keeps the terms of its key alive, so that Z3 does not reuse their ids.
     """
 
     _tests: dict[int, tuple[Term, Test | None, bool]] = field(factory=dict)
@@ -125,7 +126,7 @@ class Shared:
     _built: dict[tuple[Any, ...], tuple[Term, Any]] = field(factory=dict)
 
     def plain(self, test: Term) -> tuple[Test | None, bool]:
-        """Return a test without negations, None for truth, and whether it is denied."""
+        """Return a term's test without negations (None for True), and whether it was negated."""
         number = test.get_id()
         found = self._tests.get(number)
         if found is None:
@@ -166,7 +167,7 @@ def _parts(term: Term) -> frozenset[int]:
 
 
 def _plain(test: Term) -> tuple[Term | None, bool]:
-    """Return a test without negations, None for truth, and whether it is denied."""
+    """Return a term without its negations (None for True), and whether it was negated."""
     negated = False
     while z3.is_not(test):
         test, negated = test.arg(0), not negated
@@ -184,17 +185,17 @@ Constants = Mapping[tuple[str, Any], Term]
 
 
 def raw(value: Any) -> Any:
-    """Return the Z3 term of a symbolic value, and any other value as it is."""
+    """Return the Z3 term of a symbolic value; return any other value unchanged."""
     return value.term if isinstance(value, Sym) else value
 
 
 def lift(value: Any, sort: Any, constants: Constants) -> Term:
     """
-    Return a value as a term of a sort.
+    Convert a value to a term of a sort.
 
     Raises:
-        KeyError: A plain value has no meaning in the sort.
-        ValueError: A plain value has more bits than the sort.
+        KeyError: The sort has no term for this plain Python value.
+        ValueError: The plain value has more bits than the sort.
     """
     value = raw(value)
     if isinstance(value, z3.ExprRef):
@@ -213,12 +214,12 @@ def lift(value: Any, sort: Any, constants: Constants) -> Term:
 
 class Sym:
     """
-    A symbolic value; comparisons and arithmetic give new ones.
+    A symbolic value; comparisons and arithmetic return new symbolic values.
 
     Args:
-        term: Its Z3 term.
-        constants: Terms for plain values in uninterpreted sorts.
-        run: The run that decides ``bool(self)``; without one it raises.
+        term: The Z3 term of the value.
+        constants: Terms that represent plain Python values in uninterpreted sorts.
+        run: The symbolic run that decides ``bool(self)``; without a run, ``bool`` raises an error.
     """
 
     __hash__ = None  # type: ignore[assignment]  # equality builds a term
@@ -277,7 +278,7 @@ class Sym:
         return Sym(self._once(_inverse), self.constants, self.run)
 
     def choose(self, yes: Any, no: Any) -> Sym:
-        """Return ``yes`` where this holds, else ``no``."""
+        """Return ``yes`` if this condition holds, otherwise ``no``."""
         given = raw(yes) if isinstance(raw(yes), z3.ExprRef) else raw(no)
         sort = given.sort() if isinstance(given, z3.ExprRef) else z3.IntSort()
         either = [lift(value, sort, self.constants) for value in (yes, no)]
@@ -295,7 +296,7 @@ class Sym:
 
 
 def _lifted(beside: Term, constants: Constants, value: Any) -> Term:
-    """Return a plain value as a term of the sort of the other operand."""
+    """Convert a plain value to a term of the other operand's sort."""
     return lift(value, beside.sort(), constants)
 
 
@@ -324,7 +325,7 @@ def _less(a: Term, b: Term) -> Term:
 
 
 def _at_most(a: Term, b: Term) -> Term:
-    """``a <= b``; between truth values that is implication, as between Python's bools."""
+    """Return ``a <= b``; for truth values this is the implication, as for Python's bools."""
     if z3.is_bool(a):
         return z3.Implies(a, b)
     return z3.ULE(a, b) if z3.is_bv(a) else a <= b
@@ -336,7 +337,8 @@ def _selected(array: Term, constants: Constants, index: Any) -> Term:
 
 class Array:
     """
-    A column as a Z3 array: reading selects and assigning stores; a pair indexes an array of arrays.
+    A column as a Z3 array: reading an entry is a select and assigning one is a store. A pair as
+    index selects from an array of arrays.
     """
 
     __slots__ = ("constants", "run", "term")
@@ -368,7 +370,7 @@ class Array:
 
 
 class Scalar:
-    """A column of one entry as a plain Z3 term, whatever its index."""
+    """A column with one entry as a plain Z3 term; every index gives this entry."""
 
     __slots__ = ("constants", "run", "term")
 

@@ -1,4 +1,4 @@
 """
-Random walks over real contracts, and the oracle that decides from their history which calls are
-legal.
+Random tests of real contracts (walks), and the oracle that decides from the history of calls which
+calls are legal.
 """

@@ -1,5 +1,6 @@
 """
-The attempts of a random caller: any call, mostly with one wrong argument.
+Calls that a random caller attempts although most of them are illegal: a call with at most one wrong
+argument.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ def attempt(
     transition: str,
 ) -> Call | None:
     """
-    Return a call of a transition, right or wrong; None if nothing exists to call it on.
+    Return a legal or illegal call of a transition; None if the state has no tape, ticket or so on
+    that the call needs.
 
     Args:
-        shadow: What happened so far.
-        pick: Choices.
+        shadow: The record of all calls so far.
+        pick: Function that makes random choices.
         checkpoints: Checkpoints that were taken.
-        incarnation: A fresh one, for a restore.
+        incarnation: An unused incarnation, for a restore.
         transition: The transition to call.
     """
     if transition == "restore":
@@ -69,15 +71,16 @@ def aimed(
     targets: Sequence[Target],
 ) -> list[Call]:
     """
-    Return calls that some of the given guards refuse now; none if a few tries find none.
+    Return calls that some of the given guards refuse now; the list is empty if a few tries find no
+    such call.
 
-    With calls drawn blindly, rare clauses would almost never refuse.
+    If all calls were purely random, rare clauses would almost never refuse.
 
     Args:
-        shadow: What happened so far.
-        pick: Choices.
+        shadow: The record of all calls so far.
+        pick: Function that makes random choices.
         checkpoints: Checkpoints that were taken.
-        incarnation: A fresh one, for a restore.
+        incarnation: An unused incarnation, for a restore.
         targets: Guards to reach, as (transition, clause).
     """
     found: dict[Target, Call] = {}
@@ -98,7 +101,7 @@ def aimed(
 
 
 def _twisted(call: Call, twists: Sequence[tuple[str, Any]], pick: Pick) -> Call:
-    """Return the call with at most one argument replaced by a value that a function makes."""
+    """Return the call with at most one argument replaced by one of the given wrong values."""
     chosen = pick(len(twists) + 1)
     if chosen == 0:
         return call
@@ -282,13 +285,13 @@ def _ungrouping(shadow: Shadow, pick: Pick) -> Call | None:
 
 
 def _configured(shadow: Shadow, twists: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Leave out the slots that do not exist: only the public API looks for them."""
+    """Leave out nonexistent slots, which only the public API refuses."""
     made = [(name, value() if callable(value) else value) for name, value in twists]
     return [one for one in made if one[0] != "ref" or one[1].slot < len(shadow.slots)]
 
 
 def _if_wrong(shadow: Shadow, call: Call) -> Call | None:
-    """Return a call that is refused; the public API alone makes the legal ones."""
+    """Return the call if it is illegal, otherwise None: legal ones go through the public API."""
     return None if next(broken(shadow, call), None) is None else call
 
 
@@ -297,7 +300,7 @@ def _ticketed(transition: str) -> Callable[[Shadow, Pick], Call | None]:
     action = ACTIONS[kind]
 
     def propose(shadow: Shadow, pick: Pick) -> Call | None:
-        """Propose a spent, forged or foreign ticket, or the right ticket with wrong evidence."""
+        """Propose a used, forged or foreign ticket, or the right ticket with wrong evidence."""
         flights = shadow.tickets()
         spent = [t for t in shadow.old_tickets if t.action == action]
         wrong: list[Ticket] = []
@@ -346,7 +349,7 @@ def _ticketed(transition: str) -> Callable[[Shadow, Pick], Call | None]:
 
 
 def _wrong_reports(shadow: Shadow, ticket: Ticket, told: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the reports that an action in flight must not make, if its backend reports."""
+    """Return wrong reports for an action in flight, if its stage is configured to report."""
     flight = shadow.flights[ticket.serial]
     config = shadow.configs[flight.stage]
     now = dict.fromkeys(config.matrices, shadow.epoch)

@@ -1,5 +1,6 @@
 """
-The driver: makes one call after another on a contract and compares each answer with the oracle.
+The driver of random tests: it makes one call after another on a contract, and compares each answer
+with the oracle's.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ class Mismatch(AssertionError):  # noqa: N818 - what was found, not what went wr
     A contract and the oracle disagree; the message shows the schedule and its timeline.
 
     Attributes:
-        guard: The guard that should have refused, as (transition, clause); None if a legal call was
-            refused.
-        steps: The calls that led to the disagreement, without rightly refused calls.
+        guard: The guard that should have refused, as (transition, clause); None if the contract
+            refused a legal call.
+        steps: The calls that led to the disagreement, without the calls that were rightly refused.
     """
 
     guard: Target | None = None
@@ -102,10 +103,10 @@ class CallCounts:
     How often a run of schedules exercised each transition and clause.
 
     Args:
-        accepted: Accepted transitions, as the contract's observer reported them.
-        refused: Refusals by clause.
-        targets: Refusals by transition and clause.
-        calls: Calls made.
+        accepted: For each transition, how often the contract's observer saw it accepted.
+        refused: Number of refusals for each clause.
+        targets: Number of refusals for each (transition, clause).
+        calls: Number of calls.
     """
 
     accepted: Counter[str] = field(factory=Counter)
@@ -116,15 +117,15 @@ class CallCounts:
 
 class Driver(RandomWalk):
     """
-    One process under random calls.
+    Makes random calls on the contract of one process.
 
     Args:
-        process: Its configuration.
-        tally: Where to count; by default new counts.
-        make: Makes the contracts; a test passes a function that makes faulty contracts.
-        focus: Guards to attempt after every step, and no others; by default all guards are
-            attempted now and then.
-        rare: Guards to attempt first, until each has refused.
+        process: The configuration of the process.
+        tally: Counts to add to; by default new counts.
+        make: Function that makes the contracts; a test passes one that makes faulty contracts.
+        focus: Guards for which calls are attempted after every step; other guards are then not
+            attempted. By default all guards are attempted from time to time.
+        rare: Guards to attempt first, until each guard has refused a call.
 
     Attributes:
         steps: The calls so far.
@@ -160,7 +161,7 @@ class Driver(RandomWalk):
         self.tally.accepted[transition] += 1
 
     def aim(self, pick: Pick) -> None:
-        """Make calls for the guards that have not refused in this schedule yet."""
+        """Attempt calls that the guards refuse which have not refused in this schedule yet."""
         if self.focus is not None:
             return
         rare = self._still_rare()
@@ -183,7 +184,7 @@ class Driver(RandomWalk):
 
     def step(self, number: int) -> None:
         """
-        Take the step that a number chooses; then attempt the guards in focus, or the rare guards.
+        Take the step that a number chooses; then attempt calls for the guards in `focus` or `rare`.
         """
         super().step(number)
         if number:
@@ -198,7 +199,7 @@ class Driver(RandomWalk):
                 self.call(call)
 
     def attempt(self, pick: Pick, transition: str) -> None:
-        """Attempt a call of a transition, right or wrong."""
+        """Attempt a legal or illegal call of a transition."""
         call = attempt(self.shadow, pick, self.checkpoints, self.fresh(), transition)
         if call is not None:
             self.call(call)
@@ -262,7 +263,7 @@ class Driver(RandomWalk):
         self._count(guard)
 
     def _expect_wrong_evidence(self, call: Call, clause: str, before: Any) -> None:
-        """The transition itself changes nothing; the public call then aborts the action."""
+        """Check a refusal of evidence: the commit changes nothing, then the action is aborted."""
         ticket: Ticket = call.arguments["ticket"]
         ends_update = call.transition == "commit_update"
         given = () if ends_update else self._told(call)
@@ -292,7 +293,7 @@ class Driver(RandomWalk):
         self.shadow.happened(Call(abort, {"ticket": ticket}), None)
 
     def _told(self, call: Call) -> tuple[Any, ...]:
-        """Return what a commit reports, as the transition's arguments."""
+        """Return a commit's reports in the form of the transition's arguments."""
         told = call.arguments
         filled = told.get("filled")
         pairs = list(filled.items() if isinstance(filled, dict) else filled or ())
@@ -353,7 +354,7 @@ class Driver(RandomWalk):
         Compare the contract's state with the shadow, and check every invariant.
 
         Raises:
-            Mismatch: They differ.
+            Mismatch: The contract and the shadow differ, or an invariant does not hold.
         """
         shadow, contract = self.shadow, self.contract
         live = {s.tape.key: shadow.ref(s) for s in shadow.slots if s.tape is not None}
@@ -389,7 +390,7 @@ class Driver(RandomWalk):
         )
 
     def _mismatch(self, message: str, guard: Target | None = None) -> Mismatch:
-        """Return the mismatch with the calls that led to it, rightly refused ones left out."""
+        """Return the mismatch and the calls that led to it, without the rightly refused calls."""
         *before, last = self.steps
         shown = [step for step in before if not step.refused or "evidence" in step.call.arguments]
         left_out = len(before) - len(shown)

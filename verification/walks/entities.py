@@ -1,5 +1,5 @@
 """
-The parts of a process's shadow: tapes, slots, stages, domains, pools, links.
+The parts of a shadow (a record of a process's calls): tapes, slots, stages, domains, pools, links.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ USES: Final = frozenset({"out", "grad", "group"})
 @define
 class Tape:
     """
-    Retained work: its key, the actions that still have to visit it, and the messages that arrived
-    for it.
+    A tape: its key, the actions and readers for which it still waits, and the messages that have
+    arrived for it.
     """
 
     key: TapeKey
@@ -30,21 +30,21 @@ class Tape:
 
     @property
     def claimed(self) -> bool:
-        """Whether a key has claimed the slot and its forward has not succeeded yet."""
+        """Whether a key has claimed the slot, but the key's forward has not succeeded yet."""
         return "F" in self.waits
 
 
 @define
 class Slot:
     """
-    A place for one tape.
+    A slot, which can hold one tape.
 
     ``wrote`` is the time of the latest replay that wrote the output or input gradient. ``vacated``
-    is the time of the latest replay of a former tape. ``moving`` holds the transfers under way, and
-    ``group`` while the dW of another tape takes this one; ``mover`` is the key and generation that
-    they belong to. ``ended`` is the link and time of the
-    latest end of a transfer, or of a copy into the slot. ``scaled_at`` counts the scaling updates
-    before the slot's F, and ``drawn_at`` is where that F began to draw random numbers.
+    is the time of the latest replay of an earlier tape. ``moving`` has the running transfers, and
+    the entry ``group`` while the dW of another tape takes this tape; ``mover`` is the key and
+    generation to which these belong. ``ended`` is the link and time of the latest end of a transfer
+    or of a copy into the slot. ``scaled_at`` is the number of scaling updates before the slot's F,
+    and ``drawn_at`` is the position at which that F began to draw random numbers.
     """
 
     index: int
@@ -64,7 +64,7 @@ class Slot:
 
 @define
 class Stage:
-    """The actions of a stage since its weights were last updated."""
+    """A stage and its actions since its weights were last updated."""
 
     config: StageConfig
     cached: int | None = None
@@ -93,9 +93,9 @@ class Domain:
     """
     The scaling state of a domain, and its graph stream.
 
-    ``gathered`` counts the F and dI since the scales of an epoch moved. ``drained`` is the time at
-    which the host last saw the domain's device work finish; ``evaluated`` is the time at which its
-    latest evaluation was committed.
+    ``gathered`` counts the F and dI since the domain's once-per-epoch scales last moved.
+    ``drained`` is the time at which the host last saw the domain's device work finish;
+    ``evaluated`` is the time at which its latest evaluation was committed.
     """
 
     updates: int = 0
@@ -114,7 +114,7 @@ class Domain:
 
 @define
 class Pool:
-    """A capture pool: its number of tapes, and the capture ranks replayed since it was empty."""
+    """A capture-memory pool: its number of tapes, and what was replayed since it was empty."""
 
     tapes: int = 0
     replayed: list[int] = field(factory=list)
@@ -127,9 +127,11 @@ class Pool:
 @define
 class Link:
     """
-    Times at which a caller last enqueued work, its work was last awaited, and it last waited.
+    A pair of caller's stream and graph stream, with three times: when the caller last enqueued
+    work, when the graph stream last waited for the caller, and when the caller last waited.
 
-    ``saw_update``: whether it has waited for the latest update through the graph stream.
+    ``saw_update`` says whether the caller has waited for the latest update through the graph
+    stream.
     """
 
     domain: int

@@ -1,7 +1,7 @@
 """
-The random machine: real contracts under random legal and illegal calls, checked by the oracle.
+Random tests: real contracts get random legal and illegal calls, and the oracle checks each answer.
 
-`run` drives contracts by whole schedules. `ContractMachine` does the same as a Hypothesis state
+`run` tests contracts with whole schedules. `ContractMachine` does the same as a Hypothesis state
 machine with a rule for every transition. A run proves nothing. It fails if a legal call is refused,
 if an illegal call is accepted or refused by another clause than the first that it breaks, if a
 refusal changes the state, if an invariant of the specification breaks, or if a transition or clause
@@ -50,18 +50,18 @@ _SHRINKING_SECONDS = 30.0
 @define
 class RandomReport:
     """
-    What a run of random schedules found.
+    The result of a run of random schedules.
 
     Args:
-        schedules: Schedules that ran.
-        actions: Calls that were made, accepted and refused.
+        schedules: Number of schedules that ran.
+        actions: Number of calls, both accepted and refused.
         accepted: How often each transition was accepted.
         refused: How often each clause refused.
-        uncovered: Transitions that were never accepted, and clauses that never refused in a
-            transition that the specification names for them.
-        seconds: Wall-clock time.
-        failure: The mismatch, with the shortened schedule and its timeline; empty without a
-            mismatch.
+        uncovered: Transitions that were never accepted, and clauses that never refused a transition
+            that the specification names for the clause.
+        seconds: Wall-clock time in seconds.
+        failure: The mismatch of contract and oracle, with a shortened schedule and its timeline;
+            empty without a mismatch.
     """
 
     schedules: int = 0
@@ -74,7 +74,7 @@ class RandomReport:
 
     @property
     def actions_per_second(self) -> float:
-        """Calls per second, drawing and checking included."""
+        """Number of calls per second, including the time to draw and check them."""
         return self.actions / self.seconds if self.seconds else 0.0
 
     def asdict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class RandomReport:
 
 
 def processes() -> st.SearchStrategy[Process]:
-    """Draw from `PROCESSES`; the first is the simplest."""
+    """Return a Hypothesis strategy for `PROCESSES`; the first process is the simplest."""
     return st.sampled_from(PROCESSES)
 
 
@@ -91,7 +91,8 @@ def numbers(
     longest: int = 120, one: st.SearchStrategy[int] = _CHOICES
 ) -> st.SearchStrategy[list[int]]:
     """
-    Draw the numbers of a walk; long lists are as likely as short lists, and shrink to short lists.
+    Return a Hypothesis strategy for the numbers that choose the steps of a random walk. Long lists
+    are as likely as short lists, and shrink to short lists.
     """
     # A list of exactly one size would shrink by its numbers alone, so none is that long at least.
     shortest = tuple(longest * quarter // 4 for quarter in range(4))
@@ -124,16 +125,16 @@ def run(
     """
     Run random schedules over all processes.
 
-    A few hundred schedules exercise everything. Fewer may leave transitions or clauses uncovered;
-    the report lists those.
+    A few hundred schedules exercise every transition and clause. Fewer schedules may leave some of
+    them uncovered; the report lists these.
 
     Args:
         schedules: Number of schedules.
-        seed: The same seed draws the same schedules.
-        progress: Called with a progress line.
-        make: Makes a process's contracts, to test faulty ones.
-        shrink: Whether a failure is shortened before it is reported.
-        note: Called with a failure at once, before it is shortened.
+        seed: Seed of the random choices; equal seeds give equal schedules.
+        progress: Function that is called with progress lines.
+        make: Function that returns a factory of contracts for a process, to test faulty contracts.
+        shrink: Whether a failing schedule is shortened before it is reported.
+        note: Function that is called with a failure at once, before it is shortened.
 
     Returns:
         The report. The run failed if ``failure`` or ``uncovered`` is not empty.
@@ -189,10 +190,10 @@ def _shrunk(
     make: Callable[[Process], Callable[..., Contract]] | None,
 ) -> Mismatch:
     """
-    Return the same kind of mismatch in the fewest and simplest calls that the search finds.
+    Return the same kind of mismatch with the fewest and simplest calls that the search finds.
 
-    The search attempts one guard after every step. If it attempted random guards, as the run does,
-    leaving a step out would change all later attempts.
+    The search attempts one fixed guard after every step. If it attempted random guards, as the run
+    does, removing a step would change all later attempts.
     """
 
     best = found
@@ -223,7 +224,7 @@ def _shrunk(
 
 
 class _Enough(BaseException):
-    """The time for shrinking is over."""
+    """Raised when the time for shrinking is over."""
 
 
 def _found(
@@ -234,7 +235,7 @@ def _found(
     phases: tuple[Phase, ...],
     longest: int = _LONGEST,
 ) -> Mismatch | None:
-    """Walk through examples until one fails, without database or deadline."""
+    """Run Hypothesis examples until one fails; return the mismatch, or None if none fails."""
     one = _CHOICES if Phase.shrink in phases else _APART  # offset values shrink worse
     configured = settings(
         max_examples=examples,
@@ -255,9 +256,9 @@ def _found(
 
 class ContractMachine(RuleBasedStateMachine):
     """
-    A Hypothesis state machine over one process; a class attribute counts what it exercised.
+    A Hypothesis state machine for one process; a class attribute counts what was exercised.
 
-    A rule per transition attempts that transition in a right or a wrong way. Single attempts would
+    Each transition has a rule that attempts a legal or illegal call of it. Single attempts would
     rarely complete an epoch, so each rule first takes some steps of a random walk.
     """
 
@@ -269,11 +270,11 @@ class ContractMachine(RuleBasedStateMachine):
 
     @initialize(process=processes())
     def configure(self, process: Process) -> None:
-        """Choose the process."""
+        """Choose the process to test."""
         self.driver = Driver(process, self.tally)
 
     def attempt(self, transition: str, steps: list[int], choices: int) -> None:
-        """Walk, then attempt a transition."""
+        """Take some steps of a random walk, then attempt a call of a transition."""
         for number in steps:
             self.driver.step(number)
         self.driver.attempt(chooser(choices), transition)

@@ -1,10 +1,10 @@
 """
-The oracle: whether a call is legal after the calls so far, and which clauses it breaks.
+The oracle: it decides whether a call is legal after the calls so far, and which clauses it breaks.
 
-The oracle is written from the paper alone. It reads the shadow of the process
-(`qeffect.verification.walks.shadow`) and never the contract. Its answer lists the clauses that the
-call would break, in the normative order of the relations. A legal call breaks no clause; a contract
-must name the first clause of the list.
+The oracle is written from the paper alone. It reads the shadow of the process (a record of all
+calls so far, `qeffect.verification.walks.shadow`) and never the contract. Its answer lists the
+clauses that the call would break, in the normative order of the relations. A legal call breaks no
+clause. If a call is illegal, a contract must refuse it by the first clause of the list.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def broken(shadow: Shadow, call: Call) -> Findings:
 
 
 def refusal(shadow: Shadow, call: Call) -> tuple[str, str] | None:
-    """Return the transition that refuses a call, and the first clause; None for a legal call."""
+    """Return the transition and the clause that refuse a call; None for a legal call."""
     clause = next(broken(shadow, call), None)
     if clause is None:
         return None
@@ -73,12 +73,12 @@ def _known(shadow: Shadow, key: TapeKey) -> bool:
 
 
 def _empty(slot: Slot) -> bool:
-    """Whether the slot has no tape and no transfer moves through it."""
+    """Return whether a slot has no tape and no running transfer."""
     return slot.tape is None and not slot.moving
 
 
 def seat(shadow: Shadow, key: TapeKey, slot: int | None) -> tuple[Slot | None, list[str]]:
-    """Return the slot that a forward or a reservation takes, and the clauses it breaks."""
+    """Return the slot that a forward or reservation takes, and the clauses that this breaks."""
     own = shadow.slot_of(key.cell)
     if slot is None:
         free = shadow.free(key.stage)
@@ -125,12 +125,12 @@ def _taken(shadow: Shadow, key: TapeKey, place: Slot, reserved_is_fine: bool) ->
 
 
 def _at(stage: int, key: TapeKey) -> Cell:
-    """The cell of the same microbatch in another stage."""
+    """Return the cell (stage and microbatch) of the same microbatch in another stage."""
     return (stage, *key.cell[1:])
 
 
 def _fed(shadow: Shadow, key: TapeKey) -> Findings:
-    """A violation if the source of a stage has not left the tape whose output F reads."""
+    """A violation if the stage that feeds this one has no tape with the output that F reads."""
     source = shadow.source(key.stage)
     if source is not None:
         slot = shadow.slot_of(_at(source, key))
@@ -139,7 +139,7 @@ def _fed(shadow: Shadow, key: TapeKey) -> Findings:
 
 
 def _fed_back(shadow: Shadow, key: TapeKey) -> Findings:
-    """A violation if the target of a stage has not made the gradient that dI uses."""
+    """A violation if the stage that this one feeds has not made the gradient that dI uses."""
     target = shadow.configs[key.stage].feeds
     if target is not None:
         if _at(target, key) not in shadow.backward or shadow.stages[target].spoiled:
@@ -147,7 +147,7 @@ def _fed_back(shadow: Shadow, key: TapeKey) -> Findings:
 
 
 def _read_first(shadow: Shadow, key: TapeKey, gradient: bool) -> Findings:
-    """A violation if a message within the process arrives before its read began."""
+    """A violation if a message between stages of the process arrives before its read began."""
     stage = shadow.configs[key.stage].feeds if gradient else shadow.source(key.stage)
     if stage is None:
         return
@@ -165,7 +165,7 @@ def _read_first(shadow: Shadow, key: TapeKey, gradient: bool) -> Findings:
 
 
 def _reference(shadow: Shadow, key: TapeKey, ref: TapeRef) -> Findings:
-    """Violations by a key and a reference."""
+    """Violations because a key and a reference do not match a live tape."""
     slot = shadow.slots[ref.slot]
     if ref.incarnation != shadow.incarnation:
         yield "ownership.foreign-incarnation"
@@ -178,7 +178,7 @@ def _reference(shadow: Shadow, key: TapeKey, ref: TapeRef) -> Findings:
 
 
 def _transfer(shadow: Shadow, key: TapeKey, ref: TapeRef, what: str) -> Findings:
-    """Violations by a key and a reference at the end of a transfer."""
+    """Violations because of the key and reference that end a transfer."""
     slot = shadow.slots[ref.slot]
     lost = slot.tape is None and what in slot.moving and slot.mover is not None
     if not lost or slot.mover is None or slot.mover[1] != ref.generation:
@@ -191,7 +191,7 @@ def _transfer(shadow: Shadow, key: TapeKey, ref: TapeRef, what: str) -> Findings
 
 
 def _end(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Findings:
-    """Violations by the link on which a transfer ends."""
+    """Violations because of the link on which a transfer ends."""
     if _known(shadow, key) and shadow.links[link].domain != shadow.domain_of(key.stage):
         yield "completion.wrong-stream"
     yield from _forgets(shadow, shadow.slots[ref.slot], link)
@@ -199,8 +199,8 @@ def _end(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Findings:
 
 def _forgets(shadow: Shadow, slot: Slot, link: int) -> Findings:
     """
-    A violation if an end or copy on a link hides an earlier one that no graph stream has waited
-    for.
+    A violation if the end of a transfer, or a copy, replaces the record of an earlier one for which
+    no graph stream has waited.
     """
     on, at = slot.ended
     if on != link and shadow.links[on].joined < at:
@@ -208,7 +208,7 @@ def _forgets(shadow: Shadow, slot: Slot, link: int) -> Findings:
 
 
 def _filled(shadow: Shadow, stage: int, slot: Slot | None, link: int) -> Findings:
-    """Violations by the stream that fills a slot."""
+    """Violations because of the stream that fills a slot."""
     if shadow.links[link].domain != shadow.domain_of(stage):
         yield "completion.wrong-stream"
     if slot is not None and shadow.links[link].waited < slot.vacated:
@@ -224,7 +224,7 @@ def _seen(shadow: Shadow, slot: Slot | None) -> Findings:
 def _update(
     shadow: Shadow, stage: int, token: int | None, action: tuple[str, Any] | None
 ) -> Findings:
-    """Violations by another update of a stage's scaling state."""
+    """Violations because of one more update of a stage's scaling state."""
     domain = shadow.domain(stage)
     if domain.running:
         yield "order.in-flight"
@@ -239,7 +239,7 @@ def _update(
 
 
 def _replay(shadow: Shadow, stage: int, link: int) -> Findings:
-    """Violations by a replay on a domain's graph stream."""
+    """Violations because of a replay on a domain's graph stream."""
     if shadow.links[link].domain != shadow.domain_of(stage):
         yield "completion.wrong-stream"
     if shadow.links[link].joined < shadow.links[link].submitted:
@@ -270,7 +270,7 @@ def _waits(shadow: Shadow, ref: TapeRef) -> set[str]:
 
 
 def _unusable(shadow: Shadow, during: bool = False) -> Findings:
-    """Violations by the use of weights that an update writes, or may have left wrong."""
+    """Violations by the use of weights that an update is writing or may have left half-updated."""
     if during and shadow.update is not None:
         yield "epoch.in-flight"
     if shadow.half_updated:
@@ -310,7 +310,7 @@ def _place_to_reserve(
 
 
 def _skip(shadow: Shadow, key: TapeKey) -> Findings:
-    """A key is left out before anything of the walk ran, and every destination keeps a writer."""
+    """A key may be left out only before the walk runs, and every destination keeps a writer."""
     if not _known(shadow, key):
         yield "ownership.unknown-key"
         return
@@ -526,7 +526,7 @@ def _check_wgrad(
 
 
 def _ready(shadow: Shadow, key: TapeKey, ref: TapeRef) -> Findings:
-    """Violations by a tape that the dW of another tape takes: it waits for dW alone."""
+    """Violations if a tape that another tape's dW takes waits for more than dW."""
     if not shadow.uses("arena"):
         yield "arena.left-out"
     yield from _reference(shadow, key, ref)
@@ -546,7 +546,7 @@ def _one_product(
     destination: Any,
     link: int,
 ) -> Findings:
-    """Violations by a tape that cannot be in one product with the tape in a leader's slot."""
+    """Violations if a tape cannot be in one dW product with the tape in the leader's slot."""
     place, first = shadow.slots[ref.slot], shadow.slots[leader]
     if place.scaled_at != first.scaled_at:
         yield "order.unequal-scales"
@@ -658,7 +658,7 @@ def _commit(
 
 
 def _weighs(stage: Stage) -> bool:
-    """Whether the weights of a stage's gradients add up to the declared sum."""
+    """Return whether the weights of a stage's gradients add up to the declared sum."""
     config = stage.config
     if config.weights_sum is None:
         return True
@@ -920,14 +920,14 @@ def _end_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
 
 
 def _commit_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
-    """The scales of an epoch move before its update ends."""
+    """Scales that move once per epoch must move before the update ends."""
     yield from _end_update(shadow, ticket)
     if any(domain.gathered for domain in shadow.domains):
         yield "order.scales-not-moved"
 
 
 def _move_scales(shadow: Shadow, stage: int, updates: int | None = None) -> Findings:
-    """The scales of an epoch move once, in its update."""
+    """Scales that move once per epoch may move only once, in the update."""
     if shadow.update is None:
         yield "order.moves-outside-update"
     if not shadow.domain(stage).gathered:

@@ -1,5 +1,6 @@
 """
-Small processes for random schedules. Together they configure every mode of every relation.
+Small processes for random schedules. Together they use every configuration option of every
+relation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """
-Legal next calls of a random caller: progress of the epoch, support, damage, restarts.
+The legal next calls among which a random caller chooses: calls that advance the epoch, supporting
+calls, failures, and restarts.
 
 ``pick`` makes every choice as a number below a bound. Zero is always the simplest choice, so that a
-failing schedule shrinks to a simple one.
+failing schedule shrinks to a simple schedule.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _link(call: Call) -> Any:
 
 
 def _join_end(shadow: Shadow, call: Call) -> Call:
-    """Let the graph stream wait for the latest end of a transfer through the slot of a call."""
+    """Return a join of the graph stream with the latest transfer through the slot of a call."""
     given = call.arguments
     if "ref" in given:
         place: Slot | None = shadow.slots[given["ref"].slot]
@@ -82,20 +83,20 @@ def _join_end(shadow: Shadow, call: Call) -> Call:
 
 
 def _end_a_read(shadow: Shadow, caller: Hashable) -> Call:
-    """End a read of weights on the stream of a caller."""
+    """Return a call that ends a read of weights on the stream of a caller."""
     stage = min(shadow.readers)
     link = link_of(shadow, stage, caller)
     return Call("finish_weights_read", {"stage": stage, "link": link})
 
 
 def _end_gradients_read(shadow: Shadow) -> Call:
-    """End a read of gradients on the stream that reads gradients."""
+    """Return a call that ends a read of gradients on the stream that reads gradients."""
     stage = min(shadow.gradients_readers)
     return Call("finish_gradients_read", {"stage": stage, "link": _readers_link(shadow, stage)})
 
 
 def _wait_evaluation(shadow: Shadow) -> Call:
-    """Let the stream of the update wait for an evaluation."""
+    """Return a call by which the stream of the update waits for an evaluation."""
     links = enumerate(shadow.links)
     own = (i for i, link in links if link.caller == shadow.reader)
     late = (i for i in own if _before_evaluation(shadow, i))
@@ -103,13 +104,13 @@ def _wait_evaluation(shadow: Shadow) -> Call:
 
 
 def _before_evaluation(shadow: Shadow, index: int) -> bool:
-    """Whether a link's caller has yet to wait for the latest evaluation of the link's domain."""
+    """Return whether a link's caller must still wait for the domain's latest evaluation."""
     link = shadow.links[index]
     return link.waited < shadow.domains[link.domain].evaluated
 
 
 def _join_update(shadow: Shadow, call: Call) -> Call:
-    """Let the graph stream of a call wait for the optimizer's latest update."""
+    """Return a join by which the graph stream of a call waits for the optimizer's update."""
     assert shadow.updated is not None
     given = call.arguments
     stage = given["key"].stage if "key" in given else given["stage"]
@@ -125,7 +126,7 @@ def link_of(shadow: Shadow, stage: int, caller: Hashable) -> int:
 
 def chooser(number: int) -> Pick:
     """
-    Return a function that reads choices off a number; the number zero always chooses zero.
+    Return a function that derives choices from a number; the number zero always chooses zero.
 
     >>> pick = chooser(7)
     >>> pick(2), pick(4), pick(100)
@@ -154,13 +155,14 @@ def a_link(shadow: Shadow, stage: int, pick: Pick = _first) -> int:
 
 def reader_of(shadow: Shadow, bucket: int | str) -> int:
     """
-    Return the link of the stream that reads a bucket's gradients; any link if none reads them yet.
+    Return the link of the stream that reads a bucket's gradients; any link if no stream reads them
+    yet.
     """
     return _readers_link(shadow, shadow.reductions[bucket].stages[0])
 
 
 def _readers_link(shadow: Shadow, stage: int) -> int:
-    """Return the link of the stream that reads the gradients; any link if none reads them yet."""
+    """Return the link of the stream that reads gradients; any link if no stream reads them yet."""
     return a_link(shadow, stage) if shadow.reader is None else link_of(shadow, stage, shadow.reader)
 
 
@@ -195,9 +197,10 @@ def reports(shadow: Shadow, ticket: Ticket) -> dict[str, Any]:
 
 def _weight(shadow: Shadow, ticket: Ticket, index: int) -> tuple[int, int]:
     """
-    Return the weight of a microbatch: one part, or all remaining parts for the last dI of a walk.
+    Return the gradient weight of a microbatch: one part, or all remaining parts for the last dI of
+    a walk.
 
-    Some dI have one part more. If this is the last dI, the weights of the epoch are wrong.
+    Some dI get one part too many. If this happens to the last dI, the epoch's weights are wrong.
     """
     stage = shadow.stages[index]
     config = stage.config
@@ -235,7 +238,7 @@ def committed(shadow: Shadow, ticket: Ticket) -> Call:
 
 
 def landing(shadow: Shadow, ticket: Ticket) -> Call:
-    """Return the next call of a successful action: its commit, or a call that must come first."""
+    """Return the next call to end a successful action: its commit, or a call needed before it."""
     gathered = shadow.gathered() if ticket.action == "update" else []
     if not gathered:
         return committed(shadow, ticket)
@@ -244,7 +247,7 @@ def landing(shadow: Shadow, ticket: Ticket) -> Call:
 
 
 def landed(shadow: Shadow, ticket: Ticket) -> Plan:
-    """Plan the end of a successful action."""
+    """Yield the calls that end a successful action."""
     while (call := landing(shadow, ticket)).transition == "move_scales":
         yield call
     yield call
@@ -255,7 +258,7 @@ def _abort(ticket: Ticket) -> Call:
 
 
 def shares_pool(shadow: Shadow, stage: int) -> bool:
-    """Whether a stage's slots share capture memory, so that the choice of a slot matters."""
+    """Return whether a stage's slots share capture memory, so that the choice of slot matters."""
     return shadow.configs[stage].pool is not None
 
 
@@ -331,7 +334,7 @@ def _closings(shadow: Shadow) -> Iterator[Call]:
 
 
 def _possible(shadow: Shadow, call: Call) -> bool:
-    """Whether a call is legal, or becomes so once the caller has waited and bound."""
+    """Return whether a call is legal, or becomes legal after waits and binds."""
     for clause in broken(shadow, call):
         remedy = _REMEDIES.get(clause)
         if remedy is None:
@@ -361,7 +364,7 @@ def progress(shadow: Shadow, pick: Pick) -> Plan | None:
 
 
 def _spelled_out(shadow: Shadow, call: Call, pick: Pick) -> Call:
-    """Return the same call with optional arguments given explicitly at random."""
+    """Return the same call, with some optional arguments given explicitly at random."""
     given = dict(call.arguments)
     if "link" in given:
         given["link"] = _another_link(shadow, call, pick)
@@ -381,14 +384,14 @@ def _spelled_out(shadow: Shadow, call: Call, pick: Pick) -> Call:
 
 
 def _may_take_more(shadow: Shadow, call: Call) -> bool:
-    """Whether a call is a dW that may take more tapes if it comes later."""
+    """Return whether a call is a dW that could take more tapes if it came later."""
     if call.transition != "check_wgrad":
         return False
     return shadow.configs[call.arguments["key"].stage].scales == "epoch"
 
 
 def _grouped(shadow: Shadow, call: Call, pick: Pick) -> Call:
-    """Return a dW that also takes tapes that one product can take; other calls as they are."""
+    """Let a dW also take other tapes that fit in its product; return other calls unchanged."""
     if call.transition != "check_wgrad":
         return call
     for slot in shadow.live():
@@ -400,7 +403,7 @@ def _grouped(shadow: Shadow, call: Call, pick: Pick) -> Call:
 
 
 def _another_link(shadow: Shadow, call: Call, pick: Pick) -> int:
-    """Return a link that the call may name: the link of the gradients' reader, if known."""
+    """Return a link for the call: that of the gradients' reader if known, else a random one."""
     given = call.arguments
     if "bucket" in given:
         stages = shadow.reductions[given["bucket"]].stages
@@ -442,7 +445,7 @@ def _carry_out(shadow: Shadow, call: Call, pick: Pick) -> Plan:
 
 
 def prepared(shadow: Shadow, call: Call) -> Plan:
-    """Plan the calls that remove every refusal that a caller can remove before a call."""
+    """Yield the calls, such as waits and binds, that must come before a call to make it legal."""
     while wrong := [clause for clause in violations(shadow, call) if clause in _REMEDIES]:
         yield _REMEDIES[wrong[0]](shadow, call)
 
@@ -451,7 +454,7 @@ def prepared(shadow: Shadow, call: Call) -> Plan:
 
 
 def support(shadow: Shadow, pick: Pick) -> Plan | None:
-    """Return a legal plan that completes and spoils no work."""
+    """Return a plan of legal calls, such as reads, that neither complete nor spoil work."""
     calls = [
         *(Call("submit", {"caller": caller}) for caller in shadow.process.callers),
         *(
@@ -510,7 +513,7 @@ def _gradients_reads(shadow: Shadow) -> Iterator[Call]:
 
 
 def _skips(shadow: Shadow) -> Iterator[Call]:
-    """Leave the last cell of a stage out of a walk that has not begun."""
+    """Yield calls that leave the last cell of a stage out of a walk that has not begun."""
     if not shadow.forwarded:
         for it in shadow.stages.values():
             cells = [cell for cell in it.config.cells() if cell not in shadow.skipped]
@@ -577,7 +580,7 @@ def damage(shadow: Shadow, pick: Pick) -> Plan | None:
 def recover(
     shadow: Shadow, pick: Pick, checkpoints: Sequence[Checkpoint], incarnation: int
 ) -> Plan:
-    """Plan a restart: end everything in flight, then restore a checkpoint."""
+    """Yield the calls of a restart: end everything in flight, then restore a checkpoint."""
     fresh = bool(pick(2))
     checkpoint = checkpoints[pick(len(checkpoints))]
     if not fresh:

@@ -1,10 +1,10 @@
 """
-Legal schedules of one process's life, made without a contract.
+Random legal schedules of one process, made without a contract.
 
 A schedule is not last-in-first-out: dW is delayed arbitrarily, stages and domains interleave,
 actions stay in flight while others run, and epochs, aborts, checkpoints and restarts follow each
-other. Only the oracle decides what is legal, so that a contract under test has no influence on the
-schedule.
+other. Only the oracle decides which calls are legal, so that a contract under test has no influence
+on the schedule.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["Schedule", "ScheduleWalk"]
 @frozen
 class Schedule:
     """
-    Calls to make one after another, each legal.
+    A sequence of calls that are all legal.
 
     Args:
         process: The process.
-        calls: The calls; a restore says whether it goes to a fresh contract.
+        calls: The calls in order; a restore says whether it goes to a new contract.
     """
 
     process: Process
@@ -53,11 +53,11 @@ class Schedule:
 
     def replay(self, make: Callable[[], Contract] | None = None) -> ProcessCaller:
         """
-        Make every call; return the caller that made them.
+        Make every call on a contract; return the caller that made them.
 
         Args:
-            make: Makes the contract at the start and at every restart in a new process; by default
-                the process's own.
+            make: Function that makes the contract at the start and at every restart in a new
+                process; by default `process.contract`.
 
         Raises:
             Refused: A call was refused.
@@ -69,9 +69,9 @@ class Schedule:
 
     def lives(self) -> tuple[tuple[Action, ...], ...]:
         """
-        Return the transitions that the calls run, one list per contract.
+        Return the transitions that the calls run, as one sequence per contract.
 
-        A restart in a new process begins another list, which is itself a legal schedule.
+        A restart in a new process begins another sequence, which is itself a legal schedule.
 
         Raises:
             Refused: A call was refused.
@@ -99,7 +99,7 @@ def _slot(call: Call) -> int | None:
 
 class ScheduleWalk(RandomWalk):
     """
-    A random walk over the shadow alone: it computes what a contract would return.
+    A random walk without a contract: it computes from the shadow what a contract would return.
 
     Args:
         process: The process.

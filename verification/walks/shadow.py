@@ -1,9 +1,9 @@
 """
 The shadow of a process: a record of all its calls so far.
 
-The shadow reads no column of the contract. It records the tape in each slot and the actions that
-still have to visit it, the weights in each cache, and the times of waits and replays.
-`qeffect.verification.walks.oracle` decides from the shadow alone which calls are legal.
+The shadow reads no column of the contract. It records the tape in each slot, the actions for which
+the tape still waits, the weights in each cache, and the times of waits and replays.
+`qeffect.verification.walks.oracle` decides only from the shadow which calls are legal.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Shadow:
     Everything that has happened to one process, across its restarts.
 
     Args:
-        process: The process.
-        incarnation: Incarnation of the contract that the calls go to.
+        process: The configuration of the process.
+        incarnation: Incarnation of the contract on which the calls are made.
     """
 
     def __init__(self, process: Process, incarnation: int) -> None:
@@ -105,7 +105,7 @@ class Shadow:
     # Queries
 
     def refresh_pool(self, stage: int) -> Pool | None:
-        """The pool that a stage's refresh shares with slots, if the relation is in use."""
+        """Return the pool that a stage's refresh shares with slots; None if it shares no pool."""
         shared = self.configs[stage].refresh_pool
         if shared is None:
             return None
@@ -124,7 +124,7 @@ class Shadow:
         )
 
     def tickets(self) -> list[Ticket]:
-        """The ticket of every action in flight, the update's last."""
+        """The ticket of every action in flight; the update's ticket comes last."""
         found = [flight.ticket for flight in self.flights.values()]
         return found if self.update is None else [*found, self.update]
 
@@ -156,7 +156,7 @@ class Shadow:
         )
 
     def buffers(self, cell: Cell) -> tuple[Hashable, Hashable]:
-        """The buffers of a cell's gradients: that of its stage, and the shared buffer."""
+        """Return the buffers of a cell's gradients: its stage's buffer, and the shared buffer."""
         own = self.configs[cell[0]].destinations
         apart = (cell[1],) if own and own[0].microbatch is not None else ()
         together = tuple(sorted({cell[0], self.sharer(cell[0])}))
@@ -183,7 +183,7 @@ class Shadow:
         return self.domains[domain].drained < at and not any(link.joined > at for link in own)
 
     def slot_of(self, cell: Cell) -> Slot | None:
-        """The slot in which a cell is live."""
+        """Return the slot that holds a cell's live tape; None if no slot does."""
         for slot in self.slots:
             if slot.tape is not None and slot.tape.key.cell == cell:
                 return slot
@@ -221,7 +221,7 @@ class Shadow:
         self._vacant(slot)
 
     def _vacant(self, slot: Slot) -> None:
-        """Free a slot without a tape, once no transfer moves through it."""
+        """Free a slot without a tape, if no transfer through it is running."""
         if slot.tape is None and not slot.moving:
             stack = self.stacks[slot.stage]
             if slot.releases == self.process.generation_max:
@@ -394,7 +394,7 @@ class Shadow:
     _abort_evaluation = _abort
 
     def _ungroup(self, group: Group) -> None:
-        """End the part of every tape that a dW took; in a spoiled epoch the tape is lost."""
+        """Release every tape that a dW took into its group; a spoiled epoch loses these tapes."""
         for key, ref in group:
             slot, stage = self.slots[ref.slot], self.stages[key.stage]
             if slot.tape is not None and stage.spoiled:
@@ -408,7 +408,7 @@ class Shadow:
                 self._unused(slot)
 
     def _unused(self, slot: Slot) -> None:
-        """End a use of a lost tape; the last one frees its capture memory."""
+        """End a use of a lost tape; the end of the last use frees its capture memory."""
         if not slot.moving & USES:
             self.pools[slot.pool].tapes -= 1
         self._vacant(slot)
@@ -421,7 +421,7 @@ class Shadow:
             self._release(slot)
 
     def _lose(self, slot: Slot) -> None:
-        """Lose a tape; whatever still reads it keeps its capture memory."""
+        """Record that a tape is lost; its capture memory stays in use while it is being read."""
         assert slot.tape is not None
         if not slot.moving & USES:
             self.pools[slot.pool].tapes -= 1
@@ -546,8 +546,8 @@ class Shadow:
 
     def _next_walk(self, _: Any, epoch: int) -> None:
         """
-        Begin the next walk. F are counted over the whole epoch, and gradients stay in their
-        buffers.
+        Begin the next walk (pass over the microbatches). The count of F continues over the whole
+        epoch, and gradients stay in their buffers.
         """
         self.walks += 1
         self._walk_again()
@@ -570,7 +570,7 @@ class Shadow:
         self._unseen()
 
     def _end_update(self, ticket: Ticket) -> None:
-        """End the update: all of its work that was enqueued is enqueued by now."""
+        """End the update; all its device work is enqueued by now."""
         assert self.updated is not None
         self.update, self.updated = None, (self.updated[0], self.clock)
         self.old_tickets.append(ticket)

@@ -1,5 +1,5 @@
 """
-A schedule as text: every call in order, and a row for each slot with its calls.
+Print a schedule as text: every call in order, and a row for each slot with its calls.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class CallRecord:
     Args:
         call: The call.
         refused: The clause that refused the call; empty if the call was accepted.
-        slot: The slot that the call concerned, if any.
-        result: What the call returned, in words.
+        slot: The slot that the call was about; None if it was about no slot.
+        result: The result of the call in words.
     """
 
     call: Call
@@ -44,7 +44,7 @@ class CallRecord:
 
     @property
     def mark(self) -> str:
-        """A few letters for the timeline: ``F0(`` a check, ``F0)`` a commit, ``F0x`` an abort."""
+        """The call in a few letters: ``F0(`` is a check, ``F0)`` a commit, ``F0x`` an abort."""
         phase, _, kind = self.call.transition.partition("_")
         key = self.call.arguments.get("key")
         ticket = self.call.arguments.get("ticket")
@@ -104,7 +104,7 @@ def schedule_text(steps: Sequence[CallRecord]) -> str:
 
 def timeline_text(steps: Sequence[CallRecord], slots: Sequence[int]) -> str:
     """
-    Return the steps as a grid, time to the right.
+    Return the calls as a grid, in which time goes to the right.
 
     Args:
         steps: The schedule.

@@ -1,5 +1,5 @@
 """
-A random walk through the life of a process: a number chooses the next step.
+A random walk: a sequence of random calls of one process, in which a number chooses each step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _KEPT_CHECKPOINTS = 4
 
 class RandomWalk:
     """
-    Takes the steps of a walk; a subclass makes the calls.
+    Chooses the steps of a random walk; a subclass makes the calls.
 
     Args:
-        shadow: The shadow of a process that has just started.
+        shadow: The shadow (record of calls) of a process that has just started.
 
     Attributes:
-        shadow: What has happened so far.
-        checkpoints: The very first checkpoint, and the latest ones.
+        shadow: The record of all calls so far.
+        checkpoints: The first checkpoint and the latest checkpoints.
     """
 
     def __init__(self, shadow: Shadow) -> None:
@@ -50,16 +50,17 @@ class RandomWalk:
         raise NotImplementedError  # each walker has its own
 
     def aim(self, pick: Pick) -> None:
-        """Make calls that are refused; a walk of legal calls makes none."""
+        """Attempt calls that are refused; a walk with only legal calls attempts none."""
 
     def start(self) -> None:
-        """Begin in a known incarnation, with a checkpoint to go back to."""
+        """Begin in a known incarnation, and take a first checkpoint to restore later."""
         self.call(Call("checkpoint"))
         self.run(recover(self.shadow, chooser(0), self.checkpoints, self.fresh()))
 
     def step(self, number: int) -> None:
         """
-        Take the step that a number chooses: progress, a refused call, support, or damage.
+        Take the step that a number chooses: advance the epoch, attempt a refused call, make a
+        supporting call, or let an action fail.
 
         Zero chooses no step, so that a schedule shrinks by losing irrelevant steps.
         """
@@ -77,7 +78,7 @@ class RandomWalk:
             self.run(damage(self.shadow, pick))
 
     def advance(self, pick: Pick) -> None:
-        """Advance the epoch. If no legal call does, attempt a refused call, then restart."""
+        """Advance the epoch. If no legal call does so, attempt a refused call, then restart."""
         plan = progress(self.shadow, pick)
         if plan is None:
             self.aim(pick)

@@ -1,12 +1,13 @@
 """
 A transformer stage with delayed-scaling FP8 in plain PyTorch, for a CPU or a GPU.
 
-The rules that matter for the contract are Transformer Engine's: scales lag behind the amax history,
-every F rolls the forward histories of the domain and every dI the backward ones, a roll happens
-even if F raises, quantized weights are cached, and dW is deferred. One rule is the library's older,
-stricter one: a roll covers every history of the domain, while the library now rolls only histories
-with a new entry. So here swapping any two actions changes the bits. The products differ from the
-library's: operands are dequantized and multiplied in fp32, exactly enough to compare raw bits.
+The rules that matter for the contract are the same as in Transformer Engine: scales lag behind the
+amax history, every F rolls the forward histories of the domain and every dI the backward ones, a
+roll happens even if F raises, quantized weights are cached, and dW is deferred. One rule is that of
+older versions of Transformer Engine: a roll covers every history of the domain, while newer
+versions roll only histories with a new entry. So swapping any two actions of this backend changes
+the bits. The products differ from Transformer Engine's: operands are dequantized and multiplied in
+fp32, exactly enough to compare raw bits.
 """
 
 from .scaling import ReferenceDomain

@@ -1,6 +1,6 @@
 """
-Dropout by position: the random numbers follow from the position of a counter. With epoch scales,
-dropout is by name: the numbers follow from epoch, microbatch and layer.
+Dropout by position: the random numbers depend on the position of a counter. With epoch scales,
+dropout is by name: the numbers depend on epoch, microbatch and layer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ def _start() -> Tensor:
 @attrs.define(eq=False)
 class RandomNumbers:
     """
-    A generator whose numbers follow from their position alone, as Philox gives them on a GPU.
+    A generator whose numbers depend only on their position in the sequence, as with Philox on a
+    GPU.
 
     Args:
-        position: How many numbers were drawn; part of the numerical state, changed in place.
+        position: Count of the numbers drawn so far, a tensor; part of the numerical state, changed
+            in place.
         stream: Selects the sequence. Two streams have different numbers at the same position.
 
     Attributes:
@@ -39,13 +41,13 @@ class RandomNumbers:
 
     def drop(self, value: Tensor, probability: float, position: Tensor | None = None) -> Tensor:
         """
-        Set elements to zero with a probability, and scale the others up.
+        Set elements to zero with a probability, and scale all other elements up.
 
         Args:
             value: The tensor.
             probability: Probability that an element is dropped.
-            position: Where to draw, advanced by the draw; None draws at the generator's own
-                position.
+            position: The position at which to draw, which the draw advances; None draws at the
+                generator's own position.
         """
         at = self.position if position is None else position
         first = int(at)

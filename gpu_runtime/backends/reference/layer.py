@@ -1,4 +1,6 @@
-"""A pre-norm causal transformer layer over `ScaledLinear`, with fused or split QKV, and a head."""
+"""
+A pre-norm causal transformer layer made of `ScaledLinear`, with fused or split QKV, and a head.
+"""
 
 from __future__ import annotations
 
@@ -65,20 +67,20 @@ class ReferenceLayer(torch.nn.Module):
 
     @property
     def linears(self) -> tuple[ScaledLinear, ...]:
-        """The four products, in the order of F."""
+        """The layer's four products, in the order of F."""
         return self.qkv, self.proj, self.fc1, self.fc2
 
     @property
     def units(self) -> tuple[WgradUnit, ...]:
-        """One unit per product."""
+        """The layer's units of deferred work, one per product."""
         return tuple(linear.unit for linear in self.linears)
 
     def non_matrix(self) -> tuple[NonMatrix, ...]:
-        """Norm weights and every bias."""
+        """The parameters that are not matrices: norm weights and every bias."""
         return _vectors(self, self.name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """F over `(sequence, batch, hidden)`."""
+        """Run F on hidden states of shape `(sequence, batch, hidden)`."""
         drop, p, n = self.domain.drop, self.dropout, self.number
         x = x + drop(self.proj(self.attention(self.qkv(self.norm1(x)))), p, n, 0)
         result: Tensor = x + drop(
@@ -87,7 +89,7 @@ class ReferenceLayer(torch.nn.Module):
         return result
 
     def attention(self, qkv: Tensor) -> Tensor:
-        """Causal attention in the type of the activations, by a deterministic kernel."""
+        """Compute causal attention in the type of the activations, with a deterministic kernel."""
         sequence, batch, _ = qkv.shape
         query, key, value = queries_keys_values(qkv, self.config, self.angles)
         if qkv.is_cuda:
@@ -105,7 +107,7 @@ def activated(inner: Tensor, config: LayerConfig, gelu: str = "none") -> Tensor:
     Args:
         inner: The result of the first product.
         config: The dimensions of a layer.
-        gelu: ``none`` for the exact GELU, ``tanh`` for the approximate one.
+        gelu: ``none`` for the exact GELU, ``tanh`` for its tanh approximation.
     """
     if config.activation == "gelu":
         return functional.gelu(inner, approximate=gelu)
@@ -148,7 +150,7 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class ReferenceHead(torch.nn.Module):
-    """Final norm and the product over the vocabulary, with its own scaling state."""
+    """The final norm, and the product over the vocabulary with its own scaling state."""
 
     def __init__(
         self,
@@ -176,12 +178,12 @@ class ReferenceHead(torch.nn.Module):
 
     @property
     def linears(self) -> tuple[ScaledLinear, ...]:
-        """The one product."""
+        """The head's only product."""
         return (self.linear,)
 
     @property
     def units(self) -> tuple[WgradUnit, ...]:
-        """The one unit."""
+        """The head's only unit of deferred work."""
         return (self.linear.unit,)
 
     def non_matrix(self) -> tuple[NonMatrix, ...]:
@@ -189,13 +191,13 @@ class ReferenceHead(torch.nn.Module):
         return _vectors(self, self.name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of hidden states."""
+        """Compute the logits of hidden states."""
         result: Tensor = self.linear(self.norm(x))
         return result
 
 
 def _vectors(layer: torch.nn.Module, prefix: str) -> tuple[NonMatrix, ...]:
-    """The parameters that are not matrices, by their names in a layer."""
+    """Return the parameters that are not matrices, by their names in a layer."""
     return tuple(
         NonMatrix(f"{prefix}.{name}", parameter)
         for name, parameter in layer.named_parameters()

@@ -1,9 +1,9 @@
 """
-A linear layer over FP8 operands, whose weight gradient is computed now or deferred.
+A linear layer with FP8 operands, whose weight gradient is computed in the backward or deferred.
 
-One layer is one product and therefore one `WgradUnit`, over one weight or several stacked weights
-(split QKV). The weight is quantized into a cache at fixed addresses; F and dI read the cache, dW
-does not need it.
+Each layer is one product, and therefore one `WgradUnit`, with one weight or several stacked weights
+(split QKV). The weight is quantized into a cache at fixed addresses; F and dI read this cache, and
+dW does not.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from ..protocol import BackendError, Matrix, WgradUnit
 from .scaling import QuantizedTensor, ReferenceDomain, ScalingState
 
 Store = deque[tuple["ScaledLinear", tuple[QuantizedTensor, QuantizedTensor]]]
-"""Deferred operands in the order in which dI queued them; a bare queue, like the library's."""
+"""Deferred operands in the order in which dI queued them; a plain queue, as in Transformer
+Engine.
+"""
 
 
 def product(
     a: QuantizedTensor, b: QuantizedTensor, *, a_t: bool = False, b_t: bool = False
 ) -> Tensor:
-    """The fp32 product of two FP8 operands: exact operands, the result scaled once."""
+    """Multiply two FP8 operands in fp32: the operands are exact, and the result is scaled once."""
     left = a.data.float()
     right = b.data.float()
     result = (left.t() if a_t else left) @ (right.t() if b_t else right)
@@ -34,12 +36,14 @@ def product(
 
 
 def joined(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """The rows of several operands, one behind the other; all have the scale of the first."""
+    """Concatenate the rows of several operands, which all have the scale of the first operand."""
     return QuantizedTensor(torch.cat([part.data for part in parts]), parts[0].scale_inv)
 
 
 def write_gradient(value: Tensor, destination: Tensor, *, accumulate: bool) -> None:
-    """Store an fp32 gradient, or add it and round once, as a fused product does."""
+    """
+    Store an fp32 gradient in the destination, or add it and round once, as a fused product does.
+    """
     if accumulate:
         destination.copy_(torch.add(destination, value))
     else:
@@ -51,14 +55,14 @@ class ScaledLinear(torch.nn.Module):
     One FP8 product `x @ weight.t() + bias`.
 
     Args:
-        name: Its name within the stage.
-        sizes: Rows of each stacked weight, with the name of each.
-        width: Input features.
-        domain: The domain whose rolls move its scales.
-        scaling: Forward and backward state of its layer.
-        first_index: Index of its input in the forward state; the weight has the next index. The
-            output gradient has half this index in the backward state.
-        bias: Whether it has a bias.
+        name: The product's name within the stage.
+        sizes: Number of rows of each stacked weight, by the weight's name.
+        width: Number of input features.
+        domain: The state domain whose rolls update the product's scales.
+        scaling: Forward and backward scaling state of the layer that contains the product.
+        first_index: Index of the product's input in the forward state; the weight has the next
+            index. In the backward state, the output gradient has half this index.
+        bias: Whether the product has a bias.
     """
 
     def __init__(
@@ -124,14 +128,16 @@ class ScaledLinear(torch.nn.Module):
 
     @staticmethod
     def product(wanted: QuantizedTensor, quantized: QuantizedTensor) -> Tensor:
-        """dW, from the operands that dI retained."""
+        """Compute dW from the operands that dI retained."""
         return deferred_product(wanted, quantized)
 
     @staticmethod
     def join(
         operands: Sequence[tuple[QuantizedTensor, QuantizedTensor]],
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """The operands of one product over several microbatches that have the same scales."""
+        """
+        Join the operands of several microbatches with the same scales into those of one product.
+        """
         first, second = zip(*operands, strict=True)
         return joined(first), joined(second)
 
@@ -147,7 +153,9 @@ class ScaledLinear(torch.nn.Module):
         return tuple(self.get_parameter(f"{piece}bias") for piece in pieces)
 
     def refresh(self) -> None:
-        """Quantize the weight into the cache, in place; its amax joins the open interval."""
+        """
+        Quantize the weight into the cache, in place, and record its amax in the open interval.
+        """
         with torch.no_grad():
             fresh = self.scaling_forward.quantize(torch.cat(self.weights), self.index + 1)
             self.cache.data.copy_(fresh.data)
@@ -156,24 +164,29 @@ class ScaledLinear(torch.nn.Module):
         self._filled = (self.cache, fills + 1 if cache is self.cache else 1)
 
     def take_fills(self) -> int:
-        """How often the host filled the cache that F reads now, since the last call."""
+        """Return how often the host filled the cache that F reads now, since the last call."""
         cache, fills = self._filled
         self._filled = (self.cache, 0)
         return fills if cache is self.cache else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """F: flattens all leading dimensions into rows."""
+        """Run F; all leading dimensions are flattened into rows."""
         flat = x.reshape(-1, x.shape[-1])
         result: Tensor = _Product.apply(flat, self, *self.weights, *self.biases)  # type: ignore[no-untyped-call]
         return result.view(*x.shape[:-1], result.shape[-1])
 
     def quantize_gradient(self, gradient: Tensor) -> QuantizedTensor:
-        """Record and quantize an output gradient: this layer's only update in dI."""
+        """
+        Record the amax of an output gradient, and quantize the gradient; dI updates no other state
+        of this product.
+        """
         return self.scaling_backward.quantize(gradient, self.index // 2)
 
 
 class _Product(torch.autograd.Function):
-    """The product, its dI, and its dW: computed now, fused into `main_grad`, or deferred."""
+    """
+    The product with its dI and its dW; dW is computed at once, fused into `main_grad`, or deferred.
+    """
 
     @staticmethod
     def forward(
@@ -231,5 +244,5 @@ class _Product(torch.autograd.Function):
 
 
 def deferred_product(wanted: QuantizedTensor, quantized: QuantizedTensor) -> Tensor:
-    """dW of one unit, from the operands that dI retained."""
+    """Compute dW of one unit from the operands that dI retained."""
     return product(wanted, quantized, a_t=True)

@@ -2,9 +2,9 @@
 Delayed scaling: amax histories, scales, and the domain that rolls them.
 
 Quantizing a tensor records its amax in row 0 of its history and uses the *previous* scale; the roll
-at the end of the action turns histories into the next scales. So a quantization belongs to its
-interval between two rolls: moving it into another interval (for example by refreshing a weight
-cache too early) changes numbers. With epoch scales the interval is the whole epoch.
+at the end of the action turns histories into the next scales. So each quantization belongs to an
+interval between two rolls: moving a quantization into another interval (for example by refreshing a
+weight cache too early) changes numbers. With epoch scales the interval is the whole epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 @attrs.frozen(eq=False)
 class QuantizedTensor:
-    """FP8 data, with the factor that converts them back into values."""
+    """FP8 data, with the factor that converts these data back into values."""
 
     data: Tensor
     scale_inv: Tensor
@@ -44,11 +44,11 @@ class ScalingState:
     Histories and scales of the tensors that one layer quantizes in one direction.
 
     Args:
-        history: amax by age and tensor; row 0 is the open interval.
+        history: The amaxes, by age (rows) and tensor (columns); row 0 is the open interval.
         scale: The factor that each tensor's next quantization uses.
         dtype: The FP8 type of this direction (HYBRID: E4M3 forward, E5M2 backward).
         live: The factor that converts each tensor's latest quantization back into values, if tapes
-            refer to it; None if tapes carry a copy.
+            refer to this factor; None if tapes carry a copy of the factor.
     """
 
     history: Tensor
@@ -60,7 +60,7 @@ class ScalingState:
     def empty(
         cls, length: int, tensors: int, dtype: torch.dtype, device: torch.device
     ) -> ScalingState:
-        """A new state: zero histories, unit scales."""
+        """Make a new state with histories of zeros and scales of 1."""
         return cls(
             history=torch.zeros(length, tensors, device=device),
             scale=torch.ones(tensors, device=device),
@@ -68,7 +68,7 @@ class ScalingState:
         )
 
     def requantize(self, value: Tensor, index: int, scale: Tensor) -> QuantizedTensor:
-        """Quantize a tensor again with the scales of its F; nothing is recorded."""
+        """Quantize a tensor again with the scales of its F, without recording an amax."""
         limit = torch.finfo(self.dtype).max
         scaled = (value.float() * scale[index]).clamp_(-limit, limit)
         return QuantizedTensor(scaled.to(self.dtype), scale[index].reciprocal())
@@ -85,7 +85,7 @@ class ScalingState:
         return QuantizedTensor(scaled.to(self.dtype), inverse)
 
     def roll(self, margin: int) -> None:
-        """Close the interval: the largest amax of the window gives the next scale."""
+        """Close the interval; the largest amax of the history gives the next scale."""
         amax = self.history.amax(0)
         if self.history.shape[0] > 1:
             self.history.copy_(self.history.roll(-1, 0))
@@ -98,12 +98,13 @@ class ScalingState:
 @attrs.frozen(eq=False)
 class Recomputation:
     """
-    What the recomputation of a layer's activations needs from its F.
+    Data of a layer's F that the recomputation of its activations needs.
 
     Args:
         at: The value of the domain's `rolls` when F ran.
-        scales: Copies of the scales that F quantized with, by the identity of their state.
-        position: Where F began to draw random numbers for the layer; it moves as dI draws again.
+        scales: Copies of the scales with which F quantized, by the identity of their scaling state.
+        position: The generator's position at which F began to draw for the layer; dI advances this
+            position as it draws again.
         microbatch: With epoch scales, the epoch and the microbatch of the F.
     """
 
@@ -121,19 +122,19 @@ class ReferenceDomain:
     Args:
         history_length: Entries of each amax history.
         device: Device of the stages; `cuda` without an index is the current CUDA device.
-        margin: Powers of two kept free below the largest FP8 value.
-        tape_scales: ``carried`` if a tape copies the scales of its F; ``live`` if it refers to the
-            scales of the latest F, as old libraries did. The contract's configuration uses this
-            value.
+        margin: Number of powers of two that scaling leaves free below the largest FP8 value.
+        tape_scales: ``carried`` if a tape copies the scales of its F; ``live`` if a tape refers to
+            the scales of the latest F, as in old libraries. The contract's configuration takes over
+            this value.
         scales: When scales move: ``action`` at the end of every F and dI; ``epoch`` once an epoch,
             when `move_scales` is called. With ``epoch``, dropout's random numbers follow from
             layer, microbatch and epoch.
 
     Attributes:
-        rolls: Scaling updates that the host has seen so far: one per F and dI, successful or not;
-            with epoch scales one per `move_scales`. Never reset: a reader that compares it must
-            remember the first value.
-        drops: Whether a stage of the domain drops elements.
+        rolls: Number of scaling updates that the host has seen so far: one per F and dI, successful
+            or not; with epoch scales one per `move_scales`. This count is never reset, so a reader
+            that wants differences must remember an earlier value.
+        drops: Whether a stage of the domain uses dropout.
         random: The random numbers of the domain's dropout.
 
     Raises:
@@ -175,7 +176,7 @@ class ReferenceDomain:
 
     @property
     def stages(self) -> tuple[StageBackend, ...]:
-        """The stages that joined, in order."""
+        """The stages of the domain, in the order in which they joined."""
         return tuple(self._stages)
 
     def join(self, stage: StageBackend) -> None:
@@ -194,7 +195,8 @@ class ReferenceDomain:
 
     def scaling(self, *, forward: bool, tensors: int) -> ScalingState:
         """
-        New histories for one layer, which from now on roll with all others of their direction.
+        Make the histories of one layer; they roll together with all other histories of their
+        direction.
         """
         held = self._forward if forward else self._backward
         state = ScalingState.empty(
@@ -208,11 +210,11 @@ class ReferenceDomain:
     @contextmanager
     def forward_interval(self) -> Iterator[None]:
         """
-        A region of a stage's F. Regions may be nested; leaving the outermost region rolls the
-        forward histories, also when F raised.
+        A context around a stage's F. Contexts may be nested; the exit of the outermost context
+        rolls the forward histories, even if F raised.
 
-        With epoch scales no history rolls: not at the outermost region's end, and not in the first
-        module's backward.
+        With epoch scales no history rolls, neither at the exit of the outermost context nor in the
+        backward of the first module.
         """
         by_action = self.scales == "action"
         if self._depth == 0:
@@ -227,21 +229,21 @@ class ReferenceDomain:
 
     @property
     def in_forward(self) -> bool:
-        """Whether the outermost region of an F is open."""
+        """Whether the caller is inside a context of an F."""
         return self._depth > 0
 
     def around_recomputation(
         self, states: Sequence[ScalingState]
     ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """
-        Return the two contexts that `torch.utils.checkpoint.checkpoint` takes of a layer's F.
+        Return the two contexts that `torch.utils.checkpoint.checkpoint` needs for a layer's F.
 
         Args:
             states: The layer's forward scaling state.
 
         Returns:
-            A context for the layer's F, which changes nothing, and one for its recomputation, which
-            quantizes with copies of the current scales and records no amax.
+            A context for the layer's F, which changes nothing, and a context for the recomputation,
+            which quantizes with copies of the current scales and records no amax.
         """
         scales = {id(state): state.scale.detach().clone() for state in states}
         drawn = self.random.position.clone()
@@ -258,18 +260,21 @@ class ReferenceDomain:
             self.recomputing = outer
 
     def begin_forward(self, epoch: int, microbatch: int) -> None:
-        """Name the microbatch of the next F; with epoch scales dropout draws by it."""
+        """
+        Announce the microbatch of the next F; with epoch scales, dropout's random numbers depend on
+        the microbatch.
+        """
         self._microbatch = epoch, microbatch
 
     def drop(self, value: Tensor, probability: float, layer: int = 0, branch: int = 0) -> Tensor:
         """
-        Drop elements; a recomputation drops the same elements as its F.
+        Apply dropout; a recomputation drops the same elements as its F.
 
         Args:
             value: The tensor.
             probability: Probability that an element is dropped.
             layer: The layer's number in the model.
-            branch: Which of the layer's branches the tensor is.
+            branch: The number of the residual branch within the layer.
         """
         if not self._dropping or probability == 0.0:
             return value
@@ -283,7 +288,7 @@ class ReferenceDomain:
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Drop nothing, for an evaluation."""
+        """A context without dropout, for an evaluation."""
         before, self._dropping = self._dropping, False
         try:
             yield
@@ -291,7 +296,10 @@ class ReferenceDomain:
             self._dropping = before
 
     def claim_first(self) -> bool:
-        """Whether the caller is this F's first FP8 module, whose backward rolls the histories."""
+        """
+        Return whether the caller is the first FP8 module of this F; its backward rolls the
+        histories.
+        """
         claimed, self._first_unclaimed = self._first_unclaimed, False
         return claimed
 
@@ -302,20 +310,23 @@ class ReferenceDomain:
 
     def take_used(self) -> int | None:
         """
-        The value of `rolls` at the F whose scales dI used since the last call; None if dI used the
-        scales of no F or of several F.
+        Return the value of `rolls` at the F whose scales dI used since the last call; None if dI
+        used scales of no F or of several F.
         """
         used, self._used = self._used, set()
         return used.pop() if len(used) == 1 else None
 
     def roll(self, *, forward: bool) -> None:
-        """Close the interval of every history of one direction, in every stage of the domain."""
+        """
+        Close the interval of every history of one direction (forward or backward), in every stage
+        of the domain.
+        """
         self.rolls += 1
         self._close(forward=forward)
 
     def move_scales(self) -> None:
         """
-        Close the interval of every history of both directions once, as the end of an epoch does.
+        Close the interval of every forward and backward history once, at the end of an epoch.
 
         Raises:
             BackendError: The scales of the domain move at every F and dI.
@@ -339,7 +350,7 @@ class ReferenceDomain:
         self.frozen = True
 
     def check_membership(self) -> None:
-        """Nothing can join unseen: `join` refuses after `freeze`."""
+        """Do nothing: no stage can join unseen, because `join` refuses after `freeze`."""
 
     def extra_state(self) -> Mapping[str, Tensor]:
         """The position of the random generator, if a stage drops elements and draws by position."""
@@ -347,7 +358,9 @@ class ReferenceDomain:
         return {POSITION: self.random.position} if drawn else {}
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """CUDA graphs need a CUDA device, and dropout draws on the host."""
+        """
+        Return obstacles to capture: a device other than CUDA, and dropout, which draws on the host.
+        """
         if self.drops:
             return ("dropout of the reference backend draws on the host",)
         if self.device.type != "cuda":
@@ -355,13 +368,13 @@ class ReferenceDomain:
         return ()
 
     def environment(self) -> Mapping[str, str]:
-        """Torch's version and its thread count; CPU results depend on both."""
+        """Return torch's version and its number of threads; results on a CPU depend on both."""
         return {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
 
     def recipe(self) -> Mapping[str, Any]:
         """
-        The recipe as plain data: delayed scaling, HYBRID. If scales do not move at every F and dI,
-        the recipe also says when they move.
+        Return the recipe (delayed scaling, HYBRID) as plain data. With epoch scales, the recipe
+        also says when the scales move.
         """
         found = {
             "recipe": "DelayedScaling",

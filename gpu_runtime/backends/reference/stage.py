@@ -2,7 +2,8 @@
 One pipeline stage of reference layers: the `StageBackend` that needs no GPU.
 
 The ordinary full backward (`native_forward`, then `torch.autograd.backward`) and the split backward
-(F, dI, dW) run over the same modules, so the full backward is the oracle of the split one.
+(F, dI, dW) run over the same modules, so the tests compare the bits of the split backward with the
+full backward.
 """
 
 from __future__ import annotations
@@ -53,23 +54,24 @@ class ReferenceStage(torch.nn.Module):
 
     Args:
         index: The stage's index in the pipeline.
-        domain: Its state domain; the stage joins it.
+        domain: The stage's state domain; the new stage joins this domain.
         config: Dimensions of every layer.
         num_layers: Number of layers in the stage.
         first: Whether the stage takes data, and therefore has no input gradient.
         loss: On a last stage, maps the hidden states (the logits if the stage has a head) and the
             stage's further inputs to a scalar.
         extra_inputs: The further inputs of `loss` (targets).
-        seed: Seed of the initial parameters, drawn on the CPU so that devices agree.
+        seed: Seed of the initial parameters, which are drawn on the CPU so that all devices get the
+            same bits.
         ends: The ends of a language model (embedding, head) that the stage has; None for a stage of
             layers alone.
-        recompute: Whether a tape keeps only the inputs of its layers, and dI recomputes their
+        recompute: Whether a tape keeps only the inputs of its layers, so that dI recomputes the
             activations (`torch.utils.checkpoint`, non-reentrant).
         dropout: Probability with which each layer drops elements of its two residual branches.
             The domain's generator draws at its position, on the host; with epoch scales the numbers
             follow from the layer, the microbatch and the epoch.
-        first_layer: Number of the model's layers before the stage's own. Each layer then has its
-            own seed. None takes the number from `ends`; without `ends` the whole stage has one
+        first_layer: Number of the model's layers in earlier stages. Each layer then has its own
+            seed. None takes the number from `ends`; if `ends` is None too, the whole stage has one
             seed.
 
     Raises:
@@ -151,18 +153,20 @@ class ReferenceStage(torch.nn.Module):
 
     @property
     def groups_wgrads(self) -> bool:
-        """Whether one dW can take several tapes: only if the scales stay equal until the update."""
+        """
+        Whether one dW can take several tapes: only with scales that stay the same until the update.
+        """
         return self.domain.scales == "epoch"
 
     @property
     def _layers(self) -> tuple[ReferenceLayer | ReferenceHead | SplitHead, ...]:
-        """All parts with products, in the order of F."""
+        """All parts of the stage that have products, in the order of F."""
         layers = tuple(layer for layer in self.layers if isinstance(layer, ReferenceLayer))
         return layers if self.head is None else (*layers, self.head)
 
     @property
     def _scaled(self) -> tuple[ReferenceLayer | ReferenceHead, ...]:
-        """All parts with scaling state and caches, in the order of F."""
+        """All parts of the stage that have scaling state and caches, in the order of F."""
         return tuple(layer for layer in self._layers if not isinstance(layer, SplitHead))
 
     @property
@@ -178,8 +182,8 @@ class ReferenceStage(torch.nn.Module):
     @property
     def reports(self) -> Reports:
         """
-        The stage reports casts, scaling updates, which scales dI used, and by which factor the loss
-        was weighted.
+        The stage reports casts, scaling updates, the scales that dI used, and the factor that
+        weighted the loss.
 
         The device never decides whether a captured cast or update runs, so each replay does what
         the capture recorded. Random numbers that follow from the microbatch have no position to
@@ -198,19 +202,24 @@ class ReferenceStage(torch.nn.Module):
         )
 
     def _versions(self) -> list[int]:
-        """Autograd's version counters of the matrices: they move with every in-place update."""
+        """Autograd's version counters of the matrices; every in-place update increments them."""
         return [parameter._version for parameter in self._matrices]
 
     def new_tape(self, slot: int) -> Tape:
-        """A tape with one queue per product."""
+        """Make a tape with one queue per product."""
         return Tape(slot, tuple(deque() for _ in self._all_linears))
 
     def warm(self) -> None:
-        """Fill the cache: it holds no weight before a refresh. First use creates nothing else."""
+        """
+        Fill the weight cache, which is empty before the first refresh; nothing else is created on
+        first use.
+        """
         self.refresh_cache()
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """F with deferred weight gradients; the outputs and their graph stay on the tape."""
+        """
+        Run F with deferred weight gradients; the outputs and their autograd graph stay on the tape.
+        """
         for linear, store in zip(self._all_linears, tape.stores, strict=True):
             linear.store = store
         tape.inputs = tuple(inputs)
@@ -234,7 +243,7 @@ class ReferenceStage(torch.nn.Module):
         return outputs
 
     def _through(self, layer: ReferenceLayer | ReferenceHead | SplitHead, hidden: Tensor) -> Tensor:
-        """Run one layer; its activations are kept, or recomputed in dI."""
+        """Run one layer, whose activations are kept, or recomputed in dI."""
         if not self.recompute or not isinstance(layer, ReferenceLayer):
             return cast(Tensor, layer(hidden))
         contexts = partial(self.domain.around_recomputation, (layer.forward_scaling,))
@@ -246,15 +255,15 @@ class ReferenceStage(torch.nn.Module):
         )
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
-        """Remember the destinations, which this backend reads in dW."""
+        """Remember the gradient destinations for dW."""
         tape.bound = destinations
 
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
-        """dI; the products' operands move from the queues onto the tape."""
+        """Run dI, and move the products' operands from the queues onto the tape."""
         if not tape.outputs:
             raise BackendError(
-                f"slot {tape.slot} of stage {self.index} holds no forward's outputs; run F of this "
-                "tape before its dI"
+                f"slot {tape.slot} of stage {self.index} holds no outputs of a forward; run F of "
+                "this tape before its dI"
             )
         wanted = [x for x in tape.inputs if x.requires_grad]
         self.domain.take_used()
@@ -278,18 +287,21 @@ class ReferenceStage(torch.nn.Module):
         )
 
     def _drawn_again(self, tape: Tape) -> int | None:
-        """Where dI drew again: where F began, or else a position at which F did not draw."""
+        """
+        Return the position at which dI drew again: that of F, or, on a mismatch, a position at
+        which F did not draw.
+        """
         again = self.domain.random.take()
         other = [position for position in again if position not in tape.drawn]
         return next(iter(other), min(again, default=None))
 
     def tie(self, unit: str, other: ScaledLinear) -> None:
         """
-        Use another product's weight in a product of this stage, and drop its own weight.
+        Let a product of this stage use the weight of another product, instead of its own weight.
 
         Args:
             unit: Name of a unit of this stage that has one matrix.
-            other: The product, of this stage or another, with a weight of the same shape.
+            other: The other product, of any stage; its weight has the same shape.
 
         Raises:
             BackendError: The stage has no such unit, or the weights do not fit each other.
@@ -311,7 +323,7 @@ class ReferenceStage(torch.nn.Module):
         joining: Collection[str] = (),
         others: Sequence[Tape] = (),
     ) -> Wgrads:
-        """dW: run each retained product once, into its destination or into fresh memory."""
+        """Run dW: each retained product once, into its destination or into new memory."""
         by_unit: dict[str, Tensor] = {}
         adds = Accumulation(accumulate, joining)
         with torch.no_grad():
@@ -329,7 +341,7 @@ class ReferenceStage(torch.nn.Module):
         return Wgrads(covered, by_unit)
 
     def refresh_cache(self) -> None:
-        """Quantize every weight again, in the open interval."""
+        """Quantize every weight again, and record the amaxes in the open interval."""
         for linear in self.linears:
             linear.refresh()
         if isinstance(self.head, SplitHead):
@@ -338,12 +350,12 @@ class ReferenceStage(torch.nn.Module):
 
     def filled(self) -> tuple[str, ...]:
         """
-        The matrices whose cache was filled since the last call, one entry per fill.
+        Return the matrices whose cache was filled since the last call, one entry per fill.
 
         The host counts the casts that it launched into the cache that F reads now. Casts into a
-        cache that was replaced since do not count, and the host does not see a replayed graph's
-        casts. A head without a cache, whose weight every F reads directly, is always current: each
-        refresh lists it.
+        cache that was replaced later do not count, and the host does not see the casts of a
+        replayed graph. A head without a cache is always current, since F reads its weight directly;
+        each refresh lists it as filled.
         """
         uncached, self._uncached = self._uncached, 0
         found = [
@@ -365,7 +377,7 @@ class ReferenceStage(torch.nn.Module):
         return self._refreshed_at == self._versions()
 
     def cached_weights(self) -> Mapping[str, Tensor]:
-        """FP8 data and scale of every cached weight."""
+        """Return the FP8 data and the scale of every cached weight."""
         cached: dict[str, Tensor] = {}
         for linear in self.linears:
             cached[f"{linear.unit.name}.data"] = linear.cache.data
@@ -373,7 +385,7 @@ class ReferenceStage(torch.nn.Module):
         return cached
 
     def numerical_state(self) -> Mapping[str, Tensor]:
-        """Histories and scales of every layer, forward and backward."""
+        """Return the histories and scales of every layer, forward and backward."""
         state: dict[str, Tensor] = {}
         for layer in self._scaled:
             for way, scaling in (
@@ -385,7 +397,7 @@ class ReferenceStage(torch.nn.Module):
         return state
 
     def addresses(self) -> Mapping[str, int]:
-        """Parameters, numerical state and caches, by kind and name."""
+        """Return the addresses of parameters, numerical state and caches, by kind and name."""
         kinds: dict[str, Mapping[str, Tensor]] = {
             "parameter": dict(self.named_parameters()),
             "state": self.numerical_state(),
@@ -398,7 +410,10 @@ class ReferenceStage(torch.nn.Module):
         }
 
     def address_probe(self) -> Callable[[], Sequence[int]]:
-        """A probe of the module tree, of its layers' scaling state, and of its products' caches."""
+        """
+        Prepare a cheap check of the module tree, the layers' scaling state, and the products'
+        caches.
+        """
         tree = module_probe(self)
         layers, linears = self._scaled, self.linears
 
@@ -414,11 +429,11 @@ class ReferenceStage(torch.nn.Module):
         return look
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """Empty: a stage adds no obstacle to its domain's."""
+        """Return no obstacle: only the domain can prevent a capture."""
         return ()
 
     def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
-        """F of the full backward: the first microbatch of an epoch refreshes the cache."""
+        """Run F for the full backward; the first microbatch of an epoch refreshes the cache."""
         for linear in self._all_linears:
             linear.store = None
             linear.overwrite = first

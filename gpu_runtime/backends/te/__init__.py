@@ -1,3 +1,3 @@
 """
-Transformer Engine behind the backend protocol: the only folder that imports the library.
+The backend for Transformer Engine; no other folder imports this library.
 """

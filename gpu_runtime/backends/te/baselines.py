@@ -1,9 +1,10 @@
 """
-Transformer Engine as its users run it today, for the benchmark's native columns.
+Transformer Engine as its users run it today, for the columns of benchmark tables that are called
+native.
 
-This module is part of the backend, so that only this package imports the library; the names that it
-uses are listed in `qeffect.gpu_runtime.backends.te.internals`. It uses nothing of the runtime, no
-slots, tapes or guards, so that the columns stay native.
+This module is part of the backend, so that only this package imports Transformer Engine; the
+library's names that this module uses are listed in `qeffect.gpu_runtime.backends.te.internals`. The
+module uses no slots, tapes or guards of the runtime, so that the columns stay native.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ Chunking = Literal["chunks", "layers", "model"]
 
 
 def delayed_scaling(history: int) -> Any:
-    """The recipe of every column: HYBRID delayed scaling with a given amax history."""
+    """
+    Return the recipe of every native column: HYBRID delayed scaling with this length of amax
+    history.
+    """
     recipe = library().recipe
     return recipe.DelayedScaling(
         margin=0,
@@ -37,13 +41,15 @@ def delayed_scaling(history: int) -> Any:
 
 
 def autocast(recipe: Any) -> AbstractContextManager[None]:
-    """One FP8 region; leaving it rolls the forward histories."""
+    """A context with FP8; its exit rolls the forward histories."""
     region: AbstractContextManager[None] = library().te.autocast(enabled=True, recipe=recipe)
     return region
 
 
 def layer(config: LayerConfig, *, fused: bool, seed: int) -> torch.nn.Module:
-    """One `TransformerLayer`; with `fused`, its weight gradients accumulate into `main_grad`."""
+    """
+    Make one `TransformerLayer`; with `fused`, its weight gradients accumulate into `main_grad`.
+    """
     torch.manual_seed(seed)
     made: torch.nn.Module = library().te.TransformerLayer(
         config.hidden,
@@ -62,7 +68,7 @@ def layer(config: LayerConfig, *, fused: bool, seed: int) -> torch.nn.Module:
 
 
 def matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters whose gradient can be fused into `main_grad`."""
+    """Return the parameters whose gradient can be fused into `main_grad`."""
     return [p for name, p in module.named_parameters() if name.endswith("weight") and p.dim() == 2]
 
 
@@ -74,7 +80,7 @@ class Chain(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, hidden: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """Every layer in turn."""
+        """Run the layers one after another."""
         for one in self.layers:
             hidden = one(hidden, is_first_microbatch=is_first_microbatch)
         return hidden
@@ -91,13 +97,14 @@ def graphed(
     reuse: bool = False,
 ) -> tuple[Any, ...]:
     """
-    The library's own graphs with weight caching.
+    Make the library's own CUDA graphs, with weight caching.
 
     Args:
         layers: The layers, one per chunk.
         sample: A tensor with the shape of the activations between layers.
         microbatches: Microbatches per step.
-        order: The library's `_order`; for `layers` and `model` one chunk of alternating F and B.
+        order: The library's argument `_order`; for `layers` and `model`, F and B of one chunk
+            alternate.
         chunking: `chunks`: one chunk per layer. `layers`: one chunk of several callables.
             `model`: one chunk of one callable.
         recipe: The FP8 recipe.
@@ -137,11 +144,11 @@ def graphed(
 
 def _without_clones(make: Any) -> dict[str, bool]:
     """
-    The option, if the library has it, that lets graphs return gradients as before 2.19.
+    Return the library's option, if it exists, that lets graphs return gradients as before 2.19.
 
-    From 2.19 on, a replay clones every parameter gradient that it returns. A column reads a graph's
-    gradients before the graph is replayed again, so it does not need clones. Without them, columns
-    mean the same under every version, and the library is timed at its fastest.
+    From 2.19 on, a replay clones every parameter gradient that it returns. A native column reads a
+    graph's gradients before the graph is replayed again, so it does not need clones. Without
+    clones, the columns are comparable across versions, and the library is timed at its fastest.
     """
     option = "clone_param_grads_on_return"
     return {option: False} if option in inspect.signature(make).parameters else {}
@@ -149,10 +156,10 @@ def _without_clones(make: Any) -> dict[str, bool]:
 
 def load_libraries(config: LayerConfig) -> None:
     """
-    Load every kernel that a step of these dimensions uses, without other lasting effects.
+    Load every kernel that a step with these dimensions uses, without other lasting effects.
 
     Handles, plans and lazily loaded kernels cost the first step of a process several seconds. If
-    they were not loaded here, the first column would be charged for them.
+    they were not loaded by this function, the time of the first column would include them.
     """
     recipe = delayed_scaling(16)
     shape = (config.sequence, config.batch, config.hidden)

@@ -1,13 +1,14 @@
 """
-Transformer Engine's deferred weight gradients, taken out of its queues and given a destination.
+Take Transformer Engine's deferred weight gradients out of its queues, and run them into a
+destination.
 
-The library queues closures over the operands of each product in a `WeightGradStore`: a FIFO without
-key or owner. Its own `backward_dw` pops the entries of the module's current store, overwrites
-`.grad` and loses the gradients of split QKV. Here, the end of dI takes every entry out of the
-slot's stores and matches it with its unit; dW runs it later into the bound destination, alone or
-joined with the same unit's entries of other slots (`joining`). This module does not import the
-library: it needs only a queue with `empty` and `get`, and closures over a dictionary of GEMM
-arguments.
+The library queues closures over the operands of each product in a `WeightGradStore`, a FIFO queue
+without key or owner. Its own `backward_dw` pops the entries of the module's current store,
+overwrites `.grad` and loses the gradients of split QKV. In this backend, the end of dI takes every
+entry out of the slot's stores and matches the entry with its unit. Later, dW runs the entry into
+the bound destination, alone or joined with entries of the same unit in other slots (`joining`).
+This module does not import the library: it only needs a queue with `empty` and `get`, and closures
+over a dictionary of GEMM arguments.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _REBOUND = ("out", "out_dtype", "accumulate")
 
 def take(store: Any, units: Sequence[WgradUnit]) -> list[DeferredWork]:
     """
-    Empty one store, and return its entries as the work of its units.
+    Empty one store, and return its entries as the deferred work of the given units.
 
     Args:
         store: A `WeightGradStore` of one slot.
         units: The units whose work one dI queues in the store, in queue order.
 
     Raises:
-        BackendError: The store held more or fewer entries; it is now empty in any case.
+        BackendError: The store held more or fewer entries than units; the store is now empty.
     """
     entries = []
     while not store.context.empty():
@@ -53,7 +54,7 @@ def take(store: Any, units: Sequence[WgradUnit]) -> list[DeferredWork]:
 
 def gemm_arguments(compute: Callable[..., Any]) -> MutableMapping[str, Any]:
     """
-    The argument dictionary that a deferred product's closure reads when it runs.
+    Return the argument dictionary that a deferred product's closure reads when it runs.
 
     Raises:
         BackendError: The closure has no such dictionary, or the dictionary lacks an argument for
@@ -108,7 +109,8 @@ def check_bound(units: Sequence[WgradUnit], bound: Mapping[str, Tensor]) -> None
     Check that every unit has a contiguous destination of its shape.
 
     Raises:
-        BackendError: A unit has no such destination.
+        BackendError: A unit has no destination, or its destination has another shape or is not
+            contiguous.
     """
     for unit in units:
         tensor = bound.get(unit.name)

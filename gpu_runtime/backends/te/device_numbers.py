@@ -1,11 +1,11 @@
 """
-The random numbers that the library's dropout draws on the device.
+The random numbers that Transformer Engine's dropout draws on the device.
 
-The library draws from the device's default generator, which other code of the process uses too. So
+The library draws from the device's default generator, which other code of the process also uses. So
 F draws with the generator at the domain's own seed and position, and afterwards the generator gets
-its former seed and position again. On a GPU the numbers follow from seed and position alone
-(Philox). A captured graph reads both when it is replayed, so a replay of F draws the numbers that
-an eager F would draw there.
+its former seed and position back. On a GPU the numbers depend only on seed and position (Philox). A
+captured graph reads both when it is replayed, so a replay of F draws the same numbers as an eager F
+at that position.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DeviceNumbers:
         stream: Selects the sequence: the seed of the draws.
 
     Attributes:
-        position: The generator's offset behind the last draw, int64 of shape `(1,)` on the host;
-            part of the numerical state, changed in place.
+        position: The generator's offset after the last draw, an int64 tensor of shape `(1,)` on the
+            host; part of the numerical state, changed in place.
     """
 
     device: torch.device
@@ -49,13 +49,14 @@ class DeviceNumbers:
     @contextmanager
     def drawing(self) -> Iterator[int]:
         """
-        Let a block draw at the domain's position, and advance the position.
+        A context in which code draws at the domain's position and advances the position.
 
-        The capture of a graph draws nothing; its replays draw. So a block in a capture leaves the
-        generator and the position unchanged. A nested block leaves both to the outer block.
+        The capture of a graph draws nothing; its replays draw. So during a capture the context
+        leaves the generator and the position unchanged. A nested context also changes neither; the
+        outer context does.
 
         Returns:
-            The position at which the block begins to draw.
+            The position at which the code in the context begins to draw.
         """
         begun = int(self.position)
         if self._drawing or _capturing():
@@ -72,7 +73,7 @@ class DeviceNumbers:
     @contextmanager
     def drawing_by_name(self, name: Sequence[int]) -> Iterator[None]:
         """
-        Let a block draw random numbers that follow from a name; no position changes.
+        A context in which code draws random numbers that depend on a name; no position changes.
 
         Args:
             name: Epoch, microbatch and layer.

@@ -1,12 +1,13 @@
 """
-Transformer Engine's state domain: the process. Only this module imports the library by name.
+Transformer Engine's state domain, which is the whole process. Only this module imports the library
+by name.
 
-Every update of the library goes over all registered modules of the process, other chunks included,
-and rolls each history that has a new entry, whichever module owns it. (Before the library's pull
-request 825, and still under `NVTE_UNFUSED_FP8_UPDATE=1`, an update rolls all histories.) Graphs
-bake the set of modules in. So a process has one domain, which stages
-(`qeffect.gpu_runtime.backends.te.stage`) join; the domain refuses modules of other owners and
-modules that appear after `freeze`.
+Every update of the library goes over all registered modules of the process, also those of other
+chunks, and rolls each history that has a new entry. (Before the library's pull request 825, and
+still under `NVTE_UNFUSED_FP8_UPDATE=1`, an update rolls all histories.) A captured graph contains a
+fixed set of modules. So a process has one domain, which stages
+(`qeffect.gpu_runtime.backends.te.stage`) join; the domain refuses modules that do not belong to its
+stages, and modules that appear after `freeze`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Scaling = Literal["delayed", "current", "block"]
 
 def tested_versions() -> str:
     """
-    The tested versions in words.
+    Return the range of tested versions as text.
 
     >>> tested_versions()
     '2.18 to 2.20'
@@ -50,7 +51,7 @@ def tested_versions() -> str:
 
 def version_problem(found: str) -> str | None:
     """
-    The message about an untested version of Transformer Engine; None for a tested version.
+    Return a message if this version of Transformer Engine is untested; None for a tested version.
 
     >>> version_problem("2.18.0") is version_problem("2.20.2") is None
     True
@@ -72,7 +73,7 @@ def version_problem(found: str) -> str | None:
 @cache
 def library() -> SimpleNamespace:
     """
-    The parts of Transformer Engine that are used, imported on first use.
+    Import Transformer Engine on first use, and return the parts that the runtime uses.
 
     Raises:
         BackendError: The library is not installed, cannot load, is untested, or lacks a name that
@@ -107,11 +108,11 @@ def library() -> SimpleNamespace:
 
 def refuse_missing(version: str, missing: Sequence[str]) -> None:
     """
-    Refuse a library that lacks required internals.
+    Raise an error if the library lacks required internals.
 
     Args:
         version: The library's version.
-        missing: Names that `qeffect.gpu_runtime.backends.te.internals` did not find.
+        missing: The required names that `qeffect.gpu_runtime.backends.te.internals` did not find.
 
     Raises:
         BackendError: A name is missing; the message lists all missing names.
@@ -124,12 +125,12 @@ def refuse_missing(version: str, missing: Sequence[str]) -> None:
 
 
 def reset_process() -> None:
-    """Forget every registered module of the process, so that a new domain can start."""
+    """Unregister all FP8 modules of the process, so that a new domain can start."""
     library().manager.reset()
 
 
 class LibraryStage(StageBackend, Protocol):
-    """A stage of this library's layers."""
+    """The interface of a stage made of Transformer Engine layers."""
 
     layers: Any
     """The library's layers, in order."""
@@ -141,7 +142,7 @@ class LibraryStage(StageBackend, Protocol):
         ...
 
     def require_warm(self) -> None:
-        """Raise `BackendError` if a module has no FP8 state yet."""
+        """Raise `BackendError` if a module does not have FP8 state yet."""
         ...
 
 
@@ -154,11 +155,12 @@ class TransformerEngineDomain:
         scaling: Delayed, current or block scaling; only delayed scaling has state that depends on
             the order of actions.
         history_length: Entries of each amax history, for delayed scaling.
-        device: The CUDA device; the current one if it is left out or has no index.
-        scales: When scales move, for delayed scaling: ``action`` as the library moves them, at the
-            end of every F and dI; ``epoch`` once an epoch, by `move_scales`. With ``epoch``, the
-            end of an FP8 region and the backward update no scales, and the casts gather each amax
-            into the first entry of its history. Dropout's random numbers follow from layer,
+        device: The CUDA device; the current CUDA device if the argument is left out or has no
+            index.
+        scales: When scales move, for delayed scaling: ``action`` as the library does it, at the end
+            of every F and dI; ``epoch`` once an epoch, by `move_scales`. With ``epoch``, neither
+            the exit of an FP8 context nor the backward updates scales, and casts gather each amax
+            in the first entry of its history. Dropout's random numbers follow from layer,
             microbatch and epoch.
 
     Attributes:
@@ -219,7 +221,7 @@ class TransformerEngineDomain:
 
     @property
     def stages(self) -> tuple[LibraryStage, ...]:
-        """The stages that have joined, in order."""
+        """The stages of the domain, in the order in which they joined."""
         return tuple(self._stages)
 
     def join(self, stage: LibraryStage) -> None:
@@ -239,14 +241,14 @@ class TransformerEngineDomain:
 
     def autocast(self, *, registers: bool = False) -> Any:
         """
-        One outermost FP8 region; leaving it rolls each forward history with a new entry.
+        An outermost FP8 context; its exit rolls each forward history that has a new entry.
 
-        With epoch scales no history rolls: not when the region is left, and not in the backward of
-        its modules.
+        With epoch scales no history rolls, neither at the exit of the context nor in the backward
+        of its modules.
 
         Args:
-            registers: Whether modules without FP8 state run in the region. The library registers
-                their state only in a region that rolls, so this region then rolls even with epoch
+            registers: Whether modules without FP8 state run in the context. The library registers
+                their state only in a context that rolls, so this context then rolls even with epoch
                 scales.
         """
         if self.scales == "epoch" and not registers:
@@ -256,7 +258,8 @@ class TransformerEngineDomain:
     @contextmanager
     def _gathering(self) -> Iterator[None]:
         """
-        A region that the library treats as a region under capture: nothing in it updates scales.
+        An FP8 context in which nothing updates scales, because the library treats it as under
+        capture.
         """
         with self._lib.te.autocast(enabled=True, recipe=self._recipe, _graph=True):
             # Otherwise the first module's backward would update all backward scales.
@@ -265,7 +268,7 @@ class TransformerEngineDomain:
 
     def move_scales(self) -> None:
         """
-        Move the scales of both directions once, as the ends of F and of dI do by default.
+        Move the forward and backward scales once, in the same way as F and dI do by default.
 
         Raises:
             BackendError: The library moves the scales of this domain at every F and dI.
@@ -280,18 +283,21 @@ class TransformerEngineDomain:
 
     @property
     def drops(self) -> bool:
-        """Whether a stage of the domain drops elements."""
+        """Whether a stage of the domain uses dropout."""
         return any(stage.dropout > 0.0 for stage in self._stages)
 
     def begin_forward(self, epoch: int, microbatch: int) -> None:
-        """Name the microbatch of the next F; with epoch scales dropout draws by it."""
+        """
+        Announce the microbatch of the next F; with epoch scales, dropout's random numbers depend on
+        the microbatch.
+        """
         self._microbatch = epoch, microbatch
 
     def drawing(self) -> AbstractContextManager[int | None]:
         """
-        The context of one F, eager or replayed, in which dropout draws at the domain's position.
+        A context around one F, eager or replayed, in which dropout draws at the domain's position.
 
-        Its value is the position at which F begins to draw; None if nothing is dropped, or if
+        The context's value is the position at which F begins to draw; None without dropout, or if
         dropout draws by name (epoch, microbatch and layer).
         """
         if not (self.drops and self._dropping) or self.scales == "epoch":
@@ -300,13 +306,13 @@ class TransformerEngineDomain:
 
     def drawing_layer(self, layer: int) -> AbstractContextManager[None]:
         """
-        The context of one layer's F, in which dropout draws by name under epoch scales.
+        A context around one layer's F, in which dropout draws by name under epoch scales.
 
         Args:
             layer: The layer's number in the model.
 
         Raises:
-            BackendError: The microbatch of this F is unknown.
+            BackendError: The microbatch of this F was not announced by `begin_forward`.
         """
         if not (self.drops and self._dropping) or self.scales != "epoch":
             return nullcontext()
@@ -316,7 +322,7 @@ class TransformerEngineDomain:
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Drop nothing, for an evaluation."""
+        """A context without dropout, for an evaluation."""
         before, self._dropping = self._dropping, False
         layers = [layer for stage in self._stages for layer in stage.layers]
         kept = [layer.hidden_dropout for layer in layers]
@@ -348,7 +354,8 @@ class TransformerEngineDomain:
 
         Raises:
             BackendError: A stage is not warm, a module outside the domain shares the state, or the
-                process-wide skip flag exists, which would override every F's refresh flag.
+                library's process-wide flag to skip weight updates exists, which would override the
+                refresh flag of every F.
         """
         for stage in self._stages:
             stage.require_warm()
@@ -381,8 +388,8 @@ class TransformerEngineDomain:
 
     def extra_state(self) -> Mapping[str, Tensor]:
         """
-        Global amax buffers that do not alias a module's history, and the position of dropout's
-        random numbers if a stage drops elements and draws by position.
+        Return the global amax buffers that do not alias a module's history. If a stage's dropout
+        draws by position, also return this position.
         """
         covered = {
             tensor.untyped_storage().data_ptr()
@@ -402,8 +409,8 @@ class TransformerEngineDomain:
 
     def capture_obstacles(self) -> tuple[str, ...]:
         """
-        Why the domain cannot be captured: its CUDA device is missing or not the current device, or
-        dropout draws by name, which a graph cannot do.
+        Return why the domain cannot be captured: its CUDA device is missing or not the current
+        device, or dropout draws by name, which a graph cannot do.
         """
         named = (
             "dropout under scales='epoch' draws by layer, microbatch and epoch, but a graph draws "
@@ -424,7 +431,7 @@ class TransformerEngineDomain:
         return ()
 
     def environment(self) -> Mapping[str, str]:
-        """Versions, the device, and the settings that affect results."""
+        """Return the versions, the device, and the settings that affect results."""
         return {
             "torch": torch.__version__,
             "transformer_engine": self._lib.version,
@@ -437,8 +444,8 @@ class TransformerEngineDomain:
 
     def recipe(self) -> Mapping[str, Any]:
         """
-        The recipe as plain data. If scales do not move at every F and dI, the recipe also says when
-        they move.
+        Return the recipe as plain data. With epoch scales, the recipe also says when the scales
+        move.
         """
         if self.scaling != "delayed":
             return {"recipe": type(self._recipe).__name__}

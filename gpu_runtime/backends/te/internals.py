@@ -1,11 +1,11 @@
 """
-Every name of Transformer Engine that the runtime uses, and checks for missing names.
+All names of Transformer Engine that the runtime uses, and checks for missing names.
 
 Most names are private: a later version may rename or drop a name without notice. Each name is
 checked as early as possible: at import, in a new layer, or after its first F. A version that lacks
 names is then refused with a list of them, instead of failing in the middle of a step. The README's
-table of internals has the same names. Importing this module does not import the library; the checks
-load its modules.
+table of internals lists the same names. Importing this module does not import the library; the
+checks load its modules.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ STORES = (
 @frozen
 class ImportedName:
     """
-    A name that is checked when the library is imported.
+    A name of the library that is checked at its import.
 
     Args:
-        module: The module that holds it.
-        path: The name there, with dots for attributes.
-        parameters: The function's parameters that the runtime passes.
+        module: The module that contains the name.
+        path: The name within the module, with dots for attributes.
+        parameters: If the name is a function, its parameters that the runtime passes.
     """
 
     module: str
@@ -59,18 +59,18 @@ class ImportedName:
 
     @property
     def name(self) -> str:
-        """The full name."""
+        """The full name: the module and the path."""
         return f"{self.module}.{self.path}"
 
 
 @frozen
 class MemberName:
     """
-    A name that is checked in the modules of a layer.
+    An attribute that is checked in a new layer or its submodules.
 
     Args:
-        name: The attribute.
-        paths: The submodules of a layer that have it; empty for the layer itself.
+        name: Name of the attribute.
+        paths: The submodules of a layer that must have the attribute; empty for the layer itself.
     """
 
     name: str
@@ -179,14 +179,14 @@ def missing_imports(
     reached: Sequence[ImportedName] = IMPORTED, load: Callable[[str], Any] = import_module
 ) -> list[str]:
     """
-    Names that an installed library lacks.
+    Return the names that the installed library lacks.
 
     Args:
         reached: The names to check.
-        load: Imports a module.
+        load: Function that imports a module.
 
     Returns:
-        Full names; `name(parameter=)` for a name that exists but lacks a parameter.
+        The missing full names; `name(parameter=)` for a function that exists but lacks a parameter.
     """
     found: list[str] = []
     for one in reached:
@@ -210,7 +210,7 @@ def _not_taken(function: Any, parameters: Sequence[str]) -> Iterator[str]:
 
 
 def missing_members(layer: torch.nn.Module) -> list[str]:
-    """Submodules and attributes that a new layer lacks, by path."""
+    """Return the submodules and attributes that a new layer lacks, by path."""
     found: list[str] = []
     held: dict[str, Any] = {_WHOLE: layer}
     for path in _ALL:
@@ -235,7 +235,7 @@ def missing_in_head(head: torch.nn.Module) -> list[str]:
 
 def missing_state(layer: torch.nn.Module, *, delayed: bool) -> list[str]:
     """
-    Names that a layer lacks after its first F under FP8 with weight caching.
+    Return the names that a layer lacks after its first F under FP8 with weight caching.
 
     Args:
         layer: The layer, with every member of `LAYER`.

@@ -1,14 +1,14 @@
 """
-Operands of one weight-gradient product over the tokens of several microbatches.
+Join the operands of several microbatches, so that one product computes their weight gradient.
 
-With scales that move once a step, a matrix's deferred products have operands of the same scales,
-and one product over all tokens replaces them. The library's FP8 product reads transposes of
-`[features, tokens]`. So the joined operand is one matrix that holds the transposes side by side, in
-the order of the microbatches.
+With scales that move once a step, the operands of a matrix's deferred products have the same
+scales, and one product over all tokens replaces these products. The library's FP8 product reads
+transposes of `[features, tokens]`. So a joined operand is one matrix with the transposes side by
+side, in the order of the microbatches.
 
 This module does not import the library. It recognizes a quantized operand by the name of its
 storage class, and builds the joined operand from the first operand's own metadata: the scale, the
-FP8 type and the quantizer are those of the first microbatch.
+FP8 type and the quantizer of the first microbatch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from ..protocol import BackendError
 __all__ = ["join"]
 
 STORAGE = "Float8TensorStorage"
-"""The library's class of tensors with one scale: the class of each operand, or a base of it."""
+"""Name of the library's class of tensors with one scale: the class of each operand, or its base
+class.
+"""
 
 
 def join(operands: Sequence[Sequence[Any]]) -> list[Any]:
@@ -36,7 +38,7 @@ def join(operands: Sequence[Sequence[Any]]) -> list[Any]:
             lists have the same scale.
 
     Returns:
-        The joined operands: the tokens of all microbatches, one microbatch behind the other.
+        The joined operands: the tokens of all microbatches, one microbatch after the other.
 
     Raises:
         BackendError: Operands at one position have different kinds, FP8 types or features, or the
@@ -60,7 +62,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _storage_of(operand: Any) -> Any:
-    """The library's storage class of a quantized operand; None for a plain tensor."""
+    """Return the library's storage class of a quantized operand; None for a plain tensor."""
     for base in type(operand).__mro__:
         if base.__name__ == STORAGE:
             return base
@@ -92,7 +94,7 @@ def _joined_quantized(storage: Any, parts: Sequence[Any]) -> Any:
 def _with(
     storage: Any, like: Any, *, rows: Tensor | None = None, transpose: Tensor | None = None
 ) -> Any:
-    """An operand with other bytes, and with the scale, type and quantizer of another operand."""
+    """Make an operand from new bytes, with the scale, type and quantizer of the operand `like`."""
     return storage(**{**like.get_metadata(), "data": rows, "data_transpose": transpose})
 
 
@@ -101,17 +103,20 @@ def _is_transposed(operand: Any) -> bool:
 
 
 def _rows(operand: Any) -> Tensor | None:
-    """An operand's bytes by row, `[tokens, features]`; None if the library has dropped them."""
+    """
+    Return an operand's bytes by row, `[tokens, features]`; None if the library has dropped these
+    bytes.
+    """
     data: Tensor | None = operand._data
     return None if data is None else data.reshape(-1, data.shape[-1])
 
 
 def _transpose(storage: Any, operand: Any) -> Tensor:
     """
-    An operand's transpose, `[features, tokens]`.
+    Return an operand's transpose, `[features, tokens]`.
 
-    A missing transpose is made in a copy: the operand stays on its tape, where memory of one
-    graph's capture must not be read by another graph.
+    A missing transpose is made in a copy of the operand. The operand itself stays on its tape,
+    where another graph must not read memory of this graph's capture.
     """
     if not _is_transposed(operand):
         rows = _rows(operand)
@@ -132,7 +137,7 @@ def _transpose(storage: Any, operand: Any) -> Tensor:
 
 
 def _side_by_side(blocks: Sequence[Tensor]) -> Tensor:
-    """Write matrices of bytes with equally many rows into one new matrix."""
+    """Write matrices of bytes with the same number of rows side by side into a new matrix."""
     if len({block.shape[0] for block in blocks}) != 1:
         raise BackendError(
             f"the operands of one dW have {[block.shape[0] for block in blocks]} features; "

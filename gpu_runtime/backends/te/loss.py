@@ -1,4 +1,4 @@
-"""The mean cross entropy of logits by Transformer Engine's kernels."""
+"""The mean cross entropy of logits, computed by Transformer Engine's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["mean_cross_entropy"]
 
 @cache
 def _in_graphs(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The library's function as a mean that a graph may hold."""
+    """Wrap the library's function so that it returns the mean and can be captured in a graph."""
     # 2.18 has to be told of graphs; 2.20 has not, and warns of the option.
     told = "overwrite_input" not in inspect.signature(function).parameters
     return partial(function, reduce_loss=True, **({"is_cg_capturable": True} if told else {}))
@@ -23,10 +23,12 @@ def _in_graphs(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Te
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """
-    Mean negative log likelihood of a microbatch, in fp32; the gradient may be taken only once.
+    Compute the mean negative log likelihood of a microbatch, in fp32; only one backward is
+    possible.
 
     Args:
-        logits: bf16 or fp32, the vocabulary last; F keeps them as they are.
+        logits: A bf16 or fp32 tensor, with the vocabulary as last dimension; F does not change the
+            logits.
         targets: The token that follows each position, int64; -100 leaves a position out.
     """
     mean = _in_graphs(library().te.parallel_cross_entropy)

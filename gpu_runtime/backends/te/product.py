@@ -1,5 +1,5 @@
 """
-The library's product of a weight gradient over operands with fixed scales, for tests and reports.
+Transformer Engine's weight-gradient product for operands with fixed scales, for tests and reports.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _SCALES = {"kFloat8E4M3": 64.0, "kFloat8E5M2": 4096.0}
 
 def quantized(value: Tensor, kind: str, *, factor: float = 1.0) -> Any:
     """
-    Quantize a tensor with a fixed scale, as rows and as the transpose.
+    Quantize a tensor with a fixed scale, both by rows and as the transpose.
 
     Args:
         value: The tensor, on a CUDA device.
         kind: The library's name of the FP8 type: ``kFloat8E4M3`` or ``kFloat8E5M2``.
         factor: The scale divided by a power of two. With factor 1, scaling a product does not round
-            it.
+            the product.
     """
     library()  # the extension module can be imported only after the library
     import transformer_engine_torch as tex  # type: ignore[import-not-found,unused-ignore]
@@ -42,12 +42,12 @@ def quantized(value: Tensor, kind: str, *, factor: float = 1.0) -> Any:
 
 def quantized_operands(tokens: int, rows: int, width: int, *, seed: int) -> tuple[Any, Any]:
     """
-    Draw an input and an output gradient of one microbatch, quantized.
+    Draw and quantize a random input and output gradient of one microbatch.
 
     Args:
-        tokens: Rows of both.
-        rows: Columns of the output gradient: rows of the weight.
-        width: Columns of the input, and of the weight.
+        tokens: Number of rows of the input and of the output gradient.
+        rows: Number of columns of the output gradient, which is the number of rows of the weight.
+        width: Number of columns of the input and of the weight.
         seed: Seed of the values.
     """
     device = torch.device("cuda", torch.cuda.current_device())
@@ -63,8 +63,8 @@ def wgrad(operands: Sequence[Any], out: Tensor, *, accumulate: bool) -> Tensor:
 
     Args:
         operands: The input and the output gradient, quantized.
-        out: Where to write it, `[rows, width]`.
-        accumulate: Whether to add to it.
+        out: The tensor to write the gradient into, `[rows, width]`.
+        accumulate: Whether to add to `out` instead of overwriting it.
     """
     library()
     from transformer_engine.pytorch.cpp_extensions import general_gemm

@@ -1,5 +1,5 @@
 """
-A self-test of Transformer Engine behind the backend protocol, for `qeffect runtime doctor`.
+A self-test of the Transformer Engine backend, for `qeffect runtime doctor`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ __all__ = ["check_backend"]
 
 def check_backend(device: torch.device | str = "cuda") -> None:
     """
-    Run refresh, F, dI and dW of one small layer, eager, and forget the layer afterwards.
+    Run refresh, F, dI and dW of one small layer eagerly, and unregister the layer afterwards.
 
-    The test finds what a check of names cannot find: a library that has every name but gives one of
-    them another meaning. FP8 state of this process is reset.
+    The test also finds a library that has every required name but gives a name another meaning; a
+    check of names cannot find this. The FP8 state of this process is reset.
 
     Args:
         device: Where to run; by default the current CUDA device.
 
     Raises:
-        BackendError: FP8 modules are registered in this process already, or the library lacks or
+        BackendError: FP8 modules are already registered in this process, or the library lacks or
             changed a name that the runtime uses; the message says which.
     """
     # 128 tokens: the library's fused attention backward is wrong below.

@@ -1,10 +1,10 @@
 """
-One pipeline stage of Transformer Engine layers behind the backend protocol.
+One pipeline stage of Transformer Engine layers, as a backend of the runtime.
 
-These facts about versions 2.18 to 2.20 shape the stage: stores of deferred work are read at F and
-filled at dI; `main_grad` is read at dI; F under autocast rolls scales even when it raises; weight
-caches are the modules' `_fp8_workspaces`, which are silently re-created if they do not fit, so
-their addresses are checked.
+The stage depends on these facts about versions 2.18 to 2.20. The library reads a module's store of
+deferred work at F, and fills the store at dI. It reads `main_grad` at dI. An F under autocast rolls
+scales even when F raises. Weight caches are the modules' `_fp8_workspaces`; the library silently
+re-creates a cache that does not fit, so the runtime checks their addresses.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ class TransformerEngineStage:
 
     Args:
         index: The stage's index in the pipeline.
-        domain: Its state domain; the stage joins it.
+        domain: The stage's state domain; the new stage joins this domain.
         config: Dimensions of every layer.
         num_layers: Number of layers in the stage.
-        fuse_wgrad_accumulation: Give destinations to the library as `main_grad` at dI; fused QKV
-            only. If False, destinations are bound at dW, as split QKV needs.
+        fuse_wgrad_accumulation: Whether the library gets the destinations as `main_grad` at dI;
+            possible only with fused QKV. If False, destinations are bound at dW, as split QKV
+            needs.
         first: Whether the stage takes data, and therefore has no input gradient.
         loss: On a last stage, maps the hidden states (the logits if the stage has a head) and the
             stage's further inputs to a scalar.
@@ -75,11 +76,12 @@ class TransformerEngineStage:
         ends: The ends of a language model (embedding, head) that the stage has; None for a stage of
             layers alone. The head, with the final norm, is one `LayerNormLinear` of the library, or
             a `SplitHead`.
-        first_layer: Number of the model's layers before the stage's own. Each layer then has its
-            own seed. None takes the number from `ends`; without `ends` the whole stage has one
+        first_layer: Number of the model's layers in earlier stages. Each layer then has its own
+            seed. None takes the number from `ends`; if `ends` is None too, the whole stage has one
             seed.
         dropout: Probability with which each layer drops elements of its two residual branches; the
-            library's attention drops nothing. The domain says where to draw (`device_numbers`).
+            library's attention uses no dropout. The domain sets the generator's position
+            (`device_numbers`).
 
     Raises:
         ValueError: The probability of dropout is not in [0, 1).
@@ -211,7 +213,7 @@ class TransformerEngineStage:
 
     @property
     def relations(self) -> frozenset[str]:
-        """All relations; without `order` for recipes other than delayed scaling."""
+        """All of the contract's relations; recipes other than delayed scaling leave out `order`."""
         unused = set() if self.domain.scaling == "delayed" else {"order"}
         return frozenset(RELATIONS) - unused
 
@@ -219,8 +221,8 @@ class TransformerEngineStage:
     def reports(self) -> Reports:
         """
         The stage reports the factor that weighted the loss, and the positions at which F draws
-        random numbers. Casts and scaling updates are not reported: the library decides about them
-        in its own modules.
+        random numbers. The stage does not report casts and scaling updates, because the library's
+        own modules decide about them.
         """
         draws = self.dropout > 0.0 and len(self.layers) > 0
         return Reports(
@@ -231,7 +233,9 @@ class TransformerEngineStage:
 
     @property
     def groups_wgrads(self) -> bool:
-        """Whether one dW can take several tapes: only if the scales stay equal until the update."""
+        """
+        Whether one dW can take several tapes: only with scales that stay the same until the update.
+        """
         return self.domain.scaling == "delayed" and self.domain.scales == "epoch"
 
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
@@ -241,7 +245,7 @@ class TransformerEngineStage:
                 yield name, module
 
     def new_tape(self, slot: int) -> Tape:
-        """A tape with its own stores."""
+        """Make a tape with its own stores."""
         last = () if self.split_head is None else (deque[Any](),)
         return Tape(slot, (*(self._lib.WeightGradStore(True) for _ in self._holders), *last))
 
@@ -273,7 +277,7 @@ class TransformerEngineStage:
 
     def warm(self) -> None:
         """
-        Run one F that creates FP8 state and caches; numerical state moves.
+        Run one F, which creates FP8 state and caches and changes the numerical state.
 
         Raises:
             BackendError: F did not create state or caches, or created them under unknown names.
@@ -288,10 +292,11 @@ class TransformerEngineStage:
 
     def require_warm(self) -> None:
         """
-        Check that state and caches exist.
+        Check that FP8 state and weight caches exist.
 
         Raises:
-            BackendError: They are missing: the first use would create them inside a captured graph.
+            BackendError: FP8 state or caches are missing; the first use would create them inside a
+                captured graph.
         """
         cached = len(list(self._caches()))
         expected = len(self.units) - (self.split_head is not None)
@@ -303,7 +308,7 @@ class TransformerEngineStage:
             )
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """F over cached weights, with the tape's stores in place."""
+        """Run F with cached weights, and with the tape's stores in the modules."""
         self._install(tape.stores)
         tape.inputs = tuple(inputs)
         with self.domain.drawing() as begun:
@@ -314,7 +319,7 @@ class TransformerEngineStage:
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
         """
-        Set the gradient destinations; must precede dI, where the library reads `main_grad`.
+        Set the gradient destinations; must come before dI, where the library reads `main_grad`.
 
         Raises:
             BackendError: A unit has no destination, or the stage needs destinations but got None.
@@ -334,11 +339,11 @@ class TransformerEngineStage:
             matrix.parameter.main_grad = destinations[unit.name]  # type: ignore[attr-defined]
 
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
-        """dI; deferred products move from the stores onto the tape."""
+        """Run dI, and move the deferred products from the stores onto the tape."""
         if not tape.outputs:
             raise BackendError(
-                f"slot {tape.slot} of stage {self.index} holds no forward's outputs; run F of this "
-                "tape before its dI"
+                f"slot {tape.slot} of stage {self.index} holds no outputs of a forward; run F of "
+                "this tape before its dI"
             )
         self._install(tape.stores)
         if self.fuse:
@@ -372,7 +377,7 @@ class TransformerEngineStage:
         joining: Collection[str] = (),
         others: Sequence[Tape] = (),
     ) -> Wgrads:
-        """dW: run every retained product once, into its destination or the library's memory."""
+        """Run dW: each retained product once, into its destination or the library's memory."""
         by_unit: dict[str, Tensor] = {}
         adds = Accumulation(accumulate, joining)
         with torch.no_grad():
@@ -409,7 +414,7 @@ class TransformerEngineStage:
                 yield f"{path}.{name}", workspace, weight
 
     def refresh_cache(self) -> None:
-        """Quantize every weight into its workspace again, in place."""
+        """Quantize every weight again, in place, into its cache (the library's workspace)."""
         with torch.no_grad():
             for _, workspace, weight in self._caches():
                 workspace.quantize_(weight)
@@ -427,7 +432,7 @@ class TransformerEngineStage:
         return self._refreshed_at == self._versions()
 
     def cached_weights(self) -> Mapping[str, Tensor]:
-        """FP8 data, transposes and scales of every cached weight."""
+        """Return the FP8 data, transposes and scales of every cached weight."""
         return {
             f"{name}.{key}": value
             for name, workspace, _ in self._caches()
@@ -436,7 +441,7 @@ class TransformerEngineStage:
         }
 
     def numerical_state(self) -> Mapping[str, Tensor]:
-        """Histories and scales of every module; empty for recipes without state."""
+        """Return the histories and scales of every module; empty for recipes without state."""
         state: dict[str, Tensor] = {}
         for name, module in self.fp8_modules():
             for way, key in _DIRECTIONS:
@@ -448,7 +453,7 @@ class TransformerEngineStage:
         return state
 
     def addresses(self) -> Mapping[str, int]:
-        """Parameters, numerical state and caches, by kind and name."""
+        """Return the addresses of parameters, numerical state and caches, by kind and name."""
         kinds: dict[str, Mapping[str, Tensor]] = {
             "parameter": dict(self.root.named_parameters()),
             "state": self.numerical_state(),
@@ -461,7 +466,10 @@ class TransformerEngineStage:
         }
 
     def address_probe(self) -> Callable[[], Sequence[int]]:
-        """A probe of the module tree, and of its modules' current FP8 state and workspaces."""
+        """
+        Prepare a cheap check of the module tree, and of its modules' current FP8 state and
+        workspaces.
+        """
         tree = module_probe(self.root)
         modules: list[Any] = list(self.root.modules())
         stateful = [module for module in modules if hasattr(module, "fp8_meta")]
@@ -490,8 +498,8 @@ class TransformerEngineStage:
 
     def capture_obstacles(self) -> tuple[str, ...]:
         """
-        Why this stage cannot be captured: modes in which a graph would replay host decisions or
-        streams of another library.
+        Return why this stage cannot be captured: modes in which a graph would replay decisions of
+        the host, or streams of another library.
         """
         found = []
         for name, module in self.root.named_modules():
@@ -504,7 +512,7 @@ class TransformerEngineStage:
         return tuple(found)
 
     def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
-        """F of the library's full backward with weight caching."""
+        """Run F for the library's full backward, with weight caching."""
         self._install(self._off)
         if self.split_head is not None:
             self.split_head.overwrite = first

@@ -1,3 +1,3 @@
 """
-The commands of the laboratory; `qeffect.gpu_runtime.commands` names them.
+The commands of the measurement laboratory (`lab`); `qeffect.gpu_runtime.commands` lists them.
 """

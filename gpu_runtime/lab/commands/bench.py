@@ -1,5 +1,6 @@
 """
-``qeffect runtime report bench``: the step, memory and sweep tables as a JSON report.
+``qeffect runtime report bench``: measure the step, memory and sweep tables and write them as a JSON
+report.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="length of each amax history, in entries (default 1024)",
     )
-    parser.add_argument("--quick", action="store_true", help="trial run of 2 rounds of 5 steps")
+    parser.add_argument(
+        "--quick", action="store_true", help="short trial run: 2 rounds of 5 steps each"
+    )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
@@ -112,10 +115,11 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure and report; the outcome is `refused` if a column (one variant of the step) failed.
+    Measure all columns and write the report; the outcome is `refused` if a column (one variant of
+    the step) failed.
 
     Raises:
-        UnusableError: This machine cannot measure.
+        UnusableError: This machine cannot run the measurement, or an option is invalid.
     """
     _refuse_unused(args)
     settings = settings_of(args)
@@ -142,7 +146,7 @@ def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
-    """Refuse options that only the other table has."""
+    """Refuse an option that the chosen table (step or sweep) does not use."""
     if args.table == "sweep":
         refuse_unused(args, ["--no-profile"], "the sweep runs no steps under the profiler")
     else:
@@ -156,7 +160,7 @@ def _refuse_unused(args: argparse.Namespace) -> None:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """Errors of columns that failed."""
+    """The error messages of the columns that failed."""
     return [
         column["error"]
         for cell in report["raw"]["cells"]

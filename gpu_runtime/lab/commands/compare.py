@@ -66,8 +66,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=SIDES,
         help="sides to run (default: all). native: Transformer Engine's own full backward. "
-        "native-again: the same a second time. eager and captured: the guarded runtime without and "
-        "with CUDA graphs. disturbed: the guarded runtime with injected faults",
+        "native-again: the native side a second time. eager and captured: the guarded "
+        "runtime without and with CUDA graphs. disturbed: the guarded runtime with "
+        "injected faults",
     )
     parser.add_argument(
         "--device",
@@ -81,11 +82,11 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Compare and report; the outcome is `refused` if a bit differs, a side failed, or a case had
-    fewer than two sides.
+    Compare all cases and write the report; the outcome is `refused` if a bit differs, a side
+    failed, or a case had fewer than two sides (implementations) to compare.
 
     Raises:
-        UnusableError: The request cannot be run here.
+        UnusableError: This machine cannot run what the options request.
     """
     cases = _cases_of(args)
     if args.device == "cuda":
@@ -188,8 +189,8 @@ def compare_cases(
 
 def _compare_recordings(case: Case, recordings: Mapping[str, Recording]) -> list[dict[str, Any]]:
     """
-    Compare the sides of one case with their reference: native or, if there is no native side, split
-    eager.
+    Compare the sides of one case with their reference. The reference is the native side or, without
+    a native side, the eager guarded side.
     """
     reference = "native" if "native" in recordings else "eager"
     if reference not in recordings:
@@ -225,7 +226,10 @@ def _compare_recordings(case: Case, recordings: Mapping[str, Recording]) -> list
 def _serve(
     pipe: Any, side: str, backend: str, device: str, cases: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Run one side of every case; the library keeps one FP8 state per process."""
+    """
+    Run one side of every case in this process, because Transformer Engine keeps only one FP8 state
+    per process.
+    """
     # Results on a CPU depend on the number of threads; with a GPU more threads only interfere.
     torch.set_num_threads(1)
     for data in cases:

@@ -92,7 +92,7 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     the same schedule, seed and head differ.
 
     Raises:
-        UnusableError: These processes cannot make the runs, or the reports do not fit together.
+        UnusableError: These processes cannot train the runs, or the reports cannot be merged.
     """
     require_place(args.out)
     if args.merge is None:
@@ -106,7 +106,8 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     report.save()
     what = f"{len(args.merge)} reports in one"
     return _outcome(
-        report, what + "; NOT complete: a merged report is incomplete" * (not report.complete)
+        report,
+        what + "; NOT complete: one of the merged reports is incomplete" * (not report.complete),
     )
 
 
@@ -266,7 +267,7 @@ def merge_reports(paths: Sequence[Path]) -> Report:
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields in which parts must agree, by name."""
+    """The fields that must be equal in all merged reports, by name."""
     found = {name: part["environment"].get(name) for name in _ALIKE}
     for name, value in part["configuration"].items():
         if isinstance(value, dict):

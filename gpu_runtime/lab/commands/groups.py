@@ -2,12 +2,13 @@
 ``qeffect runtime report groups``: measure steps that compute the weight gradients of several
 microbatches as one matrix product.
 
-On a GPU every step is one launch; on a CPU steps are eager. Each combination of cell (layer size
-and number of microbatches), schedule and type of gradient destinations has several rows. The first
-row has today's defaults: scales that move at every action, and no groups. The next rows have scales
-that move once per step, one row for each group size. The last row has today's defaults again. After
-its first steps, a row with groups records one digest of all ranks' parameters, moments and scales;
-`--digests` chooses the cells of such rows. The report is written after every row.
+On a GPU the host launches every step as one CUDA graph; on a CPU steps are eager. Each combination
+of cell (layer size and number of microbatches), schedule and type of gradient destinations has
+several rows. The first row has the defaults: scales that move at every action, and no groups. The
+next rows have scales that move once per step, with one row for each group size (microbatches per
+product). The last row repeats the defaults. After its first steps, a row with groups records one
+digest of all ranks' parameters, moments and scales; `--digests` chooses the cells in which digests
+are recorded. The report is written after every row.
 """
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ def add_groups_arguments(parser: argparse.ArgumentParser) -> None:
     for option, known, usual, text in (
         ("--cells", tuple(CELLS), _USUAL, "cells to measure"),
         ("--schedules", SCHEDULES, SCHEDULES, "schedules to measure"),
-        ("--dtypes", tuple(DTYPES), tuple(DTYPES), "types of gradient destinations"),
+        (
+            "--dtypes",
+            tuple(DTYPES),
+            tuple(DTYPES),
+            "data types of the accumulated weight gradients",
+        ),
     ):
         parser.add_argument(
             option,
@@ -66,8 +72,8 @@ def add_groups_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[],
         metavar="N",
-        help="numbers of microbatches per product; each cell skips the numbers that do not divide "
-        "its microbatches (default: every power of two that divides its microbatches)",
+        help="numbers of microbatches per weight-gradient product; a cell with M microbatches "
+        "skips numbers that do not divide M (default: every power of two that divides M)",
     )
     parser.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="rounds per row (default 3)"
@@ -186,7 +192,7 @@ def _run(args: argparse.Namespace, rows: Sequence[GroupRow], progress: Progress)
 
 
 def _measure(args: argparse.Namespace, rows: Sequence[GroupRow], findings: Findings) -> None:
-    """Measure each cell's products, then every row, on one rank."""
+    """Measure each cell's matrix products, then every row; each rank calls this function."""
     member = join(args.device)
     if args.device == "cuda":
         for cell in args.cells:

@@ -3,8 +3,8 @@
 
 One process runs a whole pipeline of two small stages on the CPU. Steps with and without the guard
 alternate, so that all figures come from one run. The thread's processor time is measured, not wall
-time, and each figure is a median. Other work on the machine still raises the figures, because it
-uses the caches too. In that case, rely only on the ratios.
+time, and each figure is a median. Other processes on the machine still raise the figures, because
+they use the same caches. On a busy machine, rely only on the ratios.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ class Price:
     The cost of the guard under one schedule.
 
     Args:
-        schedule: torch's class.
-        actions: Actions per step: entries of the rank's row in the table, or F and B of GPipe's
-            loop.
+        schedule: Name of torch's schedule class.
+        actions: Number of actions per step: the entries of the rank's row in the schedule table, or
+            the F and B actions of GPipe's loop.
         torch_us: Host time of torch's loop with tiny stages, in microseconds per action.
         guard_us: Host time that the guard adds, in microseconds per action.
         update_us: Host time that the guard adds with `follow_optimizer` and two runs of the
             schedule per update, in microseconds per action.
-        kernel_us: Host time in which the contract alone checks and commits an F, in microseconds.
+        kernel_us: Host time, in microseconds, that the contract alone takes to check and commit a
+            forward action (F).
     """
 
     schedule: str
@@ -90,7 +91,7 @@ def add_guards_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_guards(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure in a process group of this process alone, and print a line per schedule.
+    Measure in a process group with this process as its only rank, and print a line per schedule.
 
     Raises:
         UnusableError: The number of rounds is not positive.
@@ -108,8 +109,8 @@ def measure(rounds: int = 60) -> list[Price]:
     Measure each schedule; a process group of one rank must exist.
 
     Args:
-        rounds: Number of times that steps without and with the guard are timed; a figure is a
-            median over them.
+        rounds: Number of rounds, each of which times steps without and with the guard; each figure
+            is the median over the rounds.
     """
     collects = gc.isenabled()
     gc.disable()  # as trainers do, which collect at steps of their own
@@ -138,7 +139,10 @@ def _price(name: str, rounds: int, kernel_us: float) -> Price:
 
 
 class _Run:
-    """Two small stages (one under a class for one stage), and an update after every two steps."""
+    """
+    A pipeline of two small stages (of one stage under GPipe), with an optimizer update after every
+    two steps.
+    """
 
     def __init__(self, name: str) -> None:
         from torch.distributed.pipelining import PipelineStage, schedules
@@ -165,7 +169,10 @@ class _Run:
 
 
 def _kernel(rounds: int) -> float:
-    """Measure the check and commit of an F by a contract that has the guard's relations."""
+    """
+    Measure how long a contract with the guard's relations takes to check and commit a forward
+    action (F).
+    """
     contract = Contract([StageConfig(0, microbatches=8, slots=8)], omit=UNUSED)
     times = []
     for epoch in range(max(rounds, 20)):
@@ -191,7 +198,8 @@ def _seconds(work: Callable[[], object]) -> float:
 @contextmanager
 def _alone() -> Iterator[None]:
     """
-    A context with a process group of this process alone and one thread; both are undone afterwards.
+    A context with a single-rank process group and a single torch thread; both are undone
+    afterwards.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

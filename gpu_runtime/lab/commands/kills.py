@@ -3,12 +3,12 @@
 bit.
 
 The command trains a small language model over two ranks with ``torchrun ... qeffect runtime train
---resume``. In each start except the last, one process is killed (SIGKILL). Usually this process is
-a rank, during its start, a resume, a step, an evaluation or a save. Sometimes the killed process is
+--resume``. In each start except the last, one process is killed (SIGKILL). Usually the killed
+process is a rank that starts, resumes, steps, evaluates or saves. Sometimes the killed process is
 torchrun's agent, while a rank steps, evaluates or saves. Once every process has ended, the next
 start resumes from the newest checkpoint. At the end, the last checkpoint and every loss of the log
 are compared with an undisturbed run, bit for bit. The checkpoint holds weights, moments, master
-weights, scales, histories and random states.
+weights, FP8 scales, amax histories and random states.
 """
 
 from __future__ import annotations
@@ -132,10 +132,12 @@ def add_kills_arguments(parser: argparse.ArgumentParser) -> None:
 
 def drawn_kills(count: int, runs: int, seed: int) -> list[list[Kill]]:
     """
-    Choose at random, for each run, which processes are killed and where; `Kill.folder` stays empty.
+    Choose at random, for each run, which processes are killed and where; The field `Kill.folder`
+    stays empty.
 
-    Every place is chosen once before a place is chosen again. The first kill of a run comes late
-    enough that the killed start leaves a checkpoint.
+    Every place (kind of moment at which a process is killed) is chosen once before any place is
+    chosen a second time. The first kill of a run comes late enough that the killed start leaves a
+    checkpoint.
 
     Args:
         count: Number of kills, over all runs.
@@ -254,7 +256,7 @@ def _require(args: argparse.Namespace) -> None:
 
 
 def _mode(args: argparse.Namespace) -> str:
-    """The mode in which steps run."""
+    """How steps run: `eager`, `replays` or `one launch`."""
     return "one launch" if args.one_launch else "eager" if args.device == "cpu" else "replays"
 
 
@@ -265,12 +267,12 @@ def _said(row: Mapping[str, Any]) -> str:
 
 class _Run:
     """
-    One run and its starts.
+    One training run, and the starts of its processes.
 
     Args:
         folder: A new folder for the run.
         args: The options of the command.
-        steps: Steps of the run.
+        steps: Number of training steps of the run.
     """
 
     def __init__(self, folder: Path, args: argparse.Namespace, steps: int) -> None:
@@ -327,7 +329,7 @@ class _Run:
 
     def left_alone(self) -> None:
         """
-        Start the run and wait for its last step.
+        Start the run without a kill, and wait for its last step.
 
         Raises:
             UnusableError: The run did not end with exit code 0.
@@ -413,7 +415,7 @@ class _Run:
 
 
 def _running(place: Path) -> Iterator[int]:
-    """The ranks of a start that still run."""
+    """The process ids of a start's ranks that are still running."""
     for path in place.glob("rank*.pid"):
         with contextlib.suppress(OSError, ValueError):
             process = int(path.read_text())
@@ -423,7 +425,9 @@ def _running(place: Path) -> Iterator[int]:
 
 
 def _cause(path: Path) -> str | None:
-    """The ranks' reported cause of the end, in a line; None if no rank was left to report."""
+    """
+    The cause of the end as the ranks reported it, in a line; None if no rank survived to report.
+    """
     lines = path.read_text(errors="replace").splitlines()
     for mark in ("Every rank stopped: ", "qeffect: "):
         for line in lines:
@@ -442,9 +446,9 @@ def compare_runs(whole: Path, other: Path, steps: int) -> dict[str, Any]:
         steps: Number of steps of each run.
 
     Returns:
-        The numbers of distinct tensors, losses and held-out losses; the names of those that differ
-        or are missing in one run; and the number of comparisons. A restarted step has several
-        losses.
+        The numbers of distinct tensors, losses and held-out losses; the names of values that differ
+        or are missing in one run; and the number of comparisons. A step that was restarted has
+        several losses.
 
     Raises:
         BackendError: The last checkpoint of a run is missing or incomplete.
@@ -486,7 +490,9 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _logged(path: Path, key: str) -> dict[int, list[float]]:
-    """The numbers of a log, by step; a restarted step has several."""
+    """
+    The values that a log has under a key, by step; a step that was restarted has several values.
+    """
     found: dict[int, list[float]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
         if key in line:

@@ -4,8 +4,8 @@
 The native rows run torch's Interleaved 1F1B with full backwards. The model is cut into stages by
 the measured times of a layer, the embedding and the head. These times are measured before the first
 row of each cell (model, sequence length and microbatches). Modes of Megatron-core (``--megatron``)
-train the same models with the same cut, each in processes of its own. The report is written after
-every row.
+train the same models with the same cut, and each mode runs in its own processes. The report is
+written after every row.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         "--main-grad",
         choices=tuple(MAIN_GRADS),
         default="bf16",
-        help="type of accumulated gradients; fp32 has fp32 master weights too. Native always "
-        "accumulates in bf16, so its bits are compared with bf16 only (default bf16)",
+        help="data type of accumulated gradients; fp32 also selects fp32 master weights. Native "
+        "always accumulates in bf16, so its bits are compared with bf16 only (default bf16)",
     )
     parser.add_argument(
         "--megatron",
@@ -138,10 +138,11 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _require_size(args: argparse.Namespace) -> None:
     """
-    Refuse the model that is for a CPU on a GPU, where its one launch ends in an allocator's error.
+    Refuse the CPU-only model `tiny` on a GPU, where its capture as one graph fails with an
+    allocator error.
 
     Raises:
-        UnusableError: The model `tiny` is asked for on a GPU.
+        UnusableError: The options select the model `tiny` on a GPU.
     """
     if args.device == "cuda" and (tiny := [cell for cell in args.cells if cell.startswith("tiny")]):
         raise UnusableError(
@@ -258,10 +259,13 @@ def _measure_megatron(
     measured: Sequence[dict[str, Any]],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Measure a mode of Megatron-core in processes of its own, with the cut of our rows."""
+    """
+    Measure a mode of Megatron-core in its own processes, with the cut into stages that our rows
+    use.
+    """
     ours = next((one for one in measured if one["cell"] == row.cell and one["error"] is None), None)
     if ours is None:
-        return {**row.name, "error": "not run, because no row of ours gave a cut"}
+        return {**row.name, "error": "not run, because no row of ours measured the cut into stages"}
     row = attrs.evolve(row, cut=tuple(ours["cut"]))
     eager = row.side == EAGER
     plan = RoundPlan(args.rounds, args.native_steps if eager else args.steps, settles=eager)
@@ -279,7 +283,10 @@ def _measure_replicas(
     rows: Sequence[tuple[ModelRow, dict[str, Any]]],
     findings: Findings,
 ) -> None:
-    """Measure every row with its replicas on one rank; each row has what one replica measured."""
+    """
+    Measure every row with its replicas; each rank calls this function. A row takes its shape, cut
+    and part times from the measurement with one replica.
+    """
     member = join(args.device)
     alone = dict(rows)
 
@@ -295,7 +302,7 @@ def _measure_replicas(
 
 
 def _measure(args: argparse.Namespace, rows: Sequence[ModelRow], findings: Findings) -> None:
-    """Measure every row on one rank."""
+    """Measure every row; each rank calls this function."""
     member = join(args.device)
     cell = ""
     parts: dict[str, Any] = {}

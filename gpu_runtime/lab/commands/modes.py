@@ -2,11 +2,12 @@
 ``qeffect runtime report modes``: run a framework under many combinations of options, and compare
 their bits and the guard's reports.
 
-``--framework torch`` sweeps the schedules of `torch.distributed.pipelining`, ``--framework
-megatron`` the loops of Megatron-core, ``--framework torchtitan`` TorchTitan's trainer. Ranks of
-this machine run the rows: on a CPU over gloo, or with ``--device cuda`` on two GPUs over NCCL.
-TorchTitan's rows run on a CPU only. The exit code is 1 if a row's bits differ and the guard is
-silent, if the guard raises a false alarm, or if the guard changes a bit.
+``--framework torch`` runs the schedules of `torch.distributed.pipelining`, ``--framework megatron``
+runs the loops of Megatron-core, and ``--framework torchtitan`` runs TorchTitan's trainer. Each
+combination of options is a row of the report. Ranks on this machine run the rows: on a CPU over
+gloo, or with ``--device cuda`` on two GPUs over NCCL. TorchTitan's rows run on a CPU only. The exit
+code is 1 if a row's bits differ and the guard is silent, if the guard raises a false alarm, or if
+the guard changes a bit.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def add_modes_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_modes(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Run the rows, and write the report.
+    Run every combination of options, and write the report.
 
     Raises:
         UnusableError: The framework or a device is missing, or a number is out of range.

@@ -1,5 +1,5 @@
 """
-Options, checks and starts of ranks that several report commands share.
+What several report commands share: options, checks of options, and the start of ranks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def add_rank_options(
 
 def require_rounds(args: argparse.Namespace, *others: int) -> None:
     """
-    Require positive numbers.
+    Require that the numbers given by options are positive.
 
     Raises:
         UnusableError: `--pp`, `--rounds`, `--steps`, `--native-steps` or another number is below 1.
@@ -105,10 +105,10 @@ def require_megatron(modes: Sequence[str], device: str, option: str, instead: st
     Refuse modes of Megatron-core where they cannot run.
 
     Args:
-        modes: Megatron-core's modes; may be empty.
+        modes: The requested modes of Megatron-core; may be empty.
         device: `cuda` or `cpu`.
         option: The option that names the modes.
-        instead: What to do without Megatron-core.
+        instead: Advice for the error message: what the user can do without Megatron-core.
 
     Raises:
         UnusableError: The device is a CPU, or Megatron-core is not installed.
@@ -129,8 +129,8 @@ def rank_starts(
     args: argparse.Namespace, progress: Progress
 ) -> Iterator[tuple[RankStarts, Progress]]:
     """
-    A context with the `--pp` ranks, and the progress to use. The ranks are torchrun's or, without
-    torchrun, ranks of this machine.
+    A context with the `--pp` ranks, and with the function that shows progress. The ranks are the
+    processes that torchrun started or, without torchrun, new processes on this machine.
 
     Raises:
         UnusableError: `--out` cannot be written, or the ranks cannot run here.

@@ -1,11 +1,11 @@
 """
 ``qeffect runtime report peers``: compare our pipeline with torch's own pipeline and Megatron-core.
 
-All three run the same language model with one layer per stage and a bf16 head. They run over two
-ranks with two stages each, from the same initial bits. Each mode runs in its own processes under a
-time limit, and then in other processes under the profiler, so that a mode that hangs or dies loses
-only its own rows. Only Megatron's modes need Megatron-core (``pip install --no-deps
-megatron-core==0.19.2``).
+All three frameworks run the same language model with one layer per stage and a bf16 head, from the
+same initial bits, over two ranks with two stages each. Each mode (a way to run the steps) is
+measured in its own processes under a time limit, and is then profiled in other processes. A mode
+that hangs or dies therefore loses only its own rows. Only Megatron's modes need Megatron-core
+(``pip install --no-deps megatron-core==0.19.2``).
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ MODES = (OURS, *megatron.GRAPH_MODES)
 
 def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: Findings) -> None:
     """
-    Measure native, replays and one launch of every cell on one rank.
+    Measure the native rows, the rows of guarded replays and the rows of one launch per step; each
+    rank calls this function.
 
     Args:
         device: `cuda` or `cpu`.
-        rows: The rows; a row of one launch follows the row of replays with which it is compared.
+        rows: Rows to measure; a row of one launch per step follows the row of replays with which it
+            is compared.
         folder: Folder in which native's gradients are saved for later processes.
-        findings: Takes each row once it is measured.
+        findings: Receives each row once it is measured.
     """
     member = join(device)
     state: dict[str, Tensor] = {}
@@ -79,7 +81,7 @@ def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: F
 
 
 def _by_model(job: DrawnLanguage, gradients: Gradients) -> dict[str, Tensor]:
-    """Clones of a rank's gradients, by the model's names."""
+    """Clones of a rank's gradients, by the model's parameter names."""
     return {
         job.name_of(stage, name): gradient.detach().clone()
         for stage, named in gradients.items()
@@ -127,8 +129,8 @@ def _measure_replays(
 
 def _measure_launches(member: Member, row: PeerRow, state: Mapping[str, Tensor]) -> dict[str, Any]:
     """
-    Measure one launch per step and compare the resulting tensors; AdamW's moments reflect the
-    gradients.
+    Measure one launch per step and compare the resulting tensors with those of replays. The
+    compared tensors include AdamW's moments, in which a difference of gradients shows.
     """
     run = RankRun.of(member, row.make)
     side = run.side
@@ -155,10 +157,11 @@ def _against_native(
 
 def _measure_far(member: Member, row: PeerRow, folder: Path) -> dict[str, Any]:
     """
-    Measure a row whose bits native cannot have: fp32 gradients, or weight gradients in groups.
+    Measure a row that native training cannot match bit for bit: a row with fp32 gradients, or with
+    weight gradients computed in groups.
 
-    The first steps are guarded, and the last of them has the gradients that are compared with
-    native's. The timed steps are launches if the row has them.
+    The first steps are guarded actions, and the gradients of the last of these steps are compared
+    with native's. Each timed step is one launch if the row's side is `one launch`.
     """
     run = RankRun.of(member, row.make)
     side = run.side
@@ -174,10 +177,10 @@ def _measure_far(member: Member, row: PeerRow, folder: Path) -> dict[str, Any]:
 
 def _runs(modes: Sequence[str], settings: PeerSettings) -> list[tuple[str, list[PeerRow]]]:
     """
-    Mode and rows of each start of all ranks.
+    The mode and the rows of each start of the ranks.
 
-    Megatron makes local and full-iteration graphs only once in a process, so each row gets its own
-    processes.
+    Megatron makes local and full-iteration graphs only once in a process, so each row with such
+    graphs gets its own processes.
     """
     runs: list[tuple[str, list[PeerRow]]] = []
     for mode in modes:
@@ -250,7 +253,7 @@ def _settings(args: argparse.Namespace) -> PeerSettings:
 
 def _require(args: argparse.Namespace) -> None:
     """
-    Refuse options that cannot run on this machine, before anything is started.
+    Refuse options that cannot run on this machine, before any process is started.
 
     Raises:
         UnusableError: Megatron-core, a GPU or Transformer Engine is missing.
@@ -267,10 +270,11 @@ def _require(args: argparse.Namespace) -> None:
 
 def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Run every mode in its own processes, and report.
+    Run every mode in its own processes, and write the report.
 
-    The outcome is `refused` if a guarded row's bits differ from its reference's, if its gradients
-    under another schedule are far from native's, or if no guarded row was measured.
+    The outcome is `refused` if the bits of a guarded row differ from those of its reference, if the
+    gradients of a guarded row under another schedule are far from native's, or if no guarded row
+    was measured.
 
     Raises:
         UnusableError: This machine cannot run the modes.
@@ -312,7 +316,10 @@ def _run_mode(
     report: Report,
     progress: Progress,
 ) -> None:
-    """Measure one mode, then profile the measured rows; if either fails, its error is recorded."""
+    """
+    Measure one mode, then profile the measured rows; if the measurement or the profile fails, the
+    error is recorded.
+    """
     raw, settings = report.raw, rows[0].settings
     done: list[dict[str, Any]] = []
 
@@ -366,11 +373,12 @@ def rows_of(mode: str, cells: Sequence[str], settings: PeerSettings) -> list[Pee
 
 def _our_rows(cell: str, settings: PeerSettings) -> list[PeerRow]:
     """
-    The rows of ours for one cell.
+    The rows of mode `ours` for one cell.
 
-    Native first, from whose gradients all others are told; then, for each type of gradients, both
-    schedules with scales that move at every action, and with all microbatches' weight gradients as
-    one product.
+    The native row comes first, because the gradients of all later rows are compared with its
+    gradients. For each data type of gradients, rows follow under both schedules: first with scales
+    that move at every action, then with the weight gradients of all microbatches computed as one
+    product.
     """
     fast = "one launch" if settings.device == "cuda" else "replays"
     whole = int(cell.rpartition("-m")[2])

@@ -144,8 +144,8 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train, and compare if asked to; the outcome is `refused` if a bit differs or the contract was
-    broken.
+    Train, and with `--compare` also compare; the outcome is `refused` if a bit differs or the
+    contract was broken.
 
     Rank 0 prints; all ranks end with the same exit code: 1 for a violation, 2 if the ranks stopped
     for another reason (`stopped_outcome`).
@@ -214,7 +214,7 @@ def _require_together(args: argparse.Namespace) -> None:
             args.compare,
             "--clip-norm and --skip-nonfinite",
             "--compare",
-            "torch's pipeline, with which to compare, does not clip or skip",
+            "torch's pipeline, the reference of the comparison, does not clip or skip",
         ),
     ):
         asked = {"--one-launch": args.one_launch, "--trace": args.trace}.get(name, clips)
@@ -410,8 +410,8 @@ def _train_outcome(
 
 def _launch_runner(worker: Worker, notes: list[str]) -> OneLaunch | None:
     """
-    Return a runner of steps as one launch; None, with a note why, if a rank's step cannot be one
-    launch.
+    Return a runner that launches each step as one graph. Return None, and note the reason, if a
+    rank's step cannot be one graph.
     """
     why = first_obstacle(worker.member, obstacles(worker))
     if not why:

@@ -59,10 +59,10 @@ def _pyplot() -> Any:
 
 def _best(derived: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, str]:
     """
-    Columns to draw, by the title of their row.
+    Columns (ways to run a step) to draw, by the title of their row in the picture.
 
-    The fastest native column and the fastest column of TE's graphs, which differ between cells; and
-    all our columns with guards.
+    The pictures show the fastest native column, the fastest column of TE's graphs, and all our
+    guarded columns. The fastest columns differ between cells.
     """
     once = {
         "native": (derived["fastest_native"], "native eager, faster gradient rule"),
@@ -78,12 +78,12 @@ def _best(derived: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rows(drawn: Iterable[Iterable[str]]) -> list[str]:
-    """Titles of all panels, each once, so that all panels have the same rows."""
+    """The row titles of all panels, each title once, so that all panels have the same rows."""
     return list(dict.fromkeys(title for titles in drawn for title in titles))
 
 
 def _mark(look: str, label: str, **options: Any) -> Any:
-    """An entry of a legend: a mark, without a line unless the options ask for a line."""
+    """A legend entry: a mark, with a line only if the options request a line."""
     options = {"color": GREY, "ls": "", "ms": 5, **options}
     return _pyplot().Line2D([], [], marker=look, label=label, **options)
 
@@ -185,8 +185,8 @@ PEAKS = {
 
 def memory(found: Sequence[Report]) -> Any:
     """
-    Draw the peak memory above the faster native column, from three sources, and the largest of the
-    three figures.
+    Draw the peak memory of each column minus that of the faster native column, from three sources,
+    and mark the largest of the three differences.
     """
     pyplot = _pyplot()
     cells = [
@@ -242,9 +242,11 @@ def memory(found: Sequence[Report]) -> Any:
 
 def resources(found: Sequence[Report]) -> Any:
     """
-    Draw slots, graphs, arena, construction and peak memory by microbatches, for each provisioning.
+    Draw slots, graphs, arena size, construction time and peak memory against the number of
+    microbatches, for each way to provision slots.
 
-    The axis of slots is logarithmic, and a dotted line shows the number of live tapes beside them.
+    The axis of slots is logarithmic, and a dotted line beside the slots shows the number of live
+    tapes.
     """
     pyplot = _pyplot()
     points = [point for report in found for point in report["derived"]["points"]]
@@ -301,7 +303,7 @@ def resources(found: Sequence[Report]) -> Any:
 
 
 def sweep_names(found: Iterable[Report]) -> list[str]:
-    """The shapes whose number of microbatches was varied, in words."""
+    """A description of each shape whose number of microbatches was varied."""
     cells = (record["cell"] for report in found for record in report["raw"]["cells"])
     return list(
         dict.fromkeys(
@@ -316,7 +318,10 @@ ORDERS = {"il": "#08519c", "zbv": "#e07b39"}
 """Colors of loss curves by schedule; other schedules are green."""
 OTHER_ORDER = "#74a57f"
 NATIVE, GUARDED, LAUNCHED = {"lw": 5.0, "alpha": 0.3}, {"lw": 1.8}, {"lw": 1.8, "alpha": 0.6}
-"""Native is wide and pale, guarded is thin on top, so that both are visible where they coincide."""
+"""
+Line styles: native curves are wide and pale, guarded curves are thin and on top, so that both are
+visible where they coincide.
+"""
 LOOKS = {"native": NATIVE, "guarded": GUARDED, "launched": LAUNCHED}
 MARKS = {
     "native": {"marker": "s", "ms": 8},
@@ -325,9 +330,15 @@ MARKS = {
 }
 """Marks of held-out losses."""
 THINNER = 0.8
-"""Line width of a guarded run under a schedule other than the base, drawn on top."""
+"""
+Line width of a guarded run under a schedule other than the base schedule; such a run is drawn on
+top.
+"""
 _POINTS = 200
-"""About how many points a curve has; each is the mean of the steps since the previous point."""
+"""
+Approximate number of points of a curve; each point is the mean of the steps since the previous
+point.
+"""
 
 
 def loss(found: Sequence[Report]) -> Any:
@@ -388,7 +399,9 @@ def loss(found: Sequence[Report]) -> Any:
 
 
 def _drawn_at(run: Mapping[str, Any]) -> tuple[bool, bool, int]:
-    """Drawing order: native below guarded, the base schedule below others."""
+    """
+    Sort key of the drawing order: native below guarded, the base schedule below other schedules.
+    """
     return run["side"] != "native", run["schedule"] != BASE, run["seed"]
 
 
@@ -399,7 +412,8 @@ def _shape(model: Mapping[str, Any]) -> str:
 
 def _course(run: Mapping[str, Any]) -> tuple[list[int], list[float], list[float]]:
     """
-    A run's curve in few points: steps done, seconds so far, mean loss since the previous point.
+    A run's curve, reduced to a few points: steps done, seconds so far, and mean loss since the
+    previous point.
     """
     losses, clock = run["losses"], run["clock"]
     each = max(1, len(losses) // _POINTS)
@@ -419,12 +433,15 @@ PICTURES: dict[str, tuple[str, Callable[[Sequence[Report]], Any]]] = {
     "resources": ("sweep", resources),
     "loss": ("curves", loss),
 }
-"""Pictures by name: the kind of report that each needs, and the function that draws it."""
+"""
+For each picture, by name: the kind of report that the picture needs, and the function that draws
+the picture.
+"""
 
 
 def draw(folder: Path, out: Path, *, suffix: str = "svg") -> list[Path]:
     """
-    Draw every picture that a folder's reports allow.
+    Draw every picture for which a folder contains the needed report.
 
     Args:
         folder: Folder of the reports.

@@ -54,7 +54,7 @@ def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Replay with private pools and with a shared pool, and report.
+    Replay with private pools and with a shared pool, and write the report.
 
     The outcome is `refused` if private pools differ from native in a bit, if the contract allowed a
     shared pool, or if a shared pool corrupted nothing on a GPU, so that the comparison proves
@@ -90,7 +90,8 @@ def compare_pools(
     case: Case, backend: str, device: str, report: Report, say: Callable[[str], None]
 ) -> None:
     """
-    Run native twice and each discipline once, all in fresh processes, and compare with native.
+    Run native twice and each pool discipline (private or shared pools) once, all in fresh
+    processes, and compare with the first native run.
     """
     os.environ.update(DETERMINISTIC)
     names = (*NATIVE, *DISCIPLINES)

@@ -2,9 +2,10 @@
 ``qeffect runtime report probes``: check the documentation's statements on this machine.
 
 Each statement about Transformer Engine, or about the cost of checking its graphs, has a probe. The
-probes show: whether the attention backward of short sequences fails; which weight gradient the
-library's graphs bind to a dgrad; how long it takes to compare every memory address recorded in the
-graphs; and whether the library's graphs compute interleaved stages correctly (`interleaved`).
+probes show four things: whether the attention backward of short sequences fails; which weight
+gradient the library's graphs bind to a dgrad; how long it takes to compare every memory address
+recorded in the graphs; and whether the library's graphs compute interleaved stages correctly
+(`interleaved`).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Run the probes and report; no result of a probe counts as a failure.
+    Run the probes and write the report; no result of a probe counts as a failure.
 
     Raises:
         UnusableError: This machine cannot run the probes.
@@ -119,14 +120,15 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def find_pairing(source: str | None = None) -> dict[str, Any]:
     """
-    Read how the installed library binds a dW in its graphs, without importing it.
+    Read how the installed Transformer Engine binds a weight gradient (dW) in its graphs, without
+    importing the library.
 
     Args:
         source: The source text to read instead of the installed file.
 
     Returns:
-        The version, the digest of the file, and the line number of each statement of `PAIRING`;
-        None for a missing statement.
+        The version, the digest of the file, and the line number of each statement of `PAIRING`; The
+        line number of a missing statement is None.
     """
     found: dict[str, Any] = {"version": None, "sha256": None, "lines": dict.fromkeys(PAIRING)}
     spec = importlib.util.find_spec("transformer_engine") if source is None else None
@@ -162,7 +164,7 @@ def _sanitizer() -> str | None:
 
 
 def _attention(sequence: int, fused: bool, device: str, tool: str | None) -> dict[str, Any]:
-    """A few steps at one sequence length, in a process that may crash."""
+    """Run a few steps at one sequence length, in a process that may crash."""
     words = ["attention", device, str(sequence), "eager" if tool else "captured"]
     answer = _ask_process(words, fused=fused, tool=tool)
     return {
@@ -176,7 +178,7 @@ def _attention(sequence: int, fused: bool, device: str, tool: str | None) -> dic
 def _ask_process(
     words: Sequence[str], *, fused: bool = True, tool: str | None = None
 ) -> dict[str, Any]:
-    """Ask a fresh process; a crash is an answer too."""
+    """Run a probe in a fresh process; a crash of that process counts as a result too."""
     command = [sys.executable, "-m", "qeffect.gpu_runtime.lab.commands.probes", *words]
     if tool is not None:
         command = [tool, "--tool", "memcheck", "--print-limit", "1000", *command]
@@ -202,7 +204,9 @@ def _ask_process(
 
 
 def _sides() -> list[dict[str, Any]]:
-    """Run every side at once, each in its own process, and compare with the first."""
+    """
+    Run all sides at once, each in its own process, and compare the later sides with the first side.
+    """
     with ThreadPoolExecutor(len(interleaved.GRAPH_USES)) as pool:
         answers = list(
             pool.map(lambda side: _ask_process(["side", side.name]), interleaved.GRAPH_USES)
@@ -237,7 +241,7 @@ def _case(sequence: int) -> Case:
 
 
 def _answer(words: Sequence[str]) -> dict[str, Any]:
-    """Answer in the child process."""
+    """Run a probe in the child process, and return its result."""
     torch.set_num_threads(1)
     if words[0] == "side":
         (chosen,) = (side for side in interleaved.GRAPH_USES if side.name == words[1])
@@ -261,7 +265,7 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _time_addresses(backend: str, device: str) -> dict[str, Any]:
-    """Host time of comparing every address that a stage's graphs bake in, in microseconds."""
+    """Host time, in microseconds, to compare every memory address recorded in a stage's graphs."""
     case = _case(128)
     stages = fresh_stages(case, backend, device=device)
     runtime = Runtime(stages, case.order(), RuntimeConfig(mode=mode_on(device), readers=True))

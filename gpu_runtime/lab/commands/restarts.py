@@ -4,11 +4,11 @@ bit.
 
 The command runs several parts, each with new ranks in processes of their own, and compares the
 results of the parts. The first part trains from the beginning and saves a checkpoint midway. The
-second resumes from that checkpoint and must end with the bits of the first. The third loads the
-checkpoint into another mapping and takes one step. For comparison, another pipeline takes the same
-step after its state was copied by hand from a file that torch made from the checkpoint. With
-`--one-launch` the first two parts run each step as one launch, and a fourth part resumes with
-guarded replays and must end with the same bits.
+second part resumes from that checkpoint and must end with the same bits as the first part. The
+third part loads the checkpoint into another mapping of layers to ranks and takes one step. For
+comparison, another pipeline takes the same step after its state was copied by hand from a file that
+torch made from the checkpoint. With `--one-launch` the first two parts run each step as one launch,
+and a fourth part resumes with guarded replays and must end with the same bits.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ Part = Callable[..., dict[str, Any]]
 """A part of a trial: a function of member, trial and folder that returns the rank's results."""
 
 LAYERS = 4
-"""Layers of the model under every mapping."""
+"""Number of layers of the model, the same under every mapping."""
 
 
 def _mode(args: argparse.Namespace) -> Mode:
-    """The mode in which steps run."""
+    """How steps run, as the options request: `eager`, `replays` or `one launch`."""
     if args.one_launch:
         return "one launch"
     return "eager" if args.device == "cpu" or args.eager else "replays"
@@ -106,7 +106,11 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--masters", action="store_true", help="use float32 gradients and master weights"
     )
-    parser.add_argument("--asynchronous", action="store_true", help="save while the next steps run")
+    parser.add_argument(
+        "--asynchronous",
+        action="store_true",
+        help="save checkpoints asynchronously, while the next steps run",
+    )
     parser.add_argument(
         "--hidden", type=int, metavar="N", help="layer width on cuda (default 1024)"
     )
@@ -139,7 +143,7 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
 def _rank_part(
     part: Part, trial: Trial, folder: str, options: Mapping[str, Any], findings: Findings
 ) -> None:
-    """One rank of one part."""
+    """Run one part of the trial on one rank."""
     member = join(trial.device, trial.limits)
     if trial.device == "cpu":
         torch.set_num_threads(1)
@@ -239,7 +243,10 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _remapping(args: argparse.Namespace, schedule: str, pp: int, vpp: int) -> Trial:
-    """The checkpoint's layers under another mapping, by guarded replays or eager calls."""
+    """
+    A trial that maps the checkpoint's layers onto ranks in another way, and runs guarded replays or
+    eager calls.
+    """
     mode: Mode = "eager" if args.device == "cpu" or args.eager else "replays"
     return _trial(args, schedule, pp, vpp, mode, LAYERS // (pp * vpp))
 
@@ -282,7 +289,10 @@ def _most(args: argparse.Namespace) -> int:
 
 
 def _others(schedule: str, most: int) -> list[tuple[str, int, int]]:
-    """Other mappings of the layers onto at most `most` ranks: schedule, ranks, stages per rank."""
+    """
+    Other mappings of the layers onto at most `most` ranks; each mapping is a schedule, a number of
+    ranks, and a number of stages per rank.
+    """
     others = [
         ("zbv" if schedule == "il" else "il", 2, 2),
         ("1f1b", 2, 1),
@@ -328,8 +338,8 @@ def remapped_row(
     schedule: str, there: str, whole: list[Any], moved: list[Any], weighed: Mapping[str, int]
 ) -> dict[str, Any]:
     """
-    Compare the loaded state with the saved state, and the next step with the same step after a copy
-    by hand.
+    Compare the loaded state with the saved state, and the next step with the same step after a
+    manual copy of the state.
     """
     saved = {name: bit for rank in whole for name, bit in rank["saved"][str(SAVED_AT)].items()}
     loaded = {name: bit for rank in moved for name, bit in rank["first"].items()}

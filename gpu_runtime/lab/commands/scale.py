@@ -67,19 +67,19 @@ COMPARED: dict[str, tuple[LayerConfig, int]] = {
 }
 """Layers and steps of the compared models."""
 BEFORE = 6
-"""Steps after which replays and one launch per step are compared."""
+"""Number of steps after which replays and one launch per step are compared."""
 
 
 @attrs.frozen
 class ScaleRow(NamedRow):
     """
-    One row to measure.
+    One row of the report, to be measured.
 
     Args:
         cell: A name of `CELLS`.
         side: `native`, `guarded` or `one launch`.
-        schedule: A short name of torch's schedule classes.
-        pp: Ranks.
+        schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
+        pp: Number of pipeline ranks.
     """
 
     pp: int
@@ -89,18 +89,18 @@ class ScaleRow(NamedRow):
     @property
     def split(self) -> bool:
         """
-        Whether the row runs each step as one launch. The time of such a step is split into parts by
-        comparison with the rank's actions without messages.
+        Whether the row runs each step as one launch. The profile splits the time of such a step by
+        comparing the step with the rank's actions without messages.
         """
         return self.side == "one launch"
 
     def job(self) -> Job:
-        """The row's pipeline."""
+        """The pipeline job that this row describes."""
         config, microbatches = CELLS[self.cell]
         return _job(self.pp, self.schedule, config, microbatches)
 
     def make(self, member: Member) -> NativeSide | GuardedSide:
-        """Build the side; native is torch's own pipeline."""
+        """Build the row's pipeline; the native side is torch's own pipeline."""
         if self.side == "native":
             return build_native(member, self.job())
         return build_guarded(member, self.job(), "one launch" if self.split else None)
@@ -137,7 +137,7 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Compare, then time; the outcome is `refused` if a bit differs.
+    Compare the pipelines, then time them; the outcome is `refused` if a bit differs.
 
     Raises:
         UnusableError: The ranks cannot run the pipeline.
@@ -197,7 +197,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _rows(args: argparse.Namespace) -> list[ScaleRow]:
-    """The rows: native once in each cell, then replays and one launch under every schedule."""
+    """
+    The rows to measure: in each cell one native row, then, under every schedule, a row of replays
+    and a row of one launch per step.
+    """
     sides = ("guarded", "one launch") if args.device == "cuda" else ("guarded",)
     rows = []
     for cell in args.cells:
@@ -213,7 +216,7 @@ def _job(pp: int, schedule: str, config: LayerConfig, microbatches: int) -> Job:
 
 
 def _measure(args: argparse.Namespace, rows: list[ScaleRow], findings: Findings) -> None:
-    """Run every comparison on one rank, then measure every row."""
+    """Run every comparison, then measure every row; each rank calls this function."""
     member = join(args.device)
     for name in args.compared:
         for schedule in args.schedules:
@@ -344,11 +347,12 @@ def _host_times(
     member: Member, whole: OneLaunch, args: argparse.Namespace
 ) -> tuple[dict[str, float], list[float]]:
     """
-    Host time per step of launches back to back, in milliseconds.
+    Host time per step, in milliseconds, when steps are launched back to back.
 
     Returns:
-        The median of each part; and by round the median step without the wait for the previous
-        step, because a host that is ahead merely waits there for its device.
+        The median time of each part of a step; and for each round the median time of a step without
+        the wait for the previous step. That wait is left out because a host that is ahead merely
+        waits there for its device.
     """
     rounds: list[float] = []
     parts: list[dict[str, float]] = []

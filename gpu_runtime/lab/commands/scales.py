@@ -1,6 +1,6 @@
 """
-``qeffect runtime report scales``: compare the losses of scales that move at every action with
-scales that move once per step.
+``qeffect runtime report scales``: compare the losses of training whose FP8 scales are updated
+(move) at every action with training whose scales are updated once per step.
 
 For each seed, one process trains the model of a training file twice: with scales that move at the
 end of every F and dI, and with scales that move once per step. Both runs of a seed begin with the
@@ -60,7 +60,7 @@ def run_scales(args: argparse.Namespace, progress: Progress) -> Outcome:
     Train run after run, and report their final losses.
 
     Raises:
-        UnusableError: This process cannot make the runs.
+        UnusableError: This process cannot train the runs.
     """
     require_place(args.out)
     if bad := next((seed for seed in args.seeds if not 0 <= seed < 10**9), None):

@@ -1,9 +1,9 @@
 """
 ``qeffect runtime report second_runs``: flip bits in steps that run twice, and time such steps.
 
-torchrun starts several ranks; one rank needs no torchrun. `lab/comparisons/second_runs.py`
-describes which bits flip, how a flip may end, and what is timed. The outcome is a violation if a
-flipped bit reached an update.
+Several ranks must be started with torchrun; a single rank needs no torchrun.
+`lab/comparisons/second_runs.py` describes which bits flip, how a flip may end, and what is timed.
+The outcome is a violation if a flipped bit reached an update.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def add_second_runs_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_second_runs(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Flip, measure, and write the report; the outcome is a violation if a flipped bit reached an
-    update.
+    Flip bits, measure times, and write the report; the outcome is a violation if a flipped bit
+    reached an update.
 
     Raises:
         UnusableError: The machine has too few devices, or a number is out of range.

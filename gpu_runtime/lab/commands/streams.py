@@ -44,12 +44,12 @@ TIMEOUT_S = 300.0
 
 class Producer:
     """
-    Fixed buffers, and the work that changes them from one state to the next.
+    Fixed buffers, and the kernels that change the buffers from one state to the next.
 
     Args:
         device: The device of the buffers.
-        width: Width of the square products.
-        depth: Number of products in a chain.
+        width: Width of the square matrices that are multiplied.
+        depth: Number of matrix products in the chain.
     """
 
     def __init__(self, device: torch.device, width: int, depth: int) -> None:
@@ -83,10 +83,10 @@ def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[
     Run both graphs, and compare the consumer's copies with the producer's final values.
 
     Args:
-        handoff: One of `HANDOFFS`.
-        checks: How many replays to check.
-        width: Width of the producer's products.
-        depth: Number of the producer's products.
+        handoff: Kind of handoff, one of `HANDOFFS`.
+        checks: Number of replays to check.
+        width: Width of the producer's matrices.
+        depth: Number of the producer's matrix products.
 
     Returns:
         Counts of stale and vacuous checks, and the producer's duration.
@@ -161,7 +161,7 @@ def _fresh_check(arguments: dict[str, Any]) -> dict[str, Any]:
 def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `streams`."""
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="processes per kind of wait (default 3)"
+        "--processes", type=int, metavar="N", help="processes per kind of handoff (default 3)"
     )
     parser.add_argument("--checks", type=int, metavar="N", help="checks per process (default 200)")
     parser.add_argument(
@@ -179,14 +179,16 @@ def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
         help="length of the producer's chain of matrix products (default 32)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="trial run: 1 process per kind of wait, with 20 checks"
+        "--quick",
+        action="store_true",
+        help="short trial run: 1 process per kind of handoff, with 20 checks",
     )
     add_report_options(parser)
 
 
 def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Check the handoffs and report.
+    Check the handoffs and write the report.
 
     The outcome is `refused` if the two-way handoff read stale data, or if a check was vacuous.
 

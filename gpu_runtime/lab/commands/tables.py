@@ -1,6 +1,6 @@
 """
-``qeffect runtime report tables``: measure a trial of the paper's tables, or merge trials into one
-report.
+``qeffect runtime report tables``: measure the paper's tables once (a trial), or merge several
+trials into one report.
 
 A trial starts all ranks twice: to measure, and to profile. The report is rewritten after every row,
 so that an interrupted run leaves its finished rows. Merging starts no ranks. Like the paper's
@@ -47,7 +47,7 @@ __all__ = ["add_tables_arguments", "merge_trials", "run_tables"]
 
 References = dict[tuple[str, str], dict[str, Tensor]]
 """
-By schedule and side, copies of the final tensors, with which later rows are compared.
+Copies of the final tensors, by schedule and side; later rows are compared with these copies.
 """
 
 
@@ -99,7 +99,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure one trial, or merge several.
+    Measure one trial, or merge several trials.
 
     Raises:
         UnusableError: The ranks cannot run the trial, or a report cannot be merged.
@@ -143,8 +143,8 @@ def merge_trials(paths: Sequence[Path], out: Path | None) -> Report:
         out: File of the merged report; None keeps the report in memory.
 
     Returns:
-        The merged report. It has the environment of the first trial, and is complete if every trial
-        is complete.
+        The merged report. The merged report has the environment of the first trial, and is complete
+        if every trial is complete.
 
     Raises:
         UnusableError: A file is not a report of `tables`; the trials differ in device, commit or
@@ -173,7 +173,9 @@ def merge_trials(paths: Sequence[Path], out: Path | None) -> Report:
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields in which trials must agree; ranks, parts, cells and hosts may differ."""
+    """
+    The fields that must be equal in all merged trials; ranks, parts, cells and hosts may differ.
+    """
     place, asked = part["environment"], part["configuration"]
     return {
         **{name: place.get(name) for name in ALIKE},
@@ -217,7 +219,7 @@ def _plain(value: Any) -> Any:
 
 
 def _measure(args: argparse.Namespace, rows: Sequence[TableRow], findings: Findings) -> None:
-    """Measure every row on one rank."""
+    """Measure every row; each rank calls this function."""
     member = join(args.device)
     with isolation(member):
         # One-time costs of a process count for no side.
@@ -341,7 +343,10 @@ def _compare(
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Compare raw bits; one side may keep a step count on the host, another on the device."""
+    """
+    Whether two tensors have the same raw bits. One tensor may be on the host and the other on the
+    device, because sides keep their step counts in different memory.
+    """
     return same_bits(a.to(b.device), b)
 
 
@@ -358,7 +363,7 @@ def _peak(member: Member) -> int:
 
 
 def _driver(member: Member) -> int:
-    """Bytes in use on the device, by all processes, as the driver reports."""
+    """Bytes of device memory that all processes together use, as the driver reports."""
     if member.device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(member.device)

@@ -53,7 +53,7 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     violated.
 
     Raises:
-        UnusableError: These processes cannot make the run; every rank raises it.
+        UnusableError: These processes cannot train the run; every rank raises this error.
     """
     return report_once(lambda: _run(args, progress))
 
@@ -136,7 +136,7 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
 
 
 def _ends(run: JoinedRun, progress: Progress) -> Outcome:
-    """Compare the losses of all steps, and every tensor after the last one."""
+    """Compare the losses of all steps, and every tensor after the last step."""
     config, member, what = run.config, run.member, run.what
     if member.rank == 0:
         progress.note(f"{what}, training natively first, then guarded")

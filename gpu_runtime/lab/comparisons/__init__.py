@@ -1,3 +1,3 @@
 """
-Recorded runs compared bit for bit: guarded steps against native full backward.
+Compare recorded runs bit for bit: guarded steps with steps of the library's own full backward.
 """

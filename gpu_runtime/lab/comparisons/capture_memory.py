@@ -4,8 +4,8 @@ in its own process.
 
 `private` is the runtime itself: one pool per slot, guarded. `shared` gives all slots one pool: the
 guarded run stops at the contract's refusal, then the same graphs are replayed from the start
-without guards. `private-unguarded` does the same with private pools, which shows that the shared
-pool, not the missing guards, causes the corruption under `shared`.
+without guards. `private-unguarded` also replays without guards, but with private pools; the
+comparison shows that the shared pool, not the missing guards, causes the corruption under `shared`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def run_trial(
     case: Mapping[str, Any], discipline: str, backend: str, device: str
 ) -> dict[str, Any]:
     """
-    Run one order under one discipline, or natively; call it in a fresh process.
+    Run one order of actions under one pool discipline, or natively. Call this function in a fresh
+    process.
 
     Returns:
         `recording` (None if the run failed), `nonfinite`, `refused`, `slots` and

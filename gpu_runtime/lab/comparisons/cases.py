@@ -1,6 +1,6 @@
 """
-The cases of a comparison. Together they contain every pair of values of dimensions, order, amax
-history and gradient destination.
+The cases of a comparison. Together the cases contain every pair of values of dimensions, order,
+amax history and gradient destination.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @attrs.frozen
 class Case:
     """
-    One comparison.
+    One case of a comparison: dimensions, order of actions, and gradient destinations.
 
     Args:
-        name: Its name in reports.
+        name: Name of the case in reports.
         schedule: A schedule class of torch, to run one rank's row of its table; `random` for a
             random order; or `given` for the order in `cells`.
         rank: The rank whose row runs, or the seed of a random order.
-        history: Entries of each amax history.
-        rule: Where dW writes.
-        dtype: Type of the destinations.
+        history: Number of entries of each amax history.
+        rule: Which memory a weight-gradient action (dW) writes to, such as `accumulate`.
+        dtype: Data type of the gradient destinations.
         fused_qkv: Whether query, key and value are one parameter, or three.
         hidden: Width of the residual stream.
         ffn: Width of the MLP.
-        heads: Attention heads.
+        heads: Number of attention heads per layer.
         sequence: Tokens per microbatch.
-        steps: Optimizer steps.
+        steps: Number of optimizer steps.
         scaling: The FP8 recipe.
         num_layers: Layers in each stage.
         cells: The order itself if the schedule is `given`, such as `0F0 0I0 0W0`.
@@ -77,14 +77,14 @@ class Case:
 
     @property
     def config(self) -> LayerConfig:
-        """The dimensions as backends take them."""
+        """The layer dimensions, in the form that backends take."""
         return LayerConfig(
             self.hidden, self.ffn, self.heads, self.sequence, fused_qkv=self.fused_qkv
         )
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Type of the destinations."""
+        """Data type of the gradient destinations."""
         return DTYPES[self.dtype]
 
     def order(self) -> Order:
@@ -99,13 +99,13 @@ class Case:
         return Order.of_rank(table, self.rank)
 
     def with_steps(self, steps: int) -> Case:
-        """The same comparison over another number of optimizer steps."""
+        """The same case with another number of optimizer steps."""
         return attrs.evolve(self, steps=steps, recorded_from=min(self.recorded_from, steps - 1))
 
     def native_rule(self, backend: str) -> NativeRule | None:
         """
-        How native accumulates the same sum. None if the library cannot form that sum; the reference
-        is then eager execution with separate dI and dW.
+        How native training accumulates the same sum of gradients. The result is None if the library
+        cannot form that sum; the reference is then eager execution with separate dI and dW.
         """
         rule = rule_for(self.order(), self.rule, self.torch_dtype)
         exact = rule in ("dgrad_order", "wgrad_order")
@@ -114,18 +114,19 @@ class Case:
         return rule
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, for reports and other processes."""
+        """The case as plain data, for reports and for other processes."""
         return attrs.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Case:
-        """The case that `to_json` wrote."""
+        """Read the case that `to_json` wrote."""
         return cls(**data)
 
 
 def random_order(seed: int, *, num_stages: int = 2, num_microbatches: int = 4) -> Order:
     """
-    A legal order with random delays, in which each tape's F precedes its dI, and its dI its dW.
+    A legal order with random delays: for each microbatch of a stage, F precedes dI, and dI precedes
+    dW.
     """
     rng = random.Random(seed)
     after = {Kind.FORWARD: Kind.DGRAD, Kind.DGRAD: Kind.WGRAD}
@@ -251,7 +252,7 @@ DEFAULT_SETS = ("stepwise", "wide", "recipes", "timed")
 
 
 def shrink(case: Case) -> Case:
-    """The same comparison at hidden 128, for a CPU; a smaller case stays as it is."""
+    """The same case with hidden size 128, for a CPU; a smaller case stays unchanged."""
     if case.hidden <= _SMALL["hidden"]:
         return case
     return attrs.evolve(case, **_SMALL).with_steps(min(case.steps, 6))
@@ -263,5 +264,5 @@ SHORTEST = 128
 
 
 def fit_to_device(case: Case) -> Case:
-    """The same comparison, with sequences of at least `SHORTEST` tokens."""
+    """The same case, with sequences of at least `SHORTEST` tokens."""
     return attrs.evolve(case, sequence=max(case.sequence, SHORTEST))

@@ -25,10 +25,10 @@ __all__ = ["GuardedRun", "RecordedLoop"]
 @attrs.define(eq=False)
 class RecordedLoop(StepLoop):
     """
-    The step loop with or without guards, recorded.
+    A step loop, with or without guards, that records its results.
 
     Args:
-        recording: Where to record; None to record nothing.
+        recording: Recording that receives the results, or None to record nothing.
     """
 
     recording: Recording | None = None
@@ -58,11 +58,12 @@ class RecordedLoop(StepLoop):
 @attrs.define(eq=False)
 class GuardedRun(RecordedLoop):
     """
-    Guarded training, recorded together with the state of the contract and the memory.
+    A guarded training run that records its results, the contract's state and the state of the
+    memory.
 
     Attributes:
-        upkeep: Counts that must be zero: memory that moved, work that remained, resources that grew
-            between steps.
+        upkeep: Counts that must be zero: memory that moved, unfinished work that remained, and
+            resources that grew between steps.
         released: The reference of the last tape that each slot held, by stage and slot.
     """
 

@@ -1,5 +1,5 @@
 """
-The loss of native training on held-out text, over the same windows as the guarded side.
+Compute the loss of native training on held-out text, over the same windows as the guarded side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def evaluate_native(
     member: Member, pipeline: NativePipeline, job: LanguageJob, held_out: Loader, windows: int
 ) -> float:
     """
-    The loss of native training on held-out text with current scales, computed as in `evaluate`.
+    The loss of native training on held-out text with current scales, computed as in
+    `training.evaluate`.
 
     Args:
         member: This process.

@@ -3,9 +3,9 @@ Inject the fault table's violations, and failures of physical actions, into a ru
 training.
 
 Six of the table's seven violations are refused and change nothing, so the epoch into which they are
-injected continues and is compared like any other. The seventh starts a write after a failed write.
-Like an F or a dI that fails half way, the seventh violation spoils its epoch. That epoch is rebuilt
-from the last commit and run again.
+injected continues and is compared like any other. The seventh violation starts a write after a
+failed write. Like an F or a dI that fails half way, the seventh violation spoils its epoch. A
+spoiled epoch is rebuilt from the last commit and run again.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class LocalReduction:
 
 def kernel_state(runtime: Runtime) -> dict[str, object]:
     """
-    The contract's state and the number of replays. Handoffs are left out, because refused calls
-    make handoffs too.
+    The contract's state and the number of replays. The number of stream handoffs is left out,
+    because refused calls make handoffs too.
     """
     found: dict[str, object] = dict(runtime.contract.snapshot())
     for name in _HANDOFFS:
@@ -86,14 +86,15 @@ def require_refusal(
     runtime: Runtime, clause: str, transition: str, action: Callable[[], object]
 ) -> dict[str, str]:
     """
-    Make an invalid call; one clause of one transition must refuse the call, and nothing may change.
+    Make an invalid call; the given clause of the given transition must refuse the call, and the
+    call must change nothing.
 
     Returns:
         The clause and the transition, for a report.
 
     Raises:
-        AssertionError: The call was accepted, refused by another clause, replayed a graph, or
-            changed the kernel.
+        AssertionError: The call was accepted, was refused by another clause, replayed a graph, or
+            changed the contract kernel.
     """
     before = kernel_state(runtime)
     try:
@@ -114,14 +115,14 @@ def require_refusal(
 
 def inject_faults(run: GuardedRun, number: int) -> list[dict[str, str]]:
     """
-    Inject the faults of a step.
+    Inject the faults that belong to a step.
 
-    Afterwards the epoch is either committed, or rebuilt and must run again from its start. An
-    abandoned attempt is not recorded.
+    Afterwards the epoch is either committed, or rebuilt; a rebuilt epoch must run again from its
+    start. An abandoned attempt at an epoch is not recorded.
 
     Returns:
-        For each injected fault, the row's name or the failed action, the clause, the transition and
-        the step.
+        For each injected fault, the name of its row in the fault table or the failed action, the
+        clause, the transition and the step.
 
     Raises:
         AssertionError: A fault was accepted, refused by another clause, or changed something.
@@ -144,14 +145,19 @@ def inject_faults(run: GuardedRun, number: int) -> list[dict[str, str]]:
 
 
 def _row(run: GuardedRun, name: str, where: object, action: Callable[[], object]) -> dict[str, str]:
-    """Inject one row of the table; exactly its clause must refuse it, in exactly its transition."""
+    """
+    Inject one row of the fault table; exactly the clause of that row must refuse the call, in
+    exactly the transition of that row.
+    """
     row = ROWS[name]
     found = require_refusal(run.runtime, row["clause"], row["transition"], action)
     return {"fault": name, **found, "where": str(where)}
 
 
 def _refusals(run: GuardedRun) -> list[dict[str, str]]:
-    """Run an epoch to its commit, and inject the six rows that change nothing."""
+    """
+    Run an epoch to its commit, and inject the six rows of the fault table that change nothing.
+    """
     runtime, actions = run.runtime, run.runtime.actions
     first, missing = runtime.order.steps[0], runtime.order.steps[-1]
     key = runtime.key(first.stage, first.microbatch)
@@ -185,7 +191,8 @@ def _refusals(run: GuardedRun) -> list[dict[str, str]]:
 
 def _about_a_tape(run: GuardedRun, step: ComputeAction) -> list[dict[str, str]]:
     """
-    After a dI, inject a second dI, the reference of its slot's previous tape, and a checkpoint.
+    After a dI, inject three faults: a second dI, a dW with the reference of the slot's previous
+    tape, and a checkpoint.
     """
     runtime, actions = run.runtime, run.runtime.actions
     key = runtime.key(step.stage, step.microbatch)
@@ -206,7 +213,7 @@ def _about_a_tape(run: GuardedRun, step: ComputeAction) -> list[dict[str, str]]:
 
 
 def _finalize(runtime: Runtime, stage: int) -> None:
-    """Finalize one stage; `Runtime.finalize` would finalize the others too."""
+    """Finalize one stage; `Runtime.finalize` would finalize all stages."""
     link = runtime.contract.link()
     runtime.contract.submit("main")
     runtime.handoff.wait_for_caller()
@@ -216,7 +223,10 @@ def _finalize(runtime: Runtime, stage: int) -> None:
 
 @contextmanager
 def _failing(run: GuardedRun, kind: Kind) -> Any:
-    """Let a physical action run, then raise before the kernel is notified."""
+    """
+    Let a physical action run, then raise before the contract kernel is notified of the action's
+    end.
+    """
     executor = run.runtime.executor
     method = {
         Kind.FORWARD: "forward",
@@ -240,7 +250,9 @@ def _failing(run: GuardedRun, kind: Kind) -> Any:
 
 
 def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
-    """Run an epoch's second F or dI, or its last dW, and then let it fail."""
+    """
+    Run an epoch up to its second F or dI, or its last dW, and let that action fail after it ran.
+    """
     steps = run.runtime.order.steps
     own = [step for step in steps if step.kind is kind]
     if len(own) < 2:
@@ -261,7 +273,10 @@ def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
 
 
 def abort_write(run: GuardedRun, step: ComputeAction) -> None:
-    """Start a dW as a caller's own loop would, let it write, and abort it."""
+    """
+    Start a weight-gradient action (dW) as a caller's own loop would, let the action write, and
+    abort it.
+    """
     runtime = run.runtime
     memory = runtime.memories[step.stage]
     key, variant = runtime.key(step.stage, step.microbatch), memory.variants[step.microbatch]
@@ -282,7 +297,10 @@ def abort_write(run: GuardedRun, step: ComputeAction) -> None:
 
 
 def _write_after_abort(run: GuardedRun) -> dict[str, str]:
-    """Delay a stage's last dWs, abort the first of them half way, then start the second."""
+    """
+    Delay the dWs that follow a stage's last F, abort the first of these dWs half way, then start
+    the second.
+    """
     runtime, steps = run.runtime, run.runtime.order.steps
     last = {step.stage: n for n, step in enumerate(steps) if step.kind is Kind.FORWARD}
     # After a stage's last F no action waits for its slots, so its dW can be delayed.

@@ -3,8 +3,9 @@ Gradients of the peers (our pipeline, torch's and Megatron-core): one mode saves
 later modes compare their own gradients with the saved gradients.
 
 The learning rate is zero, so no weight changes, and scales repeat from step to step. Gradients of a
-later step can thus be compared even if modes capture differently. The update still runs as the last
-part of every step. The comparison does not notice a mode that never refreshes its weight cache.
+later step can thus be compared even if modes capture graphs at different steps. The update still
+runs as the last part of every step. The comparison does not notice a mode that never refreshes its
+weight cache.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def distance_sums(
     for name, a in own.items():
         b = theirs[name].to(a.device)
         if a.shape != b.shape:
-            raise ValueError(f"{name} is {tuple(a.shape)} here and {tuple(b.shape)} there")
+            raise ValueError(
+                f"{name}: expected the same shape on both sides, found {tuple(a.shape)} and "
+                f"{tuple(b.shape)}"
+            )
         x, y = a.detach().double().flatten(), b.detach().double().flatten()
         apart = x - y
         values = torch.stack([apart @ apart, x @ x, y @ y, x @ y, (~x.isfinite()).sum().double()])
@@ -60,7 +64,10 @@ def gradients_path(folder: Path, cell: str, side: str, rank: int) -> Path:
 def save_gradients(
     folder: Path, cell: str, side: str, rank: int, own: Mapping[str, Tensor]
 ) -> None:
-    """Write a rank's gradients by the model's names; the file appears only once it is whole."""
+    """
+    Save a rank's gradients under the model's parameter names; the file appears only once it is
+    complete.
+    """
     path = gradients_path(folder, cell, side, rank)
     part = path.with_suffix(".part")
     torch.save({name: tensor.detach().cpu() for name, tensor in own.items()}, part)
@@ -79,7 +86,7 @@ def compare_gradients(
     function.
 
     Another schedule may place a stage on another rank, so each rank reads its tensors from the
-    files of all ranks. A reference without the files of every rank is left out.
+    files of all ranks. A reference side is left out if the file of any rank is missing.
     """
     found = []
     dist.barrier()  # after all ranks have saved

@@ -2,14 +2,14 @@
 Compare interleaved stages under Transformer Engine's own graphs with native eager, bit by bit.
 
 Two open reports, NVIDIA/Megatron-LM#5966 and NVIDIA-NeMo/Megatron-Bridge#2096, describe this case:
-a rank with several chunks under `make_graphed_callables`, whose loss turns into NaN, without a
-published cause. A side here is one way to use those graphs for a rank's row of Interleaved 1F1B.
-The library relies on three conditions and checks none of them. First, graphs are replayed in the
-order of their capture. Second, with reused buffers, a chunk's messages end before the next chunk's
-backward ends. Third, with reused buffers, nobody keeps a gradient that a replay returned. Autograd
-breaks this third condition: it stores the first gradient in `.grad` without a copy and adds later
-gradients there. Each wrong side breaks one condition. Every side runs in its own process, because
-the FP8 state is per process.
+the loss of a rank with several chunks under `make_graphed_callables` turns into NaN, and no cause
+is published. In this module, a side is one way to use the library's graphs for a rank's row of
+Interleaved 1F1B. The library relies on three conditions and checks none of these conditions. First,
+graphs are replayed in the order of their capture. Second, with reused buffers, a chunk's messages
+end before the next chunk's backward ends. Third, with reused buffers, nobody keeps a gradient that
+a replay returned. Autograd breaks the third condition, because autograd stores the first gradient
+in `.grad` without a copy and adds later gradients to it. Each wrong side breaks one condition.
+Every side runs in its own process, because the FP8 state is per process.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ HISTORY = 16
 @attrs.frozen
 class GraphUse:
     """
-    One way to run the row.
+    One way to run a rank's row of the schedule.
 
     Args:
-        name: Its name in the report.
-        what: Its description, in a sentence.
-        graphs: Whether the library's graphs run it.
+        name: Name of this use in the report.
+        what: Description of this use, in a sentence.
+        graphs: Whether the library's graphs run the row.
         reuse: Whether the library reuses buffers.
         captured_by: The rank in whose order the graphs are captured; by default the row's own rank.
         taken: Whether each parameter gradient is added to a separate buffer at once, as Megatron
@@ -72,22 +72,26 @@ GRAPH_USES = (
     GraphUse("native", "native eager", graphs=False),
     GraphUse("native again", "native eager, once more", graphs=False),
     GraphUse("graphs", "captured and replayed in the row's order"),
-    GraphUse("graphs, late", "the same, each result read two actions later", late=2),
+    GraphUse(
+        "graphs, late",
+        "captured and replayed in the row's order, each result read two actions later",
+        late=2,
+    ),
     GraphUse(
         "reuse, taken",
-        "buffers used again, results read and gradients taken at once",
+        "buffers reused, results read at once, gradients accumulated separately at once",
         reuse=True,
         taken=True,
     ),
     GraphUse(
         "reuse, kept",
-        "buffers used again, results read at once, gradients kept in .grad",
+        "buffers reused, results read at once, gradients kept in .grad",
         reuse=True,
         breaks="arena",
     ),
     GraphUse(
         "reuse, one late",
-        "buffers used again, gradients taken at once, results read an action later",
+        "buffers reused, gradients accumulated separately at once, results read an action later",
         reuse=True,
         taken=True,
         late=1,
@@ -95,7 +99,7 @@ GRAPH_USES = (
     ),
     GraphUse(
         "reuse, two late",
-        "buffers used again, gradients taken at once, results read two actions later",
+        "buffers reused, gradients accumulated separately at once, results read two actions later",
         reuse=True,
         taken=True,
         late=2,
@@ -103,12 +107,12 @@ GRAPH_USES = (
     ),
     GraphUse(
         "exchanged",
-        "captured in the other rank's order, replayed in this one's",
+        "captured in the other rank's order, replayed in this rank's order",
         captured_by=1,
         breaks="capture",
     ),
 )
-"""Every way to run the row, the reference first."""
+"""Every way to run a rank's row of the schedule, the reference first."""
 
 
 @attrs.define
@@ -144,7 +148,7 @@ class _Late:
 
 
 def actions_of(rank: int) -> list[tuple[bool, int, int]]:
-    """Every F and full backward of a rank's row, as `full_backward_order` gives them."""
+    """Every F and full backward of a rank's row, in the form that `full_backward_order` returns."""
     table = torch_schedule("ScheduleInterleaved1F1B", pp=PP, vpp=CHUNKS, microbatches=MICROBATCHES)
     return full_backward_order(Order.of_rank(table, rank))
 
@@ -204,7 +208,7 @@ def record_side(side: GraphUse) -> dict[str, Any]:
 
 
 def _take(parameter: Tensor) -> None:
-    """Add a gradient to the parameter's own buffer, and leave nothing in `.grad`."""
+    """Add a gradient to the parameter's separate buffer, and clear `.grad`."""
     assert parameter.grad is not None
     held = getattr(parameter, "held", None)
     parameter.held = parameter.grad.clone() if held is None else held.add_(parameter.grad)  # type: ignore[attr-defined]
@@ -245,7 +249,8 @@ def _run(
 
 def differences(reference: Mapping[str, str], found: Mapping[str, str]) -> dict[str, Any]:
     """
-    The number of digests that differ, the number compared, and the name of the first that differs.
+    The number of digests that differ, the number compared, and the name of the first differing
+    digest.
     """
     names = [name for name in reference if reference[name] != found.get(name)]
     return {

@@ -1,11 +1,11 @@
 """
-``python -m qeffect.gpu_runtime.lab.comparisons.look_price FILE.toml``: the cost of the check for
-values that are not finite, as ratios from one run of one process.
+``python -m qeffect.gpu_runtime.lab.comparisons.look_price FILE.toml``: measure the cost of the
+check for values that are not finite, as ratios from one run of one process.
 
 Each round times five parts: a step; the check; the sums by which a save compares ranks; the
-comparison of gradients' scales after a step; and the check for stages with zero gradients, which a
-run without a gradient norm makes in each step. All parts are thus timed under the same conditions.
-Each ratio divides two medians over all rounds.
+comparison of gradient scales after a step; and the check for stages with zero gradients, which a
+run without a gradient norm makes in each step. All five parts are thus timed under the same
+conditions. Each ratio divides two medians over all rounds.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict
     Time a run's check for non-finite values beside its steps.
 
     Args:
-        config: The training file; its run must take one process.
+        config: The training file; its run must need only one process.
         device: The device; by default the file's.
         rounds: Number of timed rounds, after three untimed rounds.
 
     Returns:
         Ratios of times. The time of the check is divided by the times of a step, of a save's sums,
-        and of `look_every` steps (0 if the file asks for no check). The comparison of scales, and
-        the check for zero gradients, are each divided by a step.
+        and of `look_every` steps (0 if the file asks for no check). The times of the comparison of
+        scales and of the check for zero gradients are each divided by the time of a step.
 
     Raises:
-        UnusableError: The file cannot be used, or takes more than one process.
+        UnusableError: The file cannot be used, or its run needs more than one process.
     """
     run = read(config, run={"device": device})
     data = open_job(run)
@@ -102,7 +102,7 @@ def _time(member: Member, work: Callable[[], object]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the ratios of a file."""
+    """Measure the ratios for a training file, and print them."""
     parser = argparse.ArgumentParser(
         description="measure the cost of the check for values that are not finite"
     )

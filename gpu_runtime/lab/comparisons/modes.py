@@ -1,10 +1,11 @@
 """
-Modes of a framework that cover all pairs of options: the rows, and the processes that run them.
+Choose modes of a framework that cover all pairs of options, and run these modes in processes.
 
-A row has a value for each factor, such as the schedule or the way in which messages are posted. A
-*cover* is a set of rows with every pair of values that occurs in a legal row. Each row trains a
-small model twice, with a learning rate above zero: without a guard and under a guard that reports.
-A reference is the same model in the framework's plainest mode. Each rank runs `sides/modes.py`.
+A row (one mode) has a value for each factor, such as the schedule or the way in which messages are
+posted. A *cover* is a set of rows with every pair of values that occurs in a legal row. Each row
+trains a small model twice, with a learning rate above zero: without a guard, and under a guard that
+only reports violations. The reference of a row is the same model in the framework's plainest mode.
+Each rank runs `sides/modes.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..statistics.modes import numbers_of
 __all__ = ["FRAMEWORKS", "Framework", "Place", "Row", "cover", "pairs", "rows_of", "run_rows"]
 
 Row = Mapping[str, Any]
-"""A value for each factor."""
+"""One mode: a value for each factor."""
 
 _RANK = "qeffect.gpu_runtime.lab.sides.modes"
 #: Number of orders of the rows that `cover` tries.
@@ -55,9 +56,9 @@ def cover(
     """
     Choose rows that together contain every pair of values that occurs in a legal row.
 
-    The next row is always the first with the most missing pairs. Several orders of the rows, drawn
-    from fixed seeds, are tried, and the shortest choice is taken. The choice is therefore the same
-    in every run.
+    The choice always continues with the first row that adds the most missing pairs. Several orders
+    of the rows, drawn from fixed seeds, are tried, and the shortest choice is taken. The choice of
+    rows is therefore the same in every run.
     """
     names = tuple(factors)
     every = [dict(zip(names, values, strict=True)) for values in product(*factors.values())]
@@ -81,9 +82,9 @@ class Framework:
     The modes of a framework.
 
     Args:
-        name: Its name.
+        name: Name of the framework.
         factors: The values of each factor, the plainest first.
-        legal: Whether the framework offers a combination of values.
+        legal: Function that tells whether the framework offers a combination of values.
         numbers: Factors that change numbers even in a correct run; a row's reference has the row's
             values of these factors.
         beyond: Further rows, each given by its differences from the plainest row: rows that the
@@ -97,7 +98,10 @@ class Framework:
     beyond: Sequence[Row] = ()
 
     def plainest(self, row: Row) -> Row:
-        """The reference of a row: the legal combination that is nearest to the first values."""
+        """
+        The reference of a row: the legal combination that is nearest to each factor's first,
+        plainest value.
+        """
         places = {name: [(0, row[name])] if name in self.numbers else [*enumerate(values)]
                   for name, values in self.factors.items()}  # fmt: skip
         near = sorted(product(*places.values()), key=lambda each: sum(n for n, _ in each))
@@ -229,7 +233,8 @@ FRAMEWORKS: Mapping[str, Callable[[Mapping[str, str], str], Framework]] = {
     "torchtitan": _torchtitan,
 }
 """
-By framework name, a function that returns its modes from the installed versions and the device.
+For each framework, by name: a function that returns the framework's modes, from the installed
+versions and the device.
 """
 
 
@@ -252,7 +257,7 @@ def rows_of(framework: Framework) -> list[dict[str, Any]]:
 @attrs.frozen
 class Place:
     """
-    Where ranks run.
+    Where and how ranks run.
 
     Args:
         python: The Python interpreter that runs the ranks.
@@ -288,7 +293,7 @@ class Place:
         The versions of the packages that the ranks import.
 
         Raises:
-            UnusableError: That interpreter cannot import the framework.
+            UnusableError: The Python interpreter of the ranks cannot import the framework.
         """
         command = [self.python, "-m", _RANK, "versions", framework, self.device]
         done = subprocess.run(
@@ -313,17 +318,19 @@ def run_rows(
     """
     Run rows, grouped by number of ranks; return each row with its ranks' results.
 
-    If a row fails or does not end in time, its ranks end, and fresh ranks run the next rows. On
-    GPUs each row has its own ranks, because Megatron-core keeps graphs and FP8 state in classes.
+    If a row fails or does not end in time, the ranks of that row end, and fresh ranks run the next
+    rows. On GPUs each row has its own ranks, because Megatron-core keeps graphs and FP8 state in
+    classes.
 
     Args:
         place: Where the ranks run.
         framework: Name of the framework.
-        rows: The rows, as `rows_of` makes them.
-        note: Called with a progress line, and with the last lines of ranks that failed.
-        take: Called with the results so far, in the order of the rows, whenever a group of ranks
-            has ended.
-        at_once: How many groups of ranks run side by side.
+        rows: The rows to run, in the form that `rows_of` returns.
+        note: Function that is called with each progress line, and with the last lines of ranks that
+            failed.
+        take: Function that is called with the results so far, in the order of the rows, whenever a
+            group of ranks has ended.
+        at_once: Number of groups of ranks that run side by side.
     """
     said: dict[int, dict[str, Any]] = {}
     told = threading.Lock()
@@ -359,8 +366,8 @@ def _launch(
     place: Place, framework: str, rows: Sequence[Row], world: int
 ) -> tuple[list[dict[str, Any]], str]:
     """
-    Run rows in fresh ranks; return the results of the first rows, at least of one, and what the
-    ranks of a failed row printed last.
+    Run rows in order on fresh ranks, until all are done or a row fails. Return the results of these
+    rows, and the last lines that the ranks printed if a row failed.
     """
     with tempfile.TemporaryDirectory(prefix="qeffect-modes-") as name:
         folder = Path(name)
@@ -390,7 +397,7 @@ def _launch(
 
 
 def _last_lines(texts: Sequence[Path]) -> str:
-    """What each rank printed last, each line indented."""
+    """The last lines that each rank printed, indented."""
     found = ""
     for rank, text in enumerate(texts):
         last = text.read_text(errors="replace").splitlines()[-_LINES:]
@@ -401,7 +408,10 @@ def _last_lines(texts: Sequence[Path]) -> str:
 def _await(
     ranks: Sequence[subprocess.Popen[bytes]], outs: Sequence[Path], many: int, limit_s: float
 ) -> list[list[dict[str, Any]]]:
-    """Wait until every rank has answered, one has failed, or a row takes too long."""
+    """
+    Wait until every rank has answered for every row, a rank has ended, or a row exceeds its time
+    limit.
+    """
     last, seen = time.monotonic(), -1
     grace: float | None = None
     while True:

@@ -1,9 +1,9 @@
 """
 The reference: a backend's own full backward, run in the same order of F and dI as the candidate.
 
-The reference works as for every user of the library: autograd's full backward, `.grad` or fused
-`main_grad`, and a weight cache that the first microbatch refreshes. The reference has no slots,
-tapes or guards, and skips dW, because a full backward includes dW.
+The reference uses the library as an ordinary user would: with autograd's full backward, `.grad` or
+fused `main_grad`, and a weight cache that the first microbatch refreshes. The reference has no
+slots, tapes or guards, and skips dW, because a full backward includes dW.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def rule_for(
     """
     The native accumulation that forms the same sum as a destination rule.
 
-    `copied` and bf16 `per_microbatch` match `.grad`: they too sum rounded gradients in dI order.
-    `accumulate` matches fused `main_grad` under two conditions: every stage's dW follow in the
-    order of its dI, and they start with the microbatch whose F came first (where the library
-    overwrites). All other rules match the full backward's unrounded gradients, summed in the order
-    of dI (fp32 `per_microbatch`) or of dW (`accumulate`). Only some backends can produce these
-    gradients.
+    The rules `copied` and bf16 `per_microbatch` match `.grad`, because both also sum rounded
+    gradients in the order of dI. `accumulate` matches fused `main_grad` under two conditions: the
+    dWs of every stage follow in the order of its dIs, and the first dW belongs to the microbatch
+    whose F came first (where the library overwrites). All other rules match the full backward's
+    unrounded gradients, summed in the order of dI (fp32 `per_microbatch`) or of dW (`accumulate`).
+    Only some backends can produce unrounded gradients.
     """
     if destination_rule == "per_microbatch" and dtype == torch.float32:
         return "dgrad_order"
@@ -60,13 +60,13 @@ class NativeRun:
     Full-backward training over some stages.
 
     Args:
-        stages: Every stage of the state domain.
+        stages: All stages that share the FP8 state (the state domain).
         order: The candidate's order; its dW actions are skipped.
-        workload: The data.
+        workload: The input data and output gradients of each step.
         rule: How matrix gradients accumulate over microbatches.
-        dtype: Type of `main_grad` buffers.
+        dtype: Data type of `main_grad` buffers.
         optimizer: The optimizer, made over the same stages.
-        recording: Where to record; None to record nothing.
+        recording: Recording that receives the results, or None to record nothing.
     """
 
     stages: Sequence[StageBackend]
@@ -84,9 +84,9 @@ class NativeRun:
     def __attrs_post_init__(self) -> None:
         if self.rule in _EXACT and any(s.domain.name != "reference" for s in self.stages):
             raise BackendError(
-                "Transformer Engine's full backward adds every microbatch to main_grad and rounds "
-                "there, so no gradient of a single microbatch is left to sum in this order; "
-                "compare with split eager"
+                "Transformer Engine's full backward adds every microbatch to main_grad and "
+                "rounds there, so no gradient of a single microbatch is left to sum in this "
+                "order; compare with eager execution of separate dI and dW"
             )
         for stage in self.stages:
             if self.rule == "main_grad":
@@ -99,7 +99,7 @@ class NativeRun:
             self.step(step)
 
     def step(self, number: int) -> None:
-        """One optimizer step: every F and dI in order, then the update."""
+        """Run one optimizer step: every F and dI in order, then the update."""
         stages = by_index(self.stages)
         live: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         seen: set[int] = set()
@@ -203,7 +203,10 @@ class NativeRun:
 
 
 def empty_sums(stage: StageBackend, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A buffer for the sum of each unit's gradients, of the unit's shape."""
+    """
+    For each weight-gradient unit, an empty buffer of the unit's shape that will hold the sum of its
+    gradients.
+    """
     # -0.0 is the identity of addition for every float, -0.0 included; 0.0 is not.
     device = stage.domain.device
     return {u.name: torch.full(u.shape, -0.0, dtype=dtype, device=device) for u in stage.units}
@@ -211,8 +214,8 @@ def empty_sums(stage: StageBackend, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def native_gradients(stage: StageBackend, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
-    The gradients after full backwards: `.grad` of each parameter, replaced by those of `sums` for
-    matrices if `sums` has any.
+    The gradients after full backwards: `.grad` of each parameter. If `sums` is not empty, the
+    gradients of matrices come from `sums` instead.
 
     Raises:
         BackendError: A parameter has no gradient.
@@ -223,14 +226,14 @@ def native_gradients(stage: StageBackend, sums: Mapping[str, Tensor]) -> dict[st
         found.update(by_matrix(stage.units, sums))
     if missing := sorted(named.keys() - found.keys()):
         raise BackendError(
-            "expected a gradient of every parameter after native backward, found none of "
+            "expected a gradient of every parameter after native backward, found none for "
             f"{missing[0]}"
         )
     return {name: found[name] for name in named}
 
 
 def drop_gradients(stage: StageBackend, sums: Mapping[str, Tensor]) -> None:
-    """Empty the gradients and the sums of a stage after an update."""
+    """Clear the gradients and the summed gradients of a stage after an update."""
     for parameter in parameters(stage).values():
         parameter.grad = None
     for total in sums.values():
@@ -253,7 +256,7 @@ def record_outputs(recording: Recording, where: str, outputs: Sequence[Tensor]) 
 def record_sum(
     recording: Recording, stage: StageBackend, number: int, added: int, sums: Mapping[str, Tensor]
 ) -> None:
-    """Record an accumulating destination after the given number of gradients joined it."""
+    """Record the buffers of summed gradients after the given number of gradients was added."""
     place = f"step {number} stage {stage.index} after {added}"
     recording.add_all("microbatch gradients", place, by_matrix(stage.units, sums))
 
@@ -271,13 +274,13 @@ def record_step(
     Record an optimizer step; both sides of a comparison call this function.
 
     Args:
-        recording: Where to record; None records nothing.
-        number: The step.
-        stages: Every stage.
+        recording: Recording that receives the results, or None to record nothing.
+        number: Number of the step.
+        stages: All stages of the run.
         gradients: The optimizer's gradients.
         before_update: If true, record gradients, numerical state and caches; if false, record
             parameters and optimizer state after the update.
-        optimizer: The optimizer, after the update.
+        optimizer: The optimizer, whose state is recorded after the update.
     """
     if recording is None:
         return

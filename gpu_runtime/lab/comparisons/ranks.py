@@ -1,5 +1,5 @@
 """
-A guarded pipeline compared bit by bit with torch's own pipeline over native full backwards.
+Compare a guarded pipeline bit by bit with torch's own pipeline over native full backwards.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def totals_of_ranks(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str,
 @attrs.frozen
 class PipelineComparison:
     """
-    One rank's comparison.
+    The result of a comparison on one rank.
 
     Args:
-        comparison: The comparison, by category.
+        comparison: The result of the comparison, by category.
         losses: The guarded losses of this rank, by step and microbatch.
         native_losses: The losses of torch's pipeline, by step and microbatch.
         slots: Slots of each stage of this rank.
@@ -85,7 +85,7 @@ class PipelineComparison:
     slots: list[int]
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Compared and differing values, by category and for the losses."""
+        """Numbers of compared and of differing values, by category and for the losses."""
         found = {c.category: (c.compared, c.mismatched) for c in self.comparison.categories}
         differ = sum(
             a != b
@@ -110,7 +110,7 @@ class RecordingPipeline(Pipeline):
 
     @contextmanager
     def unlogged_walks(self, run: Runtime) -> Iterator[None]:
-        """Do what `Pipeline.unlogged_walks` does, without recording."""
+        """The same context as `Pipeline.unlogged_walks`, in which nothing is recorded either."""
         recording, self.recording = self.recording, None
         try:
             with super().unlogged_walks(run):
@@ -188,10 +188,10 @@ def native_pipeline(
         member: This process.
         job: What to train.
         backend: `reference` or `transformer-engine`.
-        recording: Where to record; None to record nothing.
+        recording: Recording that receives the results, or None to record nothing.
         batch: The data; None for the job's data.
-        optimizer: Makes the optimizer; None for the job's optimizer.
-        look: Called with the gradients of every step, before its update.
+        optimizer: Function that makes the optimizer; None for the job's optimizer.
+        look: Function that is called with the gradients of every step, before the update.
     """
     replica, place = divmod(member.rank, job.pp)
     groups = [
@@ -247,10 +247,10 @@ def compare_pipelines(
     Args:
         member: This process.
         job: What to train.
-        steps: Optimizer steps.
+        steps: Number of optimizer steps.
         backend: `reference` or `transformer-engine`.
         mode: How the guarded side's steps run: ``eager`` or ``replays``.
-        limits: Time limits.
+        limits: Timeouts in seconds.
         event_log: File of the guarded side's event log.
     """
     theirs, ours = Recording("torch's pipeline, native"), Recording("guarded pipeline")
@@ -284,7 +284,8 @@ def compare_pipelines(
 
 def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor | None] | None:
     """
-    Return what native training does to all gradients: sum over replicas, add tied copies, and clip.
+    Return a function that does to all gradients what native training does: sum over replicas, add
+    tied copies, and clip.
     """
     sums = [_sum_over(member, job, place)] if job.dp > 1 else []
     sums += [_sum_of_copies(member, job, tie) for tie in job.ties]
@@ -344,7 +345,8 @@ def _replicas_of(member: Member, job: Job, place: int) -> Any:
 
 def _sum_of_copies(member: Member, job: Job, tie: Tie) -> Callable[[Gradients], None]:
     """
-    Return a function that adds a tied weight's two gradients, the first copy's before the second's.
+    Return a function that adds the two gradients of a tied weight, in the order of the weight's
+    copies.
     """
     home = job.table().stage_to_rank
     places = [home[stage] for stage, _ in tie.copies]

@@ -1,13 +1,13 @@
 """
-Recorded runs compared as raw bits, category by category, never with a tolerance.
+Compare recorded runs as raw bits, category by category, never with a tolerance.
 
-A run writes its results into a `Recording`: each tensor under a category and a label, which tells
-the place in the run. Two recordings must have the same labels with the same bits. A label on only
-one side is a mismatch too, so that an empty comparison cannot pass.
+A run writes its results into a `Recording`: each tensor under a category and a label, which names
+the step and action that produced the tensor. Two recordings must have the same labels with the same
+bits. A label on only one side is a mismatch too, so that an empty comparison cannot pass.
 
 A library's own full backward has neither slots nor graphs, so three categories have no counterpart
-there: addresses, retained work and growth. A guarded run records these categories as counts that
-must be zero, and each count is compared with zero.
+in native runs: addresses, retained work and growth. A guarded run records these categories as
+counts that must be zero, and each count is compared with zero.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Category = Value | Requirement
 
 CATEGORIES: tuple[Value, ...] = get_args(Value)
 """
-Categories that both sides have. The loss is half the mean square of an output; microbatch gradients
-are those of one dI or dW, before any sum.
+Categories that both sides of a comparison have. The loss is half the mean square of an output;
+microbatch gradients are the gradients of one dI or dW, before any sum.
 """
 
 REQUIRED: tuple[Requirement, ...] = get_args(Requirement)
 """
-Counts of a guarded run that must be zero: baked addresses that moved, work that is still retained
-or outstanding after a step, and resources that grew in a step.
+Counts of a guarded run that must be zero: recorded addresses that moved, work that is still
+retained or outstanding after a step, and resources that grew in a step.
 """
 
 
@@ -115,12 +115,12 @@ class Recording:
         return sum(len(held) for held in self.values.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, to compare runs of separate processes."""
+        """The recording as plain data, to compare runs of separate processes."""
         return {"what": self.what, "values": self.values, "injected": self.injected}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Recording:
-        """The recording that `to_json` wrote."""
+        """Read the recording that `to_json` wrote."""
         values = {k: dict(v) for k, v in data["values"].items()}
         return cls(data["what"], values, [dict(fault) for fault in data["injected"]])
 
@@ -152,19 +152,19 @@ class Comparison:
 
     @property
     def compared(self) -> int:
-        """Values compared, all categories together."""
+        """The number of compared values, over all categories."""
         return sum(c.compared for c in self.categories)
 
     @property
     def mismatched(self) -> int:
-        """Values that differ, all categories together."""
+        """The number of values that differ, over all categories."""
         return sum(c.mismatched for c in self.categories)
 
     def __getitem__(self, category: str) -> CategoryResult:
         return next(c for c in self.categories if c.category == category)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for a report."""
+        """The result as plain data, for a report."""
         return {
             "reference": self.reference,
             "candidate": self.candidate,
@@ -194,9 +194,9 @@ def compare(
     Args:
         reference: The reference run, whose bits are taken as right.
         candidate: The run under test.
-        categories: Categories to compare. The reference must have values in each; categories of
-            `REQUIRED` exist only in the candidate and are compared with zero.
-        show: How many labels of differing values to list.
+        categories: Categories to compare. The reference must have values in each category;
+            categories of `REQUIRED` exist only in the candidate and are compared with zero.
+        show: Maximum number of labels of differing values to list.
 
     Raises:
         ValueError: The reference recorded nothing in a category.
@@ -219,7 +219,10 @@ def compare(
 
 
 def _required(category: str, held: Mapping[str, str], show: int) -> CategoryResult:
-    """Compare required counts with zero; a run without such counts has failed."""
+    """
+    Compare the counts of a category with the required value zero; a run that recorded no count has
+    failed.
+    """
     if not held:
         return CategoryResult(category, 1, 1, ("no count was recorded",))
     bad = [label for label, value in held.items() if value != digest(0)]

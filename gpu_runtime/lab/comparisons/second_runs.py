@@ -6,10 +6,10 @@ outputs of the matrix products inside a stage (qkv, proj, fc1, fc2), in gradient
 scales, amax histories, weight caches and weights. In guarded steps a bit flips after a chosen
 action or, in eager steps, after a matrix product. In launches, a kernel on another stream flips a
 bit while a launch runs. Bits of scales, histories and weights flip only in the second run of a
-launch, because a flip before both runs is not noticed. A flip may change nothing, if its memory is
-written again before it is read. So each flip ends in one of three ways. It is *stopped* if the two
-runs differ and training stops. It is *harmless* if the step ends with the bits of an undisturbed
-run. Otherwise it is *applied*, which must never happen.
+launch, because a flip before both runs is not noticed. A flip changes nothing if the flipped memory
+is overwritten before it is read. Each flip therefore ends in one of three ways. A flip is *stopped*
+if the two runs differ and training stops. A flip is *harmless* if the step ends with the bits of an
+undisturbed run. Any other flip is *applied*, which must never happen.
 
 *Price.* One process alternates between steps that never run twice, steps of which every N-th runs
 twice, and steps that all run twice. Two more kinds of steps are timed in the same way: steps that
@@ -126,9 +126,9 @@ class _InnerFlip:
 
     Args:
         worker: The rank's worker, whose steps are eager.
-        kind: One of `INSIDE`.
+        kind: The product whose output flips, one of `INSIDE`.
         run: The run of the step, 1 or 2.
-        draw: Chooses the product and the bit.
+        draw: Random generator that chooses the product and the bit.
     """
 
     worker: Worker
@@ -184,7 +184,7 @@ class _Flip:
         worker: The rank's worker.
         kind: The tensor in which a bit flips.
         run: The run of the step, 1 or 2.
-        draw: Chooses the action, the tensor and the bit.
+        draw: Random generator that chooses the action, the tensor and the bit.
     """
 
     worker: Worker
@@ -321,7 +321,7 @@ def flips_in_replays(
 
 
 def _weights(bits: dict[str, str]) -> dict[str, str]:
-    """The weights among `_bits`."""
+    """The entries of `_bits` that belong to weights."""
     return {name: one for name, one in bits.items() if name.split(".", 1)[0].isdigit()}
 
 
@@ -347,13 +347,13 @@ def flips_in_launches(
         backend: Implementation of the layers.
         count: Number of flips; the last flip is in a weight.
         seed: Seed of the random choices.
-        disturb: Called with an action and a share of a launch's time; runs the action that long
-            after the next launch starts. The default queues a waiting kernel and then the action,
-            on another stream.
+        disturb: Function that takes an action and a share of a launch's time, and runs the action
+            that long after the next launch starts. The default function queues a waiting kernel and
+            then the action, on another stream.
 
     Returns:
-        The same as `flips_in_replays`. After a flip in a weight, the weights kept from that step
-        are not compared.
+        For each flip its kind, run, rank and end; for a stopped flip also the cause. After a flip
+        in a weight, the weights kept from that step are not compared.
     """
     plain = build_worker(member, job, backend, mode="replays", limits=LIMITS)
     clean = []
@@ -428,13 +428,13 @@ def flips_in_launches(
 
 
 class _Before:
-    """A graph whose first replay runs another action before it."""
+    """A graph that runs another action right before its first replay."""
 
     def __init__(self, graph: Any, act: Callable[[], None]) -> None:
         self.graph, self._act = graph, act
 
     def replay(self) -> None:
-        """Act, then replay."""
+        """Run the action before the first replay, then replay the graph."""
         act, self._act = self._act, lambda: None
         act()
         self.graph.replay()
@@ -446,7 +446,7 @@ class _Before:
 
 class _Beside:
     """
-    Queues an action on a separate stream, after a kernel that waits for a share of a launch's time.
+    Queue an action on a separate stream, after a kernel that waits for a share of a launch's time.
     The stream starts together with the work that is queued next on the current stream.
     """
 
@@ -492,7 +492,8 @@ def price(
     seconds: float = 40.0,
 ) -> dict[str, Any]:
     """
-    Time three kinds of training in turns: no step, every N-th step or every step runs twice.
+    Time three kinds of training in turns: no step runs twice, every N-th step runs twice, or every
+    step runs twice.
 
     Args:
         member: This process.
@@ -504,7 +505,7 @@ def price(
         seconds: Seconds after which no further round begins.
 
     Returns:
-        Milliseconds per step of the slowest rank, by round.
+        Milliseconds per step of the slowest rank, by kind of training and round.
     """
     launches = member.device.type == "cuda"
     mode: Mode = "one launch" if launches else "eager"
@@ -547,7 +548,7 @@ def digest_price(
         seconds: Seconds after which no further round begins.
 
     Returns:
-        The same as `price`.
+        Milliseconds per step of the slowest rank, by kind of steps and round.
     """
     mode: Mode = "replays" if member.device.type == "cuda" else "eager"
     worker = build_worker(
@@ -589,7 +590,7 @@ def look_price(
         seconds: Seconds after which no further round begins.
 
     Returns:
-        The same as `price`.
+        Milliseconds per step of the slowest rank, by kind of steps and round.
     """
     mode: Mode = "replays" if member.device.type == "cuda" else "eager"
     worker = build_worker(member, job, backend, mode=mode, limits=LIMITS, repeat=True)
@@ -625,12 +626,13 @@ def _in_turns(
     seconds: float,
 ) -> dict[str, list[float]]:
     """
-    Time several kinds of steps in turns, in one order and then in reverse.
+    Time several kinds of steps in turns, in one order and then in the reverse order.
 
     Args:
         member: This process.
-        step: Runs a step.
-        turns: By name, a function that begins a turn and returns its number of steps.
+        step: Function that runs a step.
+        turns: For each kind of steps, by name: a function that begins a turn and returns its number
+            of steps.
         rounds: Maximum number of rounds.
         seconds: Seconds after which no further round begins.
 

@@ -94,7 +94,9 @@ def record(case: Case, side: str, backend: str, device: str = "cuda") -> Recordi
 
 
 def optimizer_of(case: Case, stages: list[StageBackend]) -> Optimizer:
-    """AdamW, with master weights if the destinations have another type."""
+    """
+    AdamW, with master weights if the gradient destinations have another data type than the weights.
+    """
     master = None if case.torch_dtype == case.config.dtype else case.torch_dtype
     return Optimizer(stages, master_dtype=master)
 
@@ -127,8 +129,8 @@ def run_native(
 
 def fuse_for(rule: Rule) -> bool | None:
     """
-    False for copied gradients, which must stay out of `main_grad`; otherwise None, which lets the
-    backend choose.
+    The argument `fuse` for a destination rule: False for copied gradients, which must stay out of
+    `main_grad`; otherwise None, which lets the backend choose.
     """
     return False if rule == "copied" else None
 

@@ -1,6 +1,6 @@
 """
-Count what must not happen between the steps of a guarded run: memory moves, work is retained,
-resources grow.
+Count three kinds of events that must not happen between the steps of a guarded run: memory that
+moves, work that is retained, and resources that grow.
 
 A library's own full backward has no slots, graphs or tapes to compare with, so a comparison
 requires each count to be zero.
@@ -44,11 +44,11 @@ class Upkeep:
 
     def after_step(self, number: int, recording: Recording | None) -> None:
         """
-        Count after a committed step.
+        Count moved addresses and retained work after a committed step.
 
         Args:
-            number: The step.
-            recording: Where to record the counts; None records nothing.
+            number: Number of the step.
+            recording: Recording that receives the counts, or None to record nothing.
         """
         if recording is not None:
             where = f"step {number}"
@@ -60,7 +60,7 @@ class Upkeep:
                 recording.add("retained work", f"{where} {name}", count)
 
     def count(self) -> None:
-        """Count the process's resources now; `record_growth` compares with the count."""
+        """Count the process's resources now; `record_growth` later compares with this count."""
         self._resources = self._counted()
 
     def record_growth(self, recording: Recording) -> None:
@@ -89,7 +89,10 @@ class Upkeep:
                     yield f"graph:slot {slot} {kind} {n}", tensor.data_ptr()
 
     def _retained(self) -> dict[str, int]:
-        """Tapes, deferred products, and whatever else makes the contract refuse a checkpoint."""
+        """
+        The numbers of live tapes, of deferred products, and of other things that make the contract
+        refuse a checkpoint.
+        """
         runtime = self.runtime
         tapes = [slot.tape for memory in runtime.memories.values() for slot in memory.table]
         runtime.drain()
@@ -110,8 +113,8 @@ class Upkeep:
         Resources of a process: tensors (on a device, the bytes that they requested), graphs and
         slots.
 
-        The allocator's blocks are not counted: a block that is not worth splitting counts whole, so
-        the same tensors may take different amounts in different steps.
+        The allocator's blocks are not counted: the allocator does not always split a block that is
+        too large, so the same tensors may occupy different amounts in different steps.
         """
         runtime = self.runtime
         while gc.collect():

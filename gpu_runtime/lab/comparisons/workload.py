@@ -18,8 +18,8 @@ class Workload:
     """
     Random inputs and output gradients that every process can draw again.
 
-    The data are drawn on the CPU from the seed and the place in the run, so that all processes and
-    devices get the same bits.
+    The data are drawn on the CPU from the seed, the step, the stage and the microbatch, so that all
+    processes and devices get the same bits.
 
     Args:
         seed: Seed of all data.
@@ -61,5 +61,5 @@ class Workload:
 
 
 def by_index(stages: Iterable[StageBackend]) -> dict[int, StageBackend]:
-    """Stages by their pipeline index."""
+    """A dictionary of stages by their pipeline index."""
     return {stage.index: stage for stage in stages}

@@ -1,5 +1,6 @@
 """
-The checked-in reports of measurements and their schema; no number is written by hand.
+The checked-in reports of measurements and their schema. A command writes every number; none is
+edited by hand.
 
 `qeffect runtime compare` and each part of `qeffect runtime report` write a report with `--out`. A
 report's derived part is a function of its raw part (`qeffect.gpu_runtime.lab.statistics.derive`),
@@ -32,7 +33,7 @@ def paths(folder: Path = FOLDER) -> list[Path]:
 
 def load(folder: Path = FOLDER, *, kind: str | None = None) -> Iterator[dict[str, Any]]:
     """
-    Reports of a folder, of one kind or of all kinds.
+    Yield the reports of a folder, of one kind or of all kinds.
 
     Raises:
         UnusableError: A file cannot be read, or is not a report.

@@ -29,12 +29,13 @@ __all__ = [
 ]
 
 ALIKE = ("commit", "gpu", "driver", "gpu_memory_mib", "python", "packages")
-"""Fields of the environment in which parts of one report must agree."""
+"""Fields of the environment that must be equal in all parts of one report."""
 
 
 class Report(report.Report):
     """
-    A report whose kind is a key of `DERIVE`; the function found there computes the derived figures.
+    A report of a kind that `DERIVE` lists; the function that `DERIVE` gives for this kind computes
+    the derived figures.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ def add_report_options(parser: argparse.ArgumentParser, *, required: bool = Fals
 
 def read_part(path: Path, kind: str) -> dict[str, Any]:
     """
-    Read a report that will become a part of another.
+    Read a report that will become a part of another report.
 
     Args:
         path: The file.
-        kind: The expected kind; `qeffect runtime report KIND` makes it.
+        kind: The expected kind; `qeffect runtime report KIND` makes a report of this kind.
 
     Raises:
         UnusableError: The file is not a report of this kind, or its figures cannot be derived.
@@ -115,13 +116,13 @@ _PARTS: Mapping[str, type] = {
 
 def require_alike(parts: Iterable[tuple[Path, Mapping[str, Any]]]) -> None:
     """
-    Require that reports agree.
+    Require that reports agree in some facts.
 
     Args:
-        parts: Files, and the facts that must agree, by name.
+        parts: The file of each report, with the facts (by name) that must be equal in all reports.
 
     Raises:
-        UnusableError: A fact differs from the first report's.
+        UnusableError: A fact of a report differs from the same fact of the first report.
     """
     (whence, first), *others = parts
     for path, own in others:

@@ -20,7 +20,8 @@ _SET = ("cell", "schedule", "dtype")
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """
-    Columns of text, the first aligned left and the others right.
+    Lines of text with aligned columns: the first column aligned left, all other columns aligned
+    right.
 
     >>> table(("a", "b"), [("x", "10")])
     ['a   b', 'x  10']
@@ -95,26 +96,27 @@ def bench_lines(report: Report) -> list[str]:
         ]
         if cell["copied_over_per_microbatch"] is not None:
             lines.append(
-                "step time, copied over per_microbatch: "
+                "step time of copied divided by that of per_microbatch: "
                 f"{_median(cell['copied_over_per_microbatch'], 3)}"
             )
         if (guards := cell["guards"]) is not None:
             lines.append(
-                f"step time, guards on over off: {_median(guards['step_on_over_off'], 4)}; guards "
-                f"take {_median(guards['host_us_of_a_guard'])} us of host time per action"
+                "step time with guards divided by step time without: "
+                f"{_median(guards['step_on_over_off'], 4)}; guards take "
+                f"{_median(guards['host_us_of_a_guard'])} us of host time per action"
             )
         for name in ("device_counts", "late_counts"):
             if counts := cell.get(name):
                 title = name.replace("_", " ")
                 ratio = _median(counts["step_on_over_off"], 4)
-                lines.append(f"step time, {title} on over off: {ratio}")
+                lines.append(f"step time with {title} divided by step time without: {ratio}")
         if host := cell.get("host"):
             lines += ["", *table(HOST_HEADER, host_rows(host))]
     return lines + target_lines(report["derived"]["targets"])
 
 
 def sweep_lines(report: Report) -> list[str]:
-    """Resources by number of microbatches, then goals."""
+    """A table of resources by number of microbatches, then goals."""
     rows = [
         (
             p["provisioning"],
@@ -162,7 +164,7 @@ def target_lines(targets: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def stream_lines(report: Report) -> list[str]:
-    """Stale reads by handoff."""
+    """A table of stale reads by kind of handoff."""
     rows = [
         (
             handoff,
@@ -202,7 +204,7 @@ def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
         if (over := column["of_an_action_us"]) is not None:
             rows.append(
                 (
-                    f"{name}, mean action beyond its replay (goal {over['goal']:g} us)",
+                    f"{name}, mean action above its bare replay (goal {over['goal']:g} us)",
                     "",
                     "",
                     f"{over['middle_half']:.2f}",
@@ -219,9 +221,9 @@ HOST_HEADER = (
     "host time",
     "calls per step",
     "us",
-    "middle half us",
+    "us, interquartile range",
     "bare replay us",
-    "us beyond bare",
+    "us above bare replay",
 )
 
 
@@ -259,8 +261,8 @@ def table_lines(derived: Raw) -> list[str]:
         )
     for row in derived["weak"]:
         lines.append(
-            f"weak scaling, {row['cell']}, {row['side']}: rate of a rank on 4 ranks over its rate "
-            f"on 2: {row['rate']:.3f}"
+            f"weak scaling, {row['cell']}, {row['side']}: rate of a rank among 4 divided by its "
+            f"rate among 2: {row['rate']:.3f}"
         )
     lines += [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
               for error in derived["errors"]]  # fmt: skip
@@ -273,7 +275,7 @@ def model_lines(report: Report) -> list[str]:
     main_grad = report["configuration"].get("main_grad", "bf16")
 
     def side(row: Raw) -> str:
-        """The side; its gradient type is added unless it is bf16 or the side is native."""
+        """The side's name. The gradient type is added, except for bf16 and for the native side."""
         named = main_grad != "bf16" and row["side"] != "native"
         return f"{row['side']}, {main_grad} gradients" if named else str(row["side"])
 
@@ -308,11 +310,12 @@ def model_lines(report: Report) -> list[str]:
 
 def product_lines(products: Sequence[Raw]) -> list[str]:
     """
-    The products of one layer's weight gradients: one for each microbatch, and one for all of them.
+    A table of one layer's weight gradients: one product for each microbatch, and one product for
+    all microbatches.
     """
     header = (
-        *("cell", "dtype", "products", "each ms", "join and one ms", "this/each"),
-        *("distance from fp64, this/each", "matrices of equal bits"),
+        *("cell", "dtype", "products", "separate products ms", "join and one product ms"),
+        *("one/separate", "distance from fp64, one/separate", "matrices with equal bits"),
     )
     rows = [
         (
@@ -355,7 +358,8 @@ def group_lines(derived: Raw) -> list[str]:
         if (best := one["best"]) is not None:
             lines.append(
                 f"{', '.join(one[name] for name in _SET)}: best group {best['group']}, "
-                f"{number(best['over_today'], 3)} of today's step time"
+                f"{number(best['over_today'], 3)} of the step time with default scales and no "
+                "groups"
             )
     compared = [one for one in derived["digests"] if one["alike"] is not None]
     if compared:
@@ -380,7 +384,7 @@ def gigabytes(value: float | None) -> str:
 
 
 def peer_lines(derived: Raw) -> list[str]:
-    """Every side, the modes that work, and goals."""
+    """A row for every side, the modes that work, and goals."""
     rows = []
     for row in derived["rows"]:
         if row["error"] is not None:
@@ -413,7 +417,9 @@ def _peer_name(row: Raw) -> tuple[str, ...]:
 
 
 def curve_lines(derived: Raw) -> list[str]:
-    """Runs, orders, non-inferiority and times to a loss."""
+    """
+    Lines for runs, for runs of the same order, for non-inferiority, and for times to reach a loss.
+    """
     lines = []
     for run in derived["runs"]:
         said = "" if run["finite"] else ", NOT FINITE"
@@ -441,7 +447,7 @@ def curve_lines(derived: Raw) -> list[str]:
         lines.append(
             f"  {row['run']} reaches loss {last['loss']} in {last['seconds']:.1f} s, "
             f"{row['native']} in {last['native_seconds']:.1f} s: {last['native_over_this']:.2f} "
-            "times as long"
+            f"times as long as {row['run']}"
         )
     return lines
 
@@ -474,7 +480,7 @@ def scale_lines(derived: Raw) -> list[str]:
 
 
 def pool_lines(report: Mapping[str, Any]) -> Sequence[str]:
-    """A row per order and discipline, then the problems."""
+    """A row per order of actions and pool discipline, then the problems."""
     rows = []
     for entry in report["derived"]["orders"]:
         for name, total in entry["disciplines"].items():
@@ -561,7 +567,10 @@ def kill_lines(report: Report) -> list[str]:
 
 
 def scales_lines(derived: Mapping[str, Any]) -> list[str]:
-    """A row for each run, and the difference between the two recipes."""
+    """
+    A row for each run, and the difference in loss between scales that move once per step and scales
+    that move at every action.
+    """
     rows = [
         (
             run["scales"],
@@ -590,7 +599,10 @@ def _signed(value: float | None) -> str:
 
 
 def second_run_lines(report: Report) -> list[str]:
-    """A row for each kind of flip, a row for each price, and the number of wrong ends."""
+    """
+    A row for each kind of bit flip, a row for each measured cost, and the number of flips that
+    ended wrongly.
+    """
     found = report["derived"]
     names = ("stopped", "harmless")
     rows = [
@@ -614,7 +626,7 @@ def second_run_lines(report: Report) -> list[str]:
     ]
     return [
         *table(("flip", "stopped", "harmless", "other ends"), rows),
-        *table(("mode", "check", "off, ms per step", "on, ms per step", "on over off"), prices),
+        *table(("mode", "check", "off, ms per step", "on, ms per step", "on / off"), prices),
         f"Of {found['flips']} flips, {found['stopped']} were stopped, {found['harmless']} changed "
         f"nothing, {found['wrong']} ended wrongly",
     ]

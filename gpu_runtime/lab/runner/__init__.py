@@ -1,3 +1,4 @@
 """
-Running sides: processes, rounds, the device, the profiler, and host times.
+Run and time the sides of a measurement: processes, rounds, the device, the profiler, and host
+times.
 """

@@ -1,9 +1,9 @@
 """
 Split the host time of a guarded action into its parts.
 
-The calls that an action makes are timed one part at a time, because reading the clock costs as much
-as a small part and would distort the others. The clock's own cost is measured on an empty call and
-subtracted.
+The calls inside an action are timed one part at a time, because reading the clock costs as much as
+a small part and would distort the times of other parts. The clock's own cost is measured on an
+empty call and subtracted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...step.streams import GraphStream, HostHandoff
 from ..statistics.summary import exact_median
 
 Clock = Callable[[], int]
-"""Nanoseconds from an arbitrary start; monotonic."""
+"""A monotonic clock that returns nanoseconds from an arbitrary start."""
 
 _CROSSING = ("cross", "cross_back", "record_tail")
 
@@ -52,7 +52,7 @@ class _Watch:
         clock: Function that is read before and after each call.
 
     Attributes:
-        reading: Nanoseconds of the timed calls since this counter was set to zero.
+        reading: Nanoseconds of the timed calls since `reading` was set to zero.
         calls: Number of timed calls so far.
     """
 
@@ -72,7 +72,7 @@ class _Watch:
         return round(exact_median(read))
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same call, which also adds its time to `reading`."""
+        """Return a wrapper that makes the same call and adds the time of the call to `reading`."""
         clock, added = self.clock, self._added
 
         def watched(*args: Any, **options: Any) -> Any:
@@ -87,7 +87,10 @@ class _Watch:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """Time the calls of one part, by replacing each where its class defines it."""
+        """
+        A context that times the calls of one part, by replacing each method in the class that
+        defines it.
+        """
         watched = [(definer(owner, n), n) for owner, names in PARTS[part] for n in names]
         with ExitStack() as restored:
             for owner, name in watched:
@@ -98,7 +101,7 @@ class _Watch:
 
 
 def definer(owner: Any, name: str) -> Any:
-    """Return the definer of a name: the module itself, or the class or base class of a method."""
+    """Return what defines a name: the module itself, or the class or base class of a method."""
     return next(place for place in getattr(owner, "__mro__", (owner,)) if name in vars(place))
 
 
@@ -107,7 +110,7 @@ def _nothing() -> None:
 
 
 class _Split:
-    """Actions whose calls record the time of one of their parts."""
+    """Guarded actions whose calls record the time that one part of each call takes."""
 
     def __init__(
         self, actions: Any, names: tuple[str, ...], watch: _Watch, ns: Mapping[str, list[int]]
@@ -140,16 +143,16 @@ def part_times(
     Split the calls of guarded steps into parts; each part is timed in its own steps.
 
     Args:
-        step: Runs one step through given actions.
+        step: Function that runs one step through given actions.
         actions: The guarded actions.
-        names: Calls to split.
-        synchronize: Waits for the device.
+        names: Names of the calls to split.
+        synchronize: Function that waits for the device.
         steps: Number of steps for each part.
-        clock: Read around each call of a part.
+        clock: Function that is read before and after each call of a part.
 
     Returns:
-        Nanoseconds of single calls in the order of the calls, by part and kind of call; parts that
-        a kind never calls are left out.
+        Nanoseconds of single calls in the order of the calls, by part and kind of call; if a kind
+        of call never uses a part, that part is left out.
     """
     watch = _Watch(clock)
     found: dict[str, dict[str, list[int]]] = {}

@@ -1,7 +1,8 @@
 """
-Run one column in its own process.
+Run one column (a way to run a step) in its own process.
 
-The parent sends the next request and waits, so that only one column uses the device at a time.
+The parent process sends one request and waits for its result before it sends the next request, so
+that only one column uses the device at a time.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from .rank_process import forbid_profiler
 from .step_seconds import back_to_back_s, single_step_s
 
 HOST_STEPS = 5
-"""Number of steps at the end of a round whose enqueueing is timed one by one."""
+"""
+Number of steps at the end of a round of which each is timed separately while the host enqueues it.
+"""
 
 
 @attrs.define(eq=False)
 class ColumnSession:
     """
-    A column inside its process.
+    The column inside its own process, where requests of the parent process call the methods.
 
     Args:
-        spec: The column.
-        cell: The workload.
+        spec: The column to run.
+        cell: The layer dimensions and the order of actions to run.
         settings: Rounds, steps and device.
     """
 
@@ -54,13 +57,13 @@ class ColumnSession:
 
     def _the_column(self) -> Column:
         if self._column is None:
-            raise RuntimeError("the column is not built")
+            raise RuntimeError("the column is not built; call `build` first")
         return self._column
 
     def prepare(self) -> dict[str, Any]:
         """
-        Load the libraries that every column's first step needs, so that their loading counts for no
-        column.
+        Load the libraries that every column's first step needs, so that no column's set-up time
+        includes the loading.
         """
         started = time.perf_counter()
         if self.on_device:
@@ -122,7 +125,7 @@ class ColumnSession:
         }
 
     def trace(self, steps: int) -> dict[str, Any] | None:
-        """Profile some steps; None on a CPU."""
+        """Profile some steps; the result is None on a CPU."""
         if not self.on_device:
             return None
         from .profiler import trace_steps
@@ -132,13 +135,14 @@ class ColumnSession:
 
     def host_actions(self, steps: int) -> dict[str, Any]:
         """
-        Host time of single actions; empty for columns without such actions. No step may follow.
+        Host time of single actions; empty for columns without such actions. No step may run
+        afterwards.
         """
         measure = getattr(self._the_column(), "host_actions", None)
         return {} if measure is None else dict(measure(steps, self._synchronize))
 
     def memory(self, *, peaks: bool = False) -> dict[str, int | None]:
-        """The allocator's figures in bytes; None on a CPU."""
+        """The allocator's memory figures in bytes; the result is None on a CPU."""
         if not self.on_device:
             names = ("allocated", "reserved") + (
                 ("allocated_peak", "reserved_peak") if peaks else ()
@@ -173,30 +177,31 @@ class ColumnSession:
 
 
 class ColumnHandle(Protocol):
-    """A column that runs a method on request and returns its result."""
+    """A column that runs a method on request and returns the method's result."""
 
     def post(self, method: str, **arguments: Any) -> None:
-        """Start one of the session's methods."""
+        """Start a method of the column's session."""
 
     def collect(self, timeout_s: float) -> dict[str, Any]:
         """
         The result of the started method.
 
         Raises:
-            ChildError: The method raised, its process has ended, or the time limit has passed.
+            ChildError: The method raised an error, the column's process has ended, or the time
+                limit has passed.
         """
 
     def end(self) -> None:
-        """End the column, even while it works."""
+        """End the column, even while a method runs."""
 
 
 class ColumnProcess:
     """
-    A session in a fresh process, which dies with this process.
+    A column's session in a fresh process, which ends when this process ends.
 
     Args:
-        spec: The column.
-        cell: The workload.
+        spec: The column to run.
+        cell: The layer dimensions and the order of actions to run.
         settings: Rounds, steps and device.
         profiles: Whether the process may use the profiler; such a process times nothing.
     """
@@ -211,7 +216,7 @@ class ColumnProcess:
         self._process.send((method, arguments))
 
     def collect(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for the answer."""
+        """Wait for the result of the started method."""
         result: dict[str, Any] = self._process.receive(timeout_s)
         return result
 

@@ -1,5 +1,5 @@
 """
-The device: its presence, and its name, clocks and memory as nvidia-smi reports them.
+Check that a device is present, and read its name, clocks and memory as nvidia-smi reports them.
 
 This module changes no setting of the device.
 """
@@ -33,7 +33,7 @@ def require_device(instead: str, *, library: bool = True) -> None:
     Require a CUDA device and the library, without creating a device context in this process.
 
     Args:
-        instead: What works without a device, as part of the error message.
+        instead: What the user can do without a device; this text becomes part of the error message.
         library: Whether Transformer Engine is needed too.
 
     Raises:
@@ -99,7 +99,9 @@ class MemoryPoll:
             self._sampled.notify_all()
 
     def mark(self) -> None:
-        """Start from the next reading; stop polling if no reading arrives in time."""
+        """
+        Start a new measurement at the next reading; stop polling if no reading arrives in time.
+        """
         with self._sampled:
             if self._process is not None and not self._given_up:
                 seen = self._samples

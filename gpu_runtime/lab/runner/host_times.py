@@ -1,11 +1,11 @@
 """
 Measure the host time of each guarded action, and of a bare replay of the same graph.
 
-In some steps, each call is timed by itself; the device is drained before the step, so that the host
-never waits for a full queue. Then the calls are split into parts, one part at a time. Last, the
-same graphs are replayed bare (without guards and copies), in the same order. The difference is the
-cost of guards, copies and stream crossings. Bare replays change numerical state without the
-contract, so a column must be closed after them.
+In some steps, each call is timed separately; the device is drained before such a step, so that the
+host never waits for a full queue. Then the calls are split into parts, one part at a time. Last,
+the same graphs are replayed bare (without guards and copies), in the same order. The difference
+between the two times is the cost of guards, copies and stream crossings. Bare replays change
+numerical state without the contract, so a column must be closed after bare replays.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Times:
 
     Args:
         clock: Function that is read before and after each call.
-        ns: The times, by name.
+        ns: The times in nanoseconds, by name of the call.
     """
 
     clock: Clock = time.perf_counter_ns
     ns: dict[str, list[int]] = attrs.field(factory=dict)
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same call, timed."""
+        """Return a wrapper that makes the same call and records its time."""
         clock, times = self.clock, self.ns.setdefault(name, [])
 
         def wrapped(*args: Any, **options: Any) -> Any:
@@ -60,11 +60,11 @@ class Times:
 
 class TimedActions:
     """
-    Actions with every call timed.
+    Actions of which every call is timed.
 
     Args:
         actions: Guarded actions, or the same actions without guards.
-        times: Where to record the times.
+        times: Object that receives the times.
     """
 
     def __init__(self, actions: Any, times: Times) -> None:
@@ -86,11 +86,11 @@ def host_times(
 
     Args:
         runtime: The runtime; bare replays are timed only if it has captured graphs.
-        step: Runs one step through given actions.
-        actions: The actions.
-        synchronize: Waits for the device.
+        step: Function that runs one step through given actions.
+        actions: The actions to time.
+        synchronize: Function that waits for the device.
         steps: Number of steps.
-        clock: Read around each call.
+        clock: Function that is read before and after each call.
 
     Returns:
         `steps`; `actions`, the number of replaying actions per step; `guarded_ns` and `bare_ns` by
@@ -132,7 +132,10 @@ def host_times(
 def replays(
     order: Order, executor: GraphExecutor, runtime: Runtime
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The graphs of one step in order, each with the action that replays it."""
+    """
+    Yield the graph replays of one step in order: the name of the action, and the function that
+    replays its graph.
+    """
     refreshed: set[int] = set()
     for kind, stage, microbatch in order.steps:
         memory = runtime.memories[stage]
@@ -172,7 +175,7 @@ def calling(loop: Any, actions: Any) -> Iterator[None]:
 
 
 def times_of(column: Any, synchronize: Callable[[], None], steps: int) -> Mapping[str, Any]:
-    """`host_times` of a column of the benchmark."""
+    """The result of `host_times` for a column of the benchmark."""
 
     def step(actions: Any) -> None:
         with calling(column.loop, actions):

@@ -1,12 +1,13 @@
 """
-A rank of ``qeffect runtime train`` that kills itself, or its launcher, at a chosen place.
+A rank of ``qeffect runtime train`` that kills itself, or its launcher, at a chosen moment (place).
 
 ``python -m qeffect.gpu_runtime.lab.runner.killed_rank runtime train FILE ...`` runs the command as
 ``python -m qeffect`` does. The variable QEFFECT_KILL holds a `Kill` as JSON. Before the kill, the
 rank writes the place into a file; without this file, no kill happened.
 
-Each start gives torch's generators another seed. So the generators end in the state of the
-undisturbed run only if every checkpoint saved their state and every resume restored it.
+Each start gives torch's generators another seed. The generators therefore end in the state of the
+undisturbed run only if every checkpoint saved the generators' state and every resume restored that
+state.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ ANY_RANK: Final = tuple(place for place, rank in PLACES.items() if rank is None)
 @attrs.frozen
 class Kill:
     """
-    Which process is killed, and where.
+    Which process is killed, and at which moment.
 
     Args:
-        place: One of `PLACES`.
-        rank: The rank at that place.
+        place: When the process is killed, one of `PLACES`.
+        rank: The rank that must reach the place.
         folder: Folder in which the dying rank writes ``killed``.
         launcher: If True, the rank's launcher is killed; if False, the rank.
         steps: Number of steps after which the kill is due; a kill in the start or a resume comes
@@ -73,7 +74,7 @@ class Kill:
 
 
 class _Killer:
-    """Counts the steps of this process and kills once."""
+    """Count the steps of this process, and kill the process or its launcher once."""
 
     def __init__(self, kill: Kill) -> None:
         self.kill, self.taken, self._killed = kill, 0, False
@@ -90,7 +91,7 @@ class _Killer:
         os.kill(victim, signal.SIGKILL)
 
     def die_if_due(self, *_: Any, **__: Any) -> None:
-        """Kill if this process has taken its steps."""
+        """Kill if this process has taken the number of steps after which the kill is due."""
         if self.taken >= self.kill.steps:
             self.die()
 
@@ -142,7 +143,7 @@ def _around(
 
 def arm(kill: Kill) -> None:
     """
-    Arrange the kill of this process; call it in the rank before the training begins.
+    Arrange the kill of this process. The rank calls this function before the training begins.
 
     Raises:
         ValueError: The place is unknown.

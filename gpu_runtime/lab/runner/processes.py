@@ -1,5 +1,5 @@
 """
-Functions in fresh processes, which answer through a pipe and die with this process.
+Run functions in fresh processes, which answer through a pipe and die with this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ChildProcess:
     The function sends answers: `("done", value)`, or `("failed", message)`.
 
     Args:
-        serve: The function; it is called in the process with one end of the pipe and the arguments.
+        serve: The function that the process calls, with one end of the pipe and the arguments.
         arguments: Arguments that can be pickled.
     """
 
@@ -73,7 +73,7 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is still running."""
         return self._process.is_alive()
 
     def end(self) -> None:
@@ -87,7 +87,7 @@ class ChildProcess:
 
 def answer(pipe: Connection, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
     """
-    Call a function and send its value, or the first line of its error; end when the pipe closes.
+    Call a function, and send its value or the first line of its error through the pipe.
     """
     said: tuple[str, Any]
     try:

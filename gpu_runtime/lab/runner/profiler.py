@@ -1,5 +1,5 @@
 """
-Run steps under torch's profiler; only processes that time nothing import this module.
+Run steps under torch's profiler. Processes that time steps never import this module.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def trace_steps(step: Callable[[], object], synchronize: Callable[[], None], ste
     Return the device's events in a Chrome trace of some steps.
 
     The profiler's library is released after the trace, because this library makes the host visit
-    every node of every graph that is launched later. Some of that cost may remain, so time nothing
-    afterwards.
+    every node of every graph that is launched later. Some of this cost may remain, so time no steps
+    in the same process afterwards.
 
     Raises:
         RuntimeError: The profiler recorded no event on the device.

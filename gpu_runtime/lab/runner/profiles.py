@@ -31,8 +31,8 @@ PROFILED = 2
 """Number of steps of each side under the profiler."""
 TRACED = 5
 """
-Number of steps under the profiler whose time is split; the first only marks where the second
-begins.
+Number of steps under the profiler whose time is split; the first step only marks where the second
+step begins.
 """
 
 SIDE_ERRORS = (BackendError, StoppedError, RuntimeError, ValueError)
@@ -48,7 +48,7 @@ class SideRow(Protocol):
 
     @property
     def settling_steps(self) -> int:
-        """Steps before the side is measured."""
+        """Number of steps before the side is measured."""
 
     @property
     def copies(self) -> bool:
@@ -57,14 +57,15 @@ class SideRow(Protocol):
     @property
     def split(self) -> bool:
         """
-        Whether the time of a launch is split by comparison with the rank's row without messages.
+        Whether the time of a step that is one launch is split, by comparing the step with the
+        rank's actions without messages.
         """
 
     def job(self) -> Job:
-        """The row's pipeline."""
+        """The pipeline job that this row describes."""
 
     def make(self, member: Member) -> RankSide:
-        """Build the side; every rank calls this method."""
+        """Build the pipeline that runs this row; every rank calls this method."""
 
 
 def add_profiles(
@@ -77,16 +78,17 @@ def add_profiles(
     limit: float = math.inf,
 ) -> RankStart:
     """
-    Start all ranks once more, and add what the profiler saw of each row to its measurement.
+    Start all ranks once more, and add the profiler's figures of each row to the measurement of the
+    row.
 
     Args:
-        starts: The ranks; the processes that measured have ended.
-        meet: Called on each rank to connect to the other ranks; can be pickled.
+        starts: Starts the ranks; the processes that measured must have ended.
+        meet: Function that each rank calls to connect to the other ranks; it can be pickled.
         rows: Each row with its measurement. A side that fails under the profiler keeps its
             measurement without profile figures. On a CPU no side has profile figures, because the
             profiler records no device events there.
-        save: Called whenever a row has its figures.
-        note: Shows a line.
+        save: Function that is called whenever the figures of a row have been added.
+        note: Function that shows a line of progress.
         limit: Time limit in seconds.
     """
     waiting = iter(rows)
@@ -103,7 +105,7 @@ def add_profiles(
 
 
 def profile_rows(meet: Callable[[], Member], rows: Sequence[SideRow], findings: Findings) -> None:
-    """One rank: profile row after row."""
+    """Profile row after row; each rank calls this function."""
     member = meet()
     for row in rows:
         findings.note(f"Profiling: {_spelled(row)}")
@@ -116,7 +118,7 @@ def profile_rows(meet: Callable[[], Member], rows: Sequence[SideRow], findings: 
 
 def profile_row(member: Member, row: SideRow) -> dict[str, Any]:
     """
-    A row's figures from the profiler; every rank calls this function.
+    Profile one row and return its figures; every rank calls this function.
 
     Returns:
         `busy_ms` and `work_ms` by rank, empty on a CPU; `copies` and `split` by rank where the row
@@ -140,7 +142,10 @@ def profile_side(
     *,
     copies: bool = False,
 ) -> dict[str, Any]:
-    """Some steps of a side under the profiler, as `profile_row` returns them."""
+    """
+    Profile some steps of a side; return the figures `busy_ms`, `work_ms` and (if asked for)
+    `copies`, by rank.
+    """
     meet_idle(member)
     own: tuple[Any, Any, Any] | None = None
     if member.device.type == "cuda":
@@ -164,8 +169,8 @@ def profile_side(
 
 def _split(member: Member, side: LaunchSide, order: Order) -> dict[str, Any]:
     """
-    The time shares of a launch, those of the rank's row as one graph without messages, and the time
-    of that graph.
+    The time shares of a step that is one launch, the same shares for a graph of the rank's actions
+    without messages, and the time of that graph.
     """
     from .profiler import trace_steps
 

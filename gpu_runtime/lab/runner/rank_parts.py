@@ -1,9 +1,10 @@
 """
 Device times of the parts of a rank's step, and the bound that follows from them.
 
-The measured parts are: a stage's graphs one by one, a rank's row in order without messages, and a
-message between two ranks. A dW that adds to a gradient also reads it, and takes longer than the
-first dW of its stage, which only writes; so the dW of each microbatch is timed separately.
+The measured parts are: a stage's graphs one by one, all actions of a rank in order without messages
+(the rank's row of the schedule), and a message between two ranks. A dW that adds to a gradient also
+reads it, and takes longer than the first dW of its stage, which only writes; so the dW of each
+microbatch is timed separately.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Times = dict[str, dict[str, float]]
 
 def times_alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
     """
-    Times of each stage's graphs, and of the update, when nothing else runs, in milliseconds.
+    Times in milliseconds of each stage's graphs, and of the update, when nothing else runs.
 
     The runtime cannot be used afterwards, because these replays compute nothing useful. The time of
     dW is the mean over the stage's microbatches. Without captured graphs, the times are empty and
@@ -83,10 +84,10 @@ def times_alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
 
 def times_in_row(worker: Worker, gradients: Gradients, order: Order) -> tuple[Times, float]:
     """
-    Times of the actions of a whole row, replayed in order without messages.
+    Times of all actions of a rank, replayed in order without messages.
 
-    A graph that is replayed alone finds its own data in the device's cache; within a rank's row,
-    the cache has the data of the previous graph.
+    A graph that is replayed alone finds its own data in the device's cache; when all actions of a
+    rank are replayed in order, the cache has the data of the previous graph.
     """
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):
@@ -119,9 +120,9 @@ def row_as_one_graph(
     worker: Worker, gradients: Gradients, order: Order
 ) -> Iterator[Callable[[], None]]:
     """
-    A rank's row, its refreshes and its update, as one graph without messages.
+    A context with one graph that contains a rank's actions, refreshes and update, without messages.
 
-    The graph computes nothing useful, as in `times_alone`. The worker's mode must be `one launch`.
+    The replays compute nothing useful, as in `times_alone`. The worker's mode must be `one launch`.
     """
     executor = worker.runtime.executor
     assert isinstance(executor, GraphExecutor)
@@ -146,8 +147,8 @@ def _row(
     worker: Worker, executor: GraphExecutor, gradients: Gradients, order: Order
 ) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """
-    For each action of a row: its stage, kind and replay function; refreshes come first, the update
-    last.
+    Yield the stage, kind and replay function of each action of a rank; refreshes come first, the
+    update last.
     """
     memories = worker.runtime.memories
     for index in memories:
@@ -166,7 +167,7 @@ def graph_of(
     """
     The graph that an action replays, by the slot of its microbatch and the variant of its dW.
 
-    None for a dW that an earlier dW of its group includes.
+    None for a dW whose product an earlier dW of the same group computes.
     """
     graphs = executor.slots[memory.slot_of[step.microbatch]]
     if step.kind is Kind.WGRAD:
@@ -177,7 +178,8 @@ def graph_of(
 
 def device_ms(act: Callable[[], object]) -> float:
     """
-    Device time of a call in milliseconds, without the launch: a quarter of four calls in a row.
+    Device time of a call in milliseconds, without the time of the launch: a quarter of the time of
+    four calls in a row.
     """
     times = []
     for _ in range(REPLAYS):
@@ -194,11 +196,12 @@ def device_ms(act: Callable[[], object]) -> float:
 
 def message_ms(member: Member, job: Job, worker: Worker) -> float:
     """
-    Time of an activation from rank 0 to rank 1 or back, when nothing else runs, in milliseconds.
+    Time in milliseconds of a message with an activation from rank 0 to rank 1 or back, when nothing
+    else runs.
 
     The device sleeps while the host queues all messages, so that the host's speed does not matter.
-    The result is zero on other ranks and without GPUs. The messages posted here belong to no
-    schedule.
+    The result is zero on other ranks and without GPUs. The messages that this function posts are
+    not part of a schedule.
     """
     channels = worker.pipeline.channels
     if member.device.type == "cpu" or job.pp == 1:
@@ -228,7 +231,8 @@ def bound_ms(
     """
     The critical path of a schedule, from the times of each stage's graphs and of a message.
 
-    A stage's refresh precedes its first F and waits for no message. None without captured graphs.
+    A stage's weight-cache refresh precedes its first F and waits for no message. The result is None
+    without captured graphs.
     """
     if not alone:
         return None

@@ -1,6 +1,6 @@
 """
-One rank of one start, in its own process: it runs a function (the body), and returns the function's
-results.
+One rank of one start, in its own process. The process runs a function (the body), and hands over
+the function's results.
 
 Once a process has used the profiler, it launches every later graph more slowly. So a process either
 times or profiles; in a process that times, every use of the profiler is an error.
@@ -59,7 +59,7 @@ class Findings:
         self._file = file
 
     def note(self, text: str) -> None:
-        """Report progress."""
+        """Send a progress line to the process that started this rank."""
         self._write({"note": text})
 
     def add(self, row: Any) -> None:
@@ -67,7 +67,9 @@ class Findings:
         self._write({"row": row})
 
     def end(self, error: BaseException) -> None:
-        """Hand over an error that the command reports itself; other errors leave a traceback."""
+        """
+        Hand over an error that the command itself reports; any other error leaves a traceback.
+        """
         if isinstance(error, StoppedError):
             self._write({"stopped": attrs.asdict(error.cause)})
         elif isinstance(error, (BackendError, ScheduleError, UnusableError)):
@@ -122,8 +124,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _end_with_parent() -> None:
     """
-    End this process when its parent ends: the parent alone holds the other end of the standard
-    input.
+    End this process when its parent ends. The end of the standard input shows that the parent has
+    ended, because only the parent holds its other end.
     """
     while os.read(0, 1):
         pass

@@ -1,8 +1,8 @@
 """
-The runner of rows over ranks: it builds, warms up and times every row in the same way.
+Run the rows of a report over ranks: build, warm up and time every row in the same way.
 
 A report's command chooses the rows, and what each row reports besides its times. Every rank runs
-the same rows in the same order. `rounds.py` is the runner of columns, each in its own process.
+the same rows in the same order. `rounds.py` runs columns instead, each in its own process.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def measure_rows(
     Args:
         member: This rank.
         rows: The rows, the same on every rank.
-        findings: Takes each row's results.
-        measure: Measures a row and returns its results.
+        findings: Receives each row's results.
+        measure: Function that measures a row and returns its results.
     """
     for row in rows:
         findings.note(f"Timing: {row.label}")
@@ -77,7 +77,7 @@ class RankRun(Generic[S]):
 
     @classmethod
     def of(cls, member: Member, make: Callable[[Member], S]) -> RankRun[S]:
-        """Build a side; every rank calls this method."""
+        """Build the row's side; every rank calls this method."""
         side, construction_s = build_side(member, lambda: make(member))
         return cls(member, side, construction_s)
 

@@ -27,7 +27,8 @@ def last_words(text: str, lines: int = _TAIL) -> list[str]:
     """
     The last lines of a process's output, with the machine's folders cut off from paths.
 
-    Earlier lines that name an error come first, because the first error is usually the cause.
+    Earlier lines that name an error are returned first, because the first error is usually the
+    cause.
 
     >>> last_words("a\\n\\n  File \\"/usr/lib/x.py\\", line 3\\n")
     ['a', 'File "x.py", line 3']
@@ -83,7 +84,7 @@ def run_ranks(
     watch: Callable[[], None] = lambda: None,
 ) -> RankExits:
     """
-    Run a command once per rank under torchrun's environment variables, until all end.
+    Run a command once per rank under torchrun's environment variables, until all processes end.
 
     Three seconds after a rank fails, the other ranks are killed. All ranks are killed at the time
     limit, or when this call is interrupted. Only processes that were started here are killed.

@@ -1,11 +1,11 @@
 """
-Measure all columns of a cell in turn, round by round, each in its own process.
+Measure all columns (ways to run a step) of a cell in turn, round by round, each in its own process.
 
 Columns are set up one after another, so that set-up times and memory belong to one column. Only
-libraries are loaded in all processes at once; this loading time counts for no column. Each round
-starts with another column, so that the pause for reading clocks does not always precede the same
-column. After all columns have been timed, their processes end, and other processes profile some
-steps of each.
+libraries are loaded in all processes at once, and no column's time includes this loading. Each
+round starts with another column, so that the pause for reading clocks does not always precede the
+same column. After all columns have been timed, their processes end, and other processes profile
+some steps of each column.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from .processes import ChildError
 
 TIMEOUT_S = 180.0
 ACTION_STEPS = 20
-"""Number of steps whose actions the host times one by one; as many steps of bare replays follow."""
+"""
+Number of steps whose actions are timed one by one on the host; the same number of steps of bare
+replays follows.
+"""
 
 
 class MakeColumn(Protocol):
@@ -40,15 +43,15 @@ Progress = Callable[[str], None]
 @attrs.define(eq=False)
 class CellRun:
     """
-    One cell's measurement.
+    The measurement of one cell.
 
     Args:
-        cell: The workload.
-        specs: The columns.
+        cell: The layer dimensions and the order of actions to run.
+        specs: The columns to measure.
         settings: Rounds and steps.
         save: Called whenever `record` has grown, so that a killed run keeps its results.
-        progress: Shows a line.
-        make_column: Starts a column; in a process, except in tests.
+        progress: Function that shows a line of progress.
+        make_column: Function that starts a column; outside tests, in a new process.
         record: The measurements, as plain data.
     """
 
@@ -125,7 +128,7 @@ class CellRun:
             self.record["libraries_bytes"] = (after - before) // len(self._running)
 
     def _prepare(self, specs: Sequence[ColumnSpec], *, profiles: bool) -> dict[str, dict[str, Any]]:
-        """Start the processes of some columns; all load their libraries at once."""
+        """Start the processes of some columns, which all load their libraries at the same time."""
         self.progress(f"{self.cell.name}: loading libraries in {len(specs)} processes")
         for spec in specs:
             self._running[spec.name] = self.make_column(
@@ -184,7 +187,7 @@ class CellRun:
         self.save()
 
     def _finish(self) -> None:
-        """Measure growth, then time single calls."""
+        """Measure the growth of memory, then time single calls."""
         for spec in self.specs:
             if spec.name in self._running:
                 self.progress(f"{self.cell.name} {spec.name}: growth and single calls")

@@ -2,8 +2,8 @@
 Start the ranks of a report: each start runs a function (the body) in a fresh process per rank.
 
 A report starts its ranks twice. The first processes measure. After the measuring processes have
-ended, other processes build the same sides again and run some steps under the profiler; their
-figures are added to the rows.
+ended, other processes build the same sides again and run some steps under the profiler; the figures
+of the profiler are added to the rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RankStart:
     The results of one start of the ranks.
 
     Args:
-        exits: How the processes ended.
+        exits: Exit codes and last output lines of the processes.
         rows: For each rank that this process started, the rows that the rank returned.
         error: The error that the first of these ranks reported, under `unusable` or `stopped`.
     """
@@ -53,8 +53,8 @@ class RankStart:
 
         Raises:
             StoppedError: Every rank stopped, for one cause.
-            UnusableError: A rank failed; the message is the rank's own, or the last lines of its
-                output.
+            UnusableError: A rank failed; the message is the rank's own message, or the last lines
+                of the rank's output.
         """
         if "stopped" in self.error:
             raise StoppedError(Cause(**self.error["stopped"]))
@@ -119,7 +119,7 @@ class RankStarts:
         note: Callable[[str], None] = lambda _: None,
     ) -> RankStart:
         """
-        Run a body in a fresh process per rank, and wait until all have ended.
+        Run a body in a fresh process per rank, and wait until all processes have ended.
 
         Args:
             body: A function of a module, called with the arguments and the rank's `Findings`.
@@ -127,8 +127,9 @@ class RankStarts:
             profiles: Whether the processes may use the profiler.
             limit: Time limit in seconds.
             environ: Further environment variables.
-            take: Called with each row of the first rank, soon after the row was handed over.
-            note: Called with each of the first rank's progress lines.
+            take: Function that is called with each row of the first rank, soon after the row was
+                handed over.
+            note: Function that is called with each of the first rank's progress lines.
         """
         number = next(self._numbers)
         path = self.folder / f"start{number}.request"
@@ -157,8 +158,8 @@ class RankStarts:
 
     def _meeting(self, number: int) -> dict[str, str]:
         """
-        Environment variables with which the ranks of a start connect; under torchrun, through its
-        store with separate keys.
+        Environment variables with which the ranks of a start connect. Under torchrun, the ranks
+        connect through torchrun's store, with keys that only this start uses.
         """
         if self.own is None:
             return {}
@@ -178,7 +179,7 @@ class RankStarts:
 
 
 class _Tail:
-    """The growing file of a rank's findings."""
+    """A reader of the growing file of a rank's findings."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._at = path, 0

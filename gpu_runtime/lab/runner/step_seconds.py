@@ -1,5 +1,6 @@
 """
-The timing of every round: some steps back to back, and one step from an idle device.
+The timing that every round uses: some steps back to back, and one step that starts on an idle
+device.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ def back_to_back_s(
     Seconds until the device has finished some steps.
 
     Args:
-        step: Enqueues one step. The device must be idle before the first.
-        synchronize: Waits until the device is idle.
+        step: Function that enqueues one step. The device must be idle before the first step.
+        synchronize: Function that waits until the device is idle.
         steps: Number of steps.
     """
     began = time.perf_counter()

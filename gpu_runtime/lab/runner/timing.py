@@ -21,15 +21,15 @@ WARMUP = 3
 """Number of steps of a side before its first round, or before its first step under the profiler."""
 AGREEING, WITHIN, MOST = 3, 0.03, 9
 """
-Number of last rounds that must agree, their tolerance as a fraction, and the maximum number of
-rounds.
+Number of last rounds whose times must agree, the tolerance of these times as a fraction, and the
+maximum number of rounds.
 """
 
 
 @attrs.frozen
 class RoundPlan:
     """
-    How a side is timed.
+    The rounds and steps with which a side is timed.
 
     Args:
         rounds: Number of rounds, each of some steps back to back and one single step.
@@ -56,7 +56,7 @@ class RoundPlan:
 
     @property
     def counted(self) -> int:
-        """Number of rounds that count; these are the last rounds."""
+        """Number of rounds at the end that count; earlier rounds are ignored."""
         return AGREEING if self.waits else self.rounds
 
     @property
@@ -67,7 +67,7 @@ class RoundPlan:
 
 def agree(times: Sequence[float]) -> bool:
     """
-    Whether times lie within `WITHIN` of the shortest.
+    Whether all times exceed the shortest time by at most the fraction `WITHIN`.
 
     >>> agree([100.0, 102.9, 101.0]), agree([100.0, 103.1, 101.0])
     (True, False)
@@ -90,11 +90,12 @@ def time_side(
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """
-    Time a side round by round; the slowest rank counts. Every rank calls this function.
+    Time a side round by round, and keep the time of the slowest rank. Every rank calls this
+    function.
 
     Args:
         member: This rank.
-        step: One step.
+        step: Function that runs one step.
         plan: Rounds and steps.
         construction_s: Seconds that this rank took to build the side.
         facts: Further results of this rank.
@@ -102,8 +103,8 @@ def time_side(
     Returns:
         Milliseconds by round (`step_ms`, `single_ms`, `host_ms`); by rank the peak of reserved
         bytes (`peak_bytes`) and `facts`; and `busy_ms`, empty until a profile is added. If rounds
-        may be added, only the last `AGREEING` count; `earlier_ms` has the step times of the earlier
-        rounds, and `settled` tells whether the last rounds agree.
+        may be added, only the last `AGREEING` rounds count; `earlier_ms` has the step times of the
+        earlier rounds, and `settled` tells whether the last rounds agree.
     """
     for _ in range(WARMUP):
         step()

@@ -1,8 +1,8 @@
 """
 One training run of a report of loss curves, from its first step to its record.
 
-Steps are timed in blocks of `log_every`; the device is drained at the end of each block. Building
-and capturing, evaluations and the exchange of losses are outside the timed blocks.
+Steps are timed in blocks of `log_every`; the device is drained at the end of each block. The timed
+blocks contain neither building and capture, nor evaluations, nor the exchange of losses.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RunName:
 
     Args:
         side: `native`, `guarded` or `launched`.
-        schedule: A short name of torch's classes.
+        schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
         seed: Number added to the seeds of the parameters and of the text order.
         head: Value of `[model] head`; None for the value in the file.
     """
@@ -58,7 +58,7 @@ class RunName:
     @classmethod
     def of(cls, text: str) -> RunName:
         """
-        Read a name.
+        Read the name of a run.
 
         Raises:
             UnusableError: The text is not a run's name.
@@ -82,7 +82,7 @@ class RunName:
 
     def of_file(self, path: Path, device: str | None, steps: int | None) -> Config:
         """
-        The configuration of this run.
+        The configuration of this run, from a training file.
 
         Raises:
             UnusableError: The file cannot be used, or the head is unknown.
@@ -118,8 +118,8 @@ class RunControl:
 
     Args:
         windows: Held-out windows per evaluation.
-        over: Whether the command's time limit has passed.
-        note: Shows a line.
+        over: Function that tells whether the command's time limit has passed.
+        note: Function that shows a line of progress.
     """
 
     windows: int
@@ -140,7 +140,7 @@ def train_run(
         block, held-out losses, and memory.
 
     Raises:
-        StoppedError: A rank stopped; every rank raises it.
+        StoppedError: A rank stopped; every rank raises this error.
         BackendError: A stage cannot be built, or a rank was lost during an evaluation.
     """
     release_memory(member)
@@ -291,7 +291,7 @@ def _said(loss: float | None) -> str:
 
 
 def _memory(member: Member, what: str) -> int | None:
-    """A figure of torch's allocator in bytes; None on a CPU."""
+    """A figure of torch's allocator in bytes; the result is None on a CPU."""
     if member.device.type != "cuda":
         return None
     return int(getattr(torch.cuda, what)(member.device))

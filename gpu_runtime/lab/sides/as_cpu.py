@@ -1,6 +1,5 @@
 """
-Let Megatron-core, which itself asks for device "cuda", run on a CPU, in tests and in the sweep of
-modes.
+Let Megatron-core, whose code requests device "cuda", run on a CPU, in tests and in `report modes`.
 
 Since 0.18, Megatron-core imports Triton, whose kernels no test calls; a stand-in module takes
 Triton's place.
@@ -31,7 +30,10 @@ class _AsCpu(TorchFunctionMode):
 
 
 class _Triton(ModuleType):
-    """A module that has every attribute; as a decorator it returns the function."""
+    """
+    A stand-in module that has every attribute. If an attribute decorates a function, the function
+    stays unchanged.
+    """
 
     __version__ = "0.0"
 
@@ -50,7 +52,7 @@ class _Stream:
     """A stream without a device: enqueued work runs at once."""
 
     def __init__(self, device: Any = None) -> None:
-        """On any device."""
+        """Accept any device."""
 
     def wait_stream(self, other: Any) -> None:
         """Return at once, because all work has already run."""

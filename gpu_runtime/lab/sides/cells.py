@@ -22,18 +22,18 @@ class BenchCell:
     One workload: a rank's stages, one transformer layer each, and the order of their actions.
 
     Args:
-        name: Its name in tables.
+        name: Name of the cell in tables.
         hidden: Width of the residual stream.
         ffn: Width of the MLP.
         sequence: Tokens in a microbatch.
-        microbatches: Microbatches of a step.
+        microbatches: Number of microbatches per step.
         heads: Attention heads; None means hidden / 128.
         schedule: torch's schedule class, whose table determines the order.
-        pp: Ranks of that table.
-        vpp: Stages of a rank.
+        pp: Number of ranks in the schedule's table.
+        vpp: Number of stages per rank.
         rank: The rank whose row runs.
-        chained: Whether each stage feeds the next. False for one rank's row of a longer pipeline:
-            every stage then has its own input and output tensors.
+        chained: Whether each stage feeds the next. The value is False for one rank's row of a
+            longer pipeline, in which every stage has its own input and output tensors.
     """
 
     name: str
@@ -50,24 +50,27 @@ class BenchCell:
 
     @property
     def config(self) -> LayerConfig:
-        """The dimensions as the backends take them."""
+        """The layer dimensions, in the form that backends take."""
         heads = self.hidden // 128 if self.heads is None else self.heads
         return LayerConfig(self.hidden, self.ffn, heads, self.sequence)
 
     def order(self) -> Order:
-        """The row of the schedule's table, made by the installed torch."""
+        """
+        The order of the rank's actions: its row of the schedule's table, which the installed torch
+        generates.
+        """
         table = torch_schedule(
             self.schedule, pp=self.pp, vpp=self.vpp, microbatches=self.microbatches
         )
         return Order.of_rank(table, self.rank)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, for reports and for workers."""
+        """The cell as plain data, for reports and for worker processes."""
         return attrs.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BenchCell:
-        """The cell that `to_json` wrote."""
+        """Read the cell that `to_json` wrote."""
         return cls(**data)
 
 
@@ -104,7 +107,7 @@ def sweep_cell(base: BenchCell, microbatches: int, *, rank: int = 1) -> BenchCel
 
 def cells_named(names: Iterable[str]) -> list[BenchCell]:
     """
-    Cells by index or name.
+    The cells with the given indices or names.
 
     >>> [cell.name for cell in cells_named(["0", "tiny"])]
     ['h2048-s256-m4', 'tiny']

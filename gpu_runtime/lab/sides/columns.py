@@ -1,9 +1,10 @@
 """
-The columns of the tables: what each column runs, and which columns may be compared.
+The columns of the step tables (ways to run a step): what each column runs, and which columns may be
+compared.
 
 A column runs in its own process, because Transformer Engine keeps its numerical state per process.
-Every update visits every registered module, so two columns in one process would add to each other's
-times, and might change each other's state.
+The library's update of that state visits every registered module, so two columns in one process
+would add to each other's times, and might change each other's state.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Settings:
         rounds: Rounds per column.
         steps: Steps per round, between two synchronizations.
         warm_steps: Untimed steps before the timed steps of each round.
-        profile_steps: Steps under the profiler, after all rounds; 0 for no profile.
+        profile_steps: Number of steps under the profiler, after all rounds; 0 for no profile.
         growth_steps: Number of steps after which memory must not have grown; 0 for no check.
-        history: Entries of each amax history. 1024 is the library's own default.
+        history: Number of entries of each amax history. 1024 is the library's own default.
         device: "cuda" or "cpu".
     """
 
@@ -53,9 +54,9 @@ class ColumnSpec:
     A column by name, in a form that can be sent to its process.
 
     Args:
-        name: Its name in reports.
-        title: Its name in tables.
-        family: The kind of column.
+        name: Name of the column in reports.
+        title: Name of the column in tables.
+        family: Kind of the column, such as this runtime or the library's own graphs.
         rule: How matrix gradients are summed over microbatches. Columns with the same rule do the
             same arithmetic, so they are compared with the same shortest kernel time (floor).
         factory: `module:function`, called with the cell, the settings and the options.
@@ -70,7 +71,7 @@ class ColumnSpec:
     options: Mapping[str, Any] = attrs.field(factory=dict)
 
     def make(self, cell: BenchCell, settings: Settings) -> Column:
-        """Import the factory and call it."""
+        """Import the column's factory and call the factory."""
         module, _, function = self.factory.partition(":")
         made: Column = getattr(importlib.import_module(module), function)(
             cell, settings, **self.options
@@ -207,7 +208,7 @@ REFERENCE_SPECS: tuple[ColumnSpec, ...] = (
 
 def specs_named(names: Iterable[str], among: Iterable[ColumnSpec]) -> list[ColumnSpec]:
     """
-    Columns by name, or by the beginning of a name.
+    The columns whose names, or the beginnings of whose names, are given.
 
     Raises:
         UnusableError: A name matches no column.

@@ -1,10 +1,11 @@
 """
-The rows of the report of grouped weight gradients: layers alone, one per stage.
+The rows of the report of grouped weight gradients. The model consists of layers only, one layer per
+stage.
 
-Each row runs one schedule of one cell with one type of gradient destinations. Destinations in fp32
-have fp32 master weights. The row `today` moves scales at every action and computes the weight
-gradients of each microbatch separately. Each further row moves scales once per step, and computes
-the weight gradients of `group` microbatches as one product.
+Each row runs one schedule of one cell with one data type of gradient destinations. With fp32
+destinations, the optimizer has fp32 master weights. The row `today` moves scales at every action
+and computes the weight gradients of each microbatch separately. Each further row moves scales once
+per step, and computes the weight gradients of `group` microbatches as one product.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ __all__ = ["CELLS", "DTYPES", "SCHEDULES", "GroupCell", "GroupRow", "group_rows"
 
 SCHEDULES = ("il", "zbv")
 DTYPES = MAIN_GRADS
-"""Types of gradient destinations by name."""
+"""Data types of gradient destinations, by name."""
 HISTORY = 16
 
 
 @attrs.frozen
 class GroupCell:
     """
-    A workload.
+    A cell: layer dimensions and number of microbatches.
 
     Args:
         config: Dimensions of a layer; each stage has one layer.
@@ -59,18 +60,18 @@ CELLS: Mapping[str, GroupCell] = {
 @attrs.frozen
 class GroupRow:
     """
-    One row to measure.
+    One row of the report, to be measured.
 
     Args:
-        cell: One of `CELLS`.
+        cell: Name of the cell, one of `CELLS`.
         schedule: One of `SCHEDULES`.
         dtype: One of `DTYPES`, the type of gradient destinations.
         scales: When scales move: `action` (at every action) in rows of `today`, otherwise `epoch`
             (once per step).
         group: Microbatches whose weight gradients are one product.
-        pp: Pipeline ranks.
-        launches: Whether each step is one launch; otherwise replays on a GPU, eager calls on a
-            CPU.
+        pp: Number of pipeline ranks.
+        launches: Whether each step is one launch; otherwise a step consists of replays on a GPU, or
+            of eager calls on a CPU.
     """
 
     cell: str
@@ -81,7 +82,7 @@ class GroupRow:
     pp: int = 2
     launches: bool = True
     settling_steps = 4
-    """Steps before the digest and the first round; the same number in each row."""
+    """Number of steps before the digest and the first round, the same in each row."""
 
     @property
     def side(self) -> str:
@@ -96,12 +97,12 @@ class GroupRow:
 
     @property
     def label(self) -> str:
-        """The name in progress lines."""
+        """The name of this row in progress lines."""
         side = self.side if self.side == "today" else f"group {self.group}"
         return f"{self.cell}, {self.schedule}, {self.dtype}, {side}"
 
     def job(self) -> Job:
-        """The row's pipeline."""
+        """The pipeline job that this row describes."""
         cell = CELLS[self.cell]
         return Job(
             schedule=self.schedule,
@@ -115,14 +116,14 @@ class GroupRow:
         )
 
     def make(self, member: Member) -> GuardedSide:
-        """Build the side; every rank calls this method."""
+        """Build the pipeline that runs this row; every rank calls this method."""
         mode: Mode | None = "one launch" if self.launches else None
         return build_guarded(member, self.job(), mode, dtype=DTYPES[self.dtype])
 
     def digest(self, side: GuardedSide) -> str:
         """
         The digest of all ranks' parameters, moments and scales between two steps; every rank calls
-        it.
+        this method.
         """
         whole = side.whole if isinstance(side, LaunchSide) else None
         if whole is not None:
@@ -145,15 +146,15 @@ def group_rows(
     """
     The rows of some cells, in the order of measuring.
 
-    For each cell, type and schedule: `today`, each group size that divides the cell's microbatches,
-    and `today` again to show the spread of the baseline.
+    For each cell, data type and schedule, the rows are: `today`, each group size that divides the
+    cell's number of microbatches, and `today` again to show the spread of the baseline.
 
     Args:
-        cells: Names of `CELLS`.
-        schedules: Names of `SCHEDULES`.
+        cells: Names of the cells, from `CELLS`.
+        schedules: Names of the schedules, from `SCHEDULES`.
         dtypes: Names of `DTYPES`.
-        groups: Groups; empty for all powers of two.
-        pp: Pipeline ranks.
+        groups: Group sizes (microbatches per product); empty for all powers of two.
+        pp: Number of pipeline ranks.
         launches: Whether each step is one launch.
     """
     rows = []

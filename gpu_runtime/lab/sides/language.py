@@ -1,8 +1,9 @@
 """
-The language model of the complete-step tables and of the peers' report.
+The language model of the complete-step tables and of the comparison with Megatron-core (`report
+peers`).
 
-Like the paper's model, it has one layer per stage, with token embedding and head over 32,768
-tokens. In the peers' report the head is bf16, as in Megatron-core.
+Like the paper's model, this model has one layer per stage, with token embedding and head over
+32,768 tokens. In `report peers` the head is bf16, as in Megatron-core.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ CPU.
 """
 VOCABULARY, TINY_VOCABULARY = 32768, 64
 MAIN_GRADS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Types of accumulated weight gradients by name."""
+"""Data types of accumulated weight gradients, by name."""
 
 
 @attrs.frozen(kw_only=True)
 class DrawnLanguage(LanguageJob):
-    """A language model over uniformly drawn tokens: `(sequence, batch)`, int64."""
+    """
+    A language model over uniformly drawn tokens, which are int64 tensors of shape `(sequence,
+    batch)`.
+    """
 
     def batch(self, device: torch.device, replica: int = 0) -> Batch:
         """Tokens and targets of a step's microbatch, the same on every rank."""
@@ -76,18 +80,19 @@ class DrawnLanguage(LanguageJob):
 @attrs.frozen(kw_only=True)
 class PeerSettings:
     """
-    What every mode of the peers measures, and how.
+    What every mode of `report peers` measures, and how.
 
     Args:
         cells: Layers and microbatches, as `h2048-s256-m4`.
-        main_grads: Names of `MAIN_GRADS`; fp32 has fp32 master weights too.
+        main_grads: Data types of accumulated gradients, names of `MAIN_GRADS`; with fp32, master
+            weights are fp32 too.
         rounds: Rounds per side.
         steps: Steps per round for modes that replay graphs.
         native_steps: Steps per round for modes without graphs.
         device: `cuda`, or `cpu` for our sides and torch's only.
         profile: Whether the ranks start a second time, under the profiler.
-        settling_steps: Number of steps after which gradients are compared; by then, scales repeat
-            and graphs are captured.
+        settling_steps: Number of steps after which gradients are compared; after these steps,
+            scales repeat and graphs are captured.
     """
 
     cells: Sequence[str]
@@ -100,7 +105,7 @@ class PeerSettings:
     settling_steps: int = 8
 
     def configuration(self) -> dict[str, Any]:
-        """The settings as the report names them."""
+        """The settings, by their names in the report."""
         fields = attrs.asdict(self)
         fields["settled"] = fields.pop("settling_steps")
         return fields
@@ -111,7 +116,7 @@ class PeerSettings:
 
         Args:
             cell: Layers and microbatches.
-            schedule: A short name of torch's schedule classes.
+            schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
             group: Microbatches whose weight gradients are one product, with scales that move once
                 per step; None for scales that move at every action, without groups.
         """
@@ -147,15 +152,15 @@ def motionless_adamw(
 @attrs.frozen
 class PeerRow(NamedRow):
     """
-    One row of the peers' report.
+    One row of `report peers`.
 
     Args:
         cell: Layers and microbatches, as `h2048-s256-m4`.
         side: `native`, `replays`, `one launch`, or a mode of Megatron-core.
-        schedule: A short name of torch's schedule classes.
+        schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
         settings: How every mode is measured.
-        main_grad: Type of accumulated gradients, a name of `MAIN_GRADS`.
-        group: As in `PeerSettings.job`.
+        main_grad: Data type of accumulated gradients, a name of `MAIN_GRADS`.
+        group: Microbatches whose weight gradients are one product; None for no groups.
     """
 
     settings: PeerSettings
@@ -170,13 +175,13 @@ class PeerRow(NamedRow):
 
     @property
     def label(self) -> str:
-        """The name in progress lines."""
+        """The name of this row in progress lines."""
         grouped = "" if self.group is None else f", group of {self.group}"
         return f"{self.cell}, {self.side}, {self.schedule}, {self.main_grad}{grouped}"
 
     @property
     def settling_steps(self) -> int:
-        """Steps after which gradients are compared."""
+        """Number of steps after which gradients are compared."""
         return self.settings.settling_steps
 
     def job(self) -> DrawnLanguage:
@@ -186,7 +191,10 @@ class PeerRow(NamedRow):
     def make(
         self, member: Member, look: Callable[[Gradients], None] = lambda _: None
     ) -> NativeSide | GuardedSide:
-        """Build the side; `look` is called with native's gradients of every step."""
+        """
+        Build the row's side; for the native side, `look` is called with the gradients of every
+        step.
+        """
         if self.side == "native":
             return build_native(member, self.job(), optimizer=motionless_adamw, look=look)
         mode: Mode | None = "one launch" if self.side == "one launch" else None
@@ -196,5 +204,5 @@ class PeerRow(NamedRow):
     def measured(
         self, gradients: Sequence[Mapping[str, Any]], loss: float | None, found: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The report's row."""
+        """The row as the report stores it."""
         return {**self.name, "error": None, "gradients": list(gradients), "loss": loss, **found}

@@ -1,5 +1,6 @@
 """
-Transformer Engine without this runtime: eager, its own graphs, and one graph of a whole step.
+Columns of Transformer Engine without this runtime: eager steps, the library's own graphs, and one
+graph of a whole step.
 
 The whole-step graph serves as a bound, not for training: its order and its data are fixed.
 """
@@ -26,8 +27,8 @@ WARMUP_STEPS = 3
 
 def full_backward_order(order: Order) -> list[tuple[bool, int, int]]:
     """
-    Every F and full backward of an order, as a tuple: whether the action is an F, the position of
-    its stage, and its microbatch.
+    Every F and full backward of an order. Each entry is a tuple: whether the action is an F, the
+    position of its stage, and its microbatch.
     """
     position = {stage: n for n, stage in enumerate(order.stages)}
     return [
@@ -39,7 +40,7 @@ def full_backward_order(order: Order) -> list[tuple[bool, int, int]]:
 
 @attrs.define(eq=False)
 class _Training:
-    """Layers, data and optimizer of every column without this runtime."""
+    """The layers, data and optimizer that all columns without this runtime share."""
 
     cell: BenchCell
     settings: Settings
@@ -54,7 +55,7 @@ class _Training:
     optimizer: Any = attrs.field(default=None, init=False)
 
     def build(self) -> None:
-        """Layers with their first weights, inputs, output gradients and AdamW."""
+        """Build layers with initial weights, inputs, output gradients and AdamW."""
         config = self.cell.config
         order = self.cell.order()
         if not self.cell.chained:
@@ -79,7 +80,9 @@ class _Training:
         )
 
     def make_layers(self, order: Order) -> None:
-        """The library's layers, with `main_grad` if the library accumulates there."""
+        """
+        Make the library's layers, with `main_grad` buffers if the library accumulates in them.
+        """
         self.recipe = te_baselines.delayed_scaling(self.settings.history)
         self.layers = [
             te_baselines.layer(self.cell.config, fused=self.fused, seed=n)
@@ -91,11 +94,14 @@ class _Training:
                 parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward."""
+        """The context in which a forward runs."""
         return te_baselines.autocast(self.recipe)
 
     def update(self) -> None:
-        """AdamW on `.grad`, or on `main_grad` instead; then drop the gradients."""
+        """
+        Run AdamW on `.grad`, or on `main_grad` if the library accumulates there; then drop the
+        gradients.
+        """
         if self.fused:
             for parameter in self.matrices:
                 parameter.grad = parameter.main_grad  # type: ignore[attr-defined]
@@ -107,7 +113,8 @@ class _Training:
         Run every F and full backward in the table's order, with one autograd graph per stage.
 
         Args:
-            forward: Called with position, microbatch, input and whether the F is the stage's first.
+            forward: Function that is called with the stage's position, the microbatch, the input,
+                and whether the F is the first F of its stage.
         """
         inputs: dict[tuple[int, int], Tensor] = {}
         outputs: dict[tuple[int, int], Tensor] = {}
@@ -127,7 +134,7 @@ class _Training:
                     del inputs[0, m]
 
     def facts(self) -> Mapping[str, Any]:
-        """No facts beyond the cell's."""
+        """No further numbers for the report."""
         return {}
 
     def close(self) -> None:
@@ -145,7 +152,7 @@ class Native(_Training):
         """Do nothing: native needs no warm-up."""
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         self.walk(self._forward)
         self.update()
 
@@ -179,7 +186,7 @@ class WholeStep(Native):
         torch.cuda.synchronize()
 
     def step(self) -> None:
-        """Replay."""
+        """Replay the graph of the step."""
         self.graph.replay()
 
     def facts(self) -> Mapping[str, Any]:
@@ -194,14 +201,17 @@ class WholeStep(Native):
 
 @attrs.define(eq=False)
 class Graphed(_Training):
-    """The library's `make_graphed_callables` with one way of chunking."""
+    """
+    The library's `make_graphed_callables`, with one way to divide the layers into graphed
+    callables.
+    """
 
     chunking: Chunking = "chunks"
     by_microbatch: bool = False
     graphs: tuple[Any, ...] = attrs.field(default=(), init=False)
 
     def build(self) -> None:
-        """Build as every column does, in the chosen order."""
+        """Build what every column needs, with layers in the chosen order of actions."""
         super().build()
         if self.by_microbatch:
             positions = range(len(self.layers))
@@ -213,7 +223,7 @@ class Graphed(_Training):
             ]
 
     def warm(self) -> None:
-        """The library's own warm-up and capture."""
+        """Run the library's own warm-up and capture."""
         if self.chunking == "chunks":
             order = [(n + 1) if is_forward else -(n + 1) for is_forward, n, _ in self.actions]
         else:
@@ -225,7 +235,10 @@ class Graphed(_Training):
         torch.cuda.synchronize()
 
     def step(self) -> None:
-        """One optimizer step; the graphs always accumulate, so `main_grad` starts at zero."""
+        """
+        Run one optimizer step. The graphs always accumulate, so `main_grad` must be zero before the
+        step.
+        """
         if self.chunking == "chunks":
             self.walk(self._forward)
         else:
@@ -251,7 +264,7 @@ class Graphed(_Training):
             torch._foreach_zero_([p.main_grad for p in self.matrices])  # type: ignore[attr-defined]
 
     def facts(self) -> Mapping[str, Any]:
-        """A forward and a backward graph for each callable and microbatch."""
+        """The number of graphs: a forward and a backward graph for each callable and microbatch."""
         return {"graphs": 2 * len(self.graphs), "chunking": self.chunking}
 
     def close(self) -> None:
@@ -266,7 +279,7 @@ def native_column(cell: BenchCell, settings: Settings, *, fused: bool) -> Native
 
 
 def whole_step_column(cell: BenchCell, settings: Settings, *, fused: bool) -> WholeStep:
-    """One graph of the native step."""
+    """The column that runs the native step as one graph."""
     return WholeStep(cell, settings, fused)
 
 
@@ -279,6 +292,7 @@ def graphed_column(
     by_microbatch: bool = False,
 ) -> Graphed:
     """
-    The library's own graphs; with `by_microbatch`, each microbatch finishes before the next begins.
+    The column of the library's own graphs. With `by_microbatch`, each microbatch finishes before
+    the next microbatch begins.
     """
     return Graphed(cell, settings, fused, chunking=chunking, by_microbatch=by_microbatch)

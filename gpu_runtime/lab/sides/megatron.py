@@ -1,19 +1,19 @@
 """
-Megatron-core with the same model, in each of its graph modes; only this module imports
+Run the same model under Megatron-core, in each of Megatron's graph modes; only this module imports
 Megatron-core.
 
-Written for megatron-core 0.19.2, which needs only torch and Transformer Engine. Megatron's model
-starts from the bits of our model: parameters are copied by name (`megatron_name`), and in both
-models one matrix holds query, key and value, with its rows ordered head by head. One thing differs:
-Megatron approximates the activation in the same way, but rounds the result to bf16 before
-quantization. Both heads are bf16. The models are the peers' model with one layer per stage, or
-whole decoders with the same division into stages as ours. Over one rank Megatron has no stages: the
-model is one chunk, and each microbatch's backward follows its forward. Every mode runs under
-Megatron's own DistributedDataParallel, whose main_grad is the gradient, bf16 or fp32; with fp32,
-the optimizer has fp32 master weights, as ours has. All of Megatron's fusions that need no APEX are
-on (`OPTIONS`). Messages are not batched, because with two ranks a batch has a send in each
-direction between the same ranks. NCCL would pair the two sends by order, so Megatron-LM refuses
-such batches.
+This module is written for megatron-core 0.19.2, which needs only torch and Transformer Engine.
+Megatron's model starts from the bits of our model: parameters are copied by name (`megatron_name`),
+and in both models one matrix holds query, key and value, with rows ordered head by head. The models
+differ in one point: Megatron approximates the activation in the same way as our model, but rounds
+the result to bf16 before quantization. The heads of both models are bf16. The model is that of
+`report peers` with one layer per stage, or a whole decoder with the same division into stages as
+ours. Over one rank Megatron has no stages: the model is one chunk, and each microbatch's backward
+follows its forward. Every mode runs under Megatron's own DistributedDataParallel, whose main_grad
+(bf16 or fp32) is the gradient. With fp32, both Megatron's optimizer and ours have fp32 master
+weights. All of Megatron's fusions that do not need APEX are on (`OPTIONS`). Messages are not
+batched, because with two ranks a batch has a send in each direction between the same ranks. NCCL
+would pair the two sends by order, so Megatron-LM refuses such batches.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ MODES = (
     "megatron.core.transformer.module",
     "megatron.core.transformer.transformer_config",
 )
-"""Modules that the sweep of modes needs on a CPU, where `MODULES` cannot be imported."""
+"""Modules that `report modes` needs on a CPU, where `MODULES` cannot be imported."""
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 _PAIRS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -126,7 +126,10 @@ _PAIRS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "layernorm_mlp.fc1_": ("mlp.linear_fc1.", ("weight", "bias")),
     "layernorm_mlp.fc2_": ("mlp.linear_fc2.", ("weight", "bias")),
 }
-"""By our prefix of a parameter's name: Megatron's prefix, and the parts that may follow either."""
+"""
+For each prefix of our parameter names: Megatron's prefix, and the rest of the name, which may
+follow both prefixes.
+"""
 _OF_LAYER = {our + part: other + part for our, (other, parts) in _PAIRS.items() for part in parts}
 _OF_ENDS: Mapping[str, str] = {
     "embedding.weight": "embedding.word_embeddings.weight",
@@ -138,7 +141,7 @@ _OF_ENDS: Mapping[str, str] = {
 
 
 def options(job: DrawnLanguage) -> dict[str, Any]:
-    """`OPTIONS`, and the options that a job's layers determine."""
+    """The Megatron options of a job: `OPTIONS`, and the options that the job's layers determine."""
     c = job.config
     swiglu = c.activation == "swiglu"
     return {
@@ -156,7 +159,8 @@ def megatron_name(name: str, first_layer: int) -> str:
     Return Megatron's name within a chunk for one of our parameters.
 
     Args:
-        name: The model's name: `layers.5.self_attention.proj.weight`, `head.weight`.
+        name: The parameter's name in our model, such as `layers.5.self_attention.proj.weight` or
+            `head.weight`.
         first_layer: The index in the model of the chunk's first layer.
 
     >>> megatron_name("layers.3.layernorm_mlp.fc1_weight", 3)
@@ -176,7 +180,7 @@ def library(names: Sequence[str] = MODULES) -> SimpleNamespace:
     Megatron-core's modules, by the last part of their names.
 
     Args:
-        names: Their full names.
+        names: Full names of the modules.
 
     Raises:
         UnusableError: Megatron-core or one of its modules is missing.
@@ -195,7 +199,7 @@ def library(names: Sequence[str] = MODULES) -> SimpleNamespace:
 
 
 def delayed_wgrad_answer() -> dict[str, str]:
-    """Megatron's reaction to a dense model with delayed weight gradients."""
+    """How Megatron reacts to a dense model with delayed weight gradients."""
     lib = library()
     try:
         lib.transformer_config.TransformerConfig(
@@ -230,8 +234,8 @@ def gpt_chunk(
         config: Megatron's `TransformerConfig`.
         vocabulary: Number of tokens.
         sequence: Length of a sequence.
-        v: The chunk's number on this rank; None if the rank has only one.
-        positions: Megatron's type of positions.
+        v: The chunk's number on this rank; None if the rank has only one chunk.
+        positions: Megatron's `position_embedding_type`.
     """
     state = lib.parallel_state
     if v is not None:
@@ -295,17 +299,17 @@ class MegatronModelRow(_ModeRow, ModelRow):
     settling_steps = CAPTURED_AT + 2
 
     def make(self, member: Member) -> MegatronSide:  # type: ignore[override]
-        """Build the side."""
+        """Build Megatron's side for this row."""
         return MegatronSide(member, self.mode, self.job(), MAIN_GRADS[self.main_grad])
 
 
 @attrs.frozen
 class MegatronRow(_ModeRow, PeerRow):
-    """A row of the peers in one of Megatron's modes."""
+    """A row of `report peers` in one of Megatron's modes."""
 
     @property
     def label(self) -> str:
-        """The name in progress lines, without a schedule, because a mode has only one."""
+        """The name in progress lines, without a schedule, because a mode has only one schedule."""
         return f"{self.cell}, {self.side}, {self.main_grad}"
 
     def make(  # type: ignore[override]
@@ -317,13 +321,13 @@ class MegatronRow(_ModeRow, PeerRow):
 
 def measure_modes(rows: Sequence[MegatronRow], folder: Path, findings: Findings) -> None:
     """
-    Measure the rows of one mode on one rank and, for Megatron without graphs, its reaction to
-    delayed dW.
+    Measure the rows of one mode on one rank. For the mode without graphs, also record how Megatron
+    reacts to delayed weight gradients.
 
     Args:
-        rows: The rows.
+        rows: Rows to measure.
         folder: Folder in which gradients are saved for comparison.
-        findings: Takes each row once it is measured.
+        findings: Receives each row once it is measured.
     """
     mode = rows[0].mode
     if mode == "none":
@@ -341,9 +345,9 @@ def measure_models(row: MegatronModelRow, plan: RoundPlan, findings: Findings) -
     Measure one whole model on one rank; the reported loss is the loss of the initial weights.
 
     Args:
-        row: The row.
+        row: The row to measure.
         plan: How the model is timed.
-        findings: Takes the row's times, loss and facts.
+        findings: Receives the row's times, loss and further numbers.
     """
     member = meet(row.mode, row.pp)
 
@@ -386,7 +390,7 @@ class MegatronSide:
         member: This rank.
         mode: `none`, `transformer_engine`, `local` or `full_iteration`.
         job: The model.
-        dtype: Type of main_grad, and of the weights that the optimizer updates.
+        dtype: Data type of main_grad, and of the weights that the optimizer updates.
     """
 
     def __init__(
@@ -438,7 +442,10 @@ class MegatronSide:
         self.losses: list[dict[str, Tensor]] = []
 
     def _ours(self, member: Member) -> dict[int, dict[str, Tensor]]:
-        """This rank's parameters by stage, by the model's names; the stages are freed."""
+        """
+        Copies of this rank's parameters, by stage and by the model's names; the stages themselves
+        are freed.
+        """
         from ...backends.te.domain import reset_process
 
         stages = self.job.stages(self.indices, member.device, "transformer-engine", loss=False)
@@ -483,7 +490,7 @@ class MegatronSide:
         )
 
     def _layout(self) -> list[list[str]]:
-        """Embedding, layers and loss of each stage."""
+        """For each stage, the parts that it contains: embedding, layers and loss."""
         stages = [["decoder"] * layers for layers in self.job.cut]
         stages[0].insert(0, "embedding")
         stages[-1].append("loss")
@@ -507,7 +514,7 @@ class MegatronSide:
 
     def _replicated(self, chunks: list[Any]) -> list[Any]:
         """
-        Chunks under Megatron's DistributedDataParallel, made on a separate stream.
+        Wrap chunks in Megatron's DistributedDataParallel, on a separate stream.
 
         DistributedDataParallel keeps autograd's node of each parameter, and a node keeps the stream
         on which it was made. With the default stream, every backward in a capture would fail.
@@ -548,7 +555,7 @@ class MegatronSide:
         return out, loss
 
     def gradients_of_a_step(self) -> None:
-        """Forward and backward of every microbatch, into main_grad."""
+        """Run forward and backward of every microbatch, which accumulate into main_grad."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.losses = self.run(
@@ -562,7 +569,7 @@ class MegatronSide:
         )
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         if self.number == CAPTURED_AT:
             self._capture()
         self.number += 1
@@ -576,7 +583,10 @@ class MegatronSide:
             target.grad = None
 
     def _capture(self) -> None:
-        """Make Transformer Engine's graphs if the mode has them, and record the host's seconds."""
+        """
+        Make Transformer Engine's graphs if the mode has such graphs, and record how many seconds
+        the host needs.
+        """
         if self.mode != "transformer_engine":
             return
         began = time.perf_counter()
@@ -587,7 +597,7 @@ class MegatronSide:
         self.capture_s = time.perf_counter() - began
 
     def facts(self) -> dict[str, Any]:
-        """Seconds of capture."""
+        """The seconds that the host needed to capture graphs."""
         return {"capture_s": self.capture_s}
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """
-A small model in one of Megatron-core's modes, for the sweep: toy layers on a CPU, GPT on GPUs.
+A small model in one of Megatron-core's modes, for `report modes`: toy layers on a CPU, a GPT on
+GPUs.
 
-On a CPU, `as_cpu` lets the loops run, and a chunk consists of the sweep's own layers. On GPUs, a
-chunk is a GPT of Transformer Engine's layers in FP8. In both cases the initial weights depend only
-on a parameter's place in the model, not on the division into stages.
+On a CPU, `as_cpu` lets Megatron's loops run, and a chunk consists of the toy layers of `mode_runs`.
+On GPUs, a chunk is a GPT of Transformer Engine's layers in FP8. In both cases the initial weights
+depend only on a parameter's place in the model, not on the division into stages.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class MegatronRun:
 
     def _toy(self, index: int, each: int, total: int) -> Any:
         class Chunk(self.lib.module.MegatronModule):  # type: ignore[misc, name-defined]
-            """Some of the sweep's own layers."""
+            """A chunk of the toy layers of `mode_runs`."""
 
             def __init__(self, config: Any) -> None:
                 super().__init__(config)
@@ -207,7 +208,7 @@ class MegatronRun:
         return chunk.cuda().bfloat16()  # as Megatron's Float16Module does, FP8 parameters too
 
     def _aside(self, make: Callable[[], Any]) -> Any:
-        """Make something on a separate stream, as Megatron does, because captures need it."""
+        """Call `make` on a separate stream, as Megatron does, because later captures need it."""
         if not self.cuda:
             return make()
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -263,7 +264,10 @@ class MegatronRun:
         return run
 
     def step(self) -> list[float]:
-        """Train a step; the first step looks up the loop, after a guard was attached."""
+        """
+        Train a step. The first step looks up Megatron's loop, so that a guard attached before then
+        takes effect.
+        """
         self.loop = self.loop or self._take_loop()
         if self.graphs == "transformer_engine" and self.number == CAPTURED_AT:
             self.helper = self.lib.cuda_graphs.TECudaGraphHelper(
@@ -300,13 +304,13 @@ class MegatronRun:
     def gradients(self) -> Mapping[str, Tensor]:
         """
         Reduced gradients; empty if replicas share an optimizer, because each replica then has only
-        a part.
+        a part of the gradients.
         """
         shares = self.row["optimizer"] != "adam" and layout_of(self.row)[1] > 1
         return {} if shares else self.kept
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """The parameters after the last step, gathered."""
+        """The parameters after the last step, once replicas have gathered them."""
         if self.row["optimizer"].endswith("gathered"):
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)

@@ -1,6 +1,6 @@
 """
-The small models of a sweep of modes: layers, and a model of such layers under a schedule of torch's
-pipeline.
+The small models of `report modes`: toy layers, and a model of such layers under a schedule of
+torch's pipeline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class ModeRun(Protocol):
     """A small model in one mode of a framework, on this rank."""
 
     def guard(self) -> Any:
-        """Attach a guard that reports; called before the first step."""
+        """
+        Attach a guard that reports violations without raising errors; called before the first step.
+        """
 
     def step(self) -> list[float]:
         """Train a step; return the losses of the microbatches on the rank that has losses."""
@@ -39,7 +41,7 @@ class ModeRun(Protocol):
         """The parameters after the last step, by the model's names."""
 
     def close(self) -> None:
-        """Leave the process as it was before the run."""
+        """Restore the process to its state before the run."""
 
 
 def layout_of(row: Mapping[str, Any]) -> tuple[int, int]:
@@ -49,7 +51,7 @@ def layout_of(row: Mapping[str, Any]) -> tuple[int, int]:
 
 
 class Block(nn.Module):
-    """A layer whose backward has more than one product."""
+    """A layer whose backward has more than one matrix product."""
 
     def __init__(self, index: int, recompute: bool = False) -> None:
         super().__init__()

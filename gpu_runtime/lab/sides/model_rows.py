@@ -1,9 +1,9 @@
 """
 The rows of the table of whole models: common decoders, at usual training lengths.
 
-Layers have RMSNorm, SwiGLU, rotary positions and grouped-query attention, without biases; their
-products are FP8 under delayed scaling. The head and everything else are bf16; gradients are bf16,
-or fp32 with fp32 master weights.
+Layers have RMSNorm, SwiGLU, rotary positions and grouped-query attention, without biases. The
+layers' matrix products are FP8 with delayed scaling. The head and everything else are bf16.
+Gradients are bf16, or fp32 with fp32 master weights.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ModelShape:
     Args:
         hidden: Width of the residual stream.
         ffn: Width of the MLP.
-        heads: Heads of queries.
-        kv_heads: Heads of keys and values.
-        layers: Layers.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        layers: Number of layers.
         vocabulary: Number of tokens in the vocabulary.
     """
 
@@ -52,7 +52,7 @@ class ModelShape:
     vocabulary: int = 128_256
 
     def config(self, sequence: int) -> LayerConfig:
-        """The dimensions of its layers at a sequence length."""
+        """The dimensions of the decoder's layers at a sequence length."""
         return LayerConfig(
             self.hidden,
             self.ffn,
@@ -80,16 +80,16 @@ CELLS = ("1b-s4096-m8", "3b-s4096-m8", "8b-s4096-m8", "1b-s8192-m8", "3b-s8192-m
 @attrs.frozen
 class ModelRow(NamedRow):
     """
-    One row to measure.
+    One row of the report, to be measured.
 
     Args:
-        cell: One of `CELLS`.
+        cell: Name of the cell, one of `CELLS`.
         side: `native`, `replays` or `one launch`.
-        schedule: A short name of torch's schedule classes.
+        schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
         pp: Number of ranks, with two stages each.
         cut: Layers of each stage; None for an even division.
         replicas: Replicas of the pipeline, whose gradients are reduced.
-        main_grad: Type of accumulated gradients, a name of `MAIN_GRADS`.
+        main_grad: Data type of accumulated gradients, a name of `MAIN_GRADS`.
     """
 
     pp: int = 2
@@ -106,7 +106,7 @@ class ModelRow(NamedRow):
 
     @property
     def label(self) -> str:
-        """The name in progress lines."""
+        """The name of this row in progress lines."""
         several = f", {self.replicas} replicas" if self.replicas > 1 else ""
         fp32 = ", fp32 gradients" if self.main_grad == "fp32" else ""
         return f"{self.cell}, {self.side}, {self.schedule}{several}{fp32}"
@@ -122,7 +122,7 @@ class ModelRow(NamedRow):
         return int(self.cell.rpartition("-m")[2])
 
     def job(self) -> DrawnLanguage:
-        """The row's pipeline."""
+        """The pipeline job that this row describes."""
         sequence = int(self.cell.split("-")[1].removeprefix("s"))
         cut = self.cut or even_cut(self.shape.layers, self.pp * VPP)
         return DrawnLanguage(
@@ -140,7 +140,7 @@ class ModelRow(NamedRow):
         )
 
     def make(self, member: Member) -> NativeSide | GuardedSide:
-        """Build the side; every rank calls this method."""
+        """Build the pipeline that runs this row; every rank calls this method."""
         if self.side == "native":
             return build_native(member, self.job())
         mode: Mode | None = "one launch" if self.side != "replays" else None
@@ -153,7 +153,7 @@ def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]
     all ranks call this function.
 
     Raises:
-        BackendError: A rank cannot build or capture a stage; every rank raises it.
+        BackendError: A rank cannot build or capture a stage; every rank raises this error.
     """
     job, device = row.job(), member.device
     backend = backend_on(device.type)
@@ -170,14 +170,15 @@ def model_rows(
     cells: Sequence[str], schedules: Sequence[str], pp: int, *, device: str, main_grad: str = "bf16"
 ) -> list[ModelRow]:
     """
-    The rows of some models, in the order of measuring: native first, then each schedule.
+    The rows of some models, in the order of measuring: native first, then guarded rows under each
+    schedule.
 
     Native accumulates gradients in bf16 only, so its row is the same with fp32.
 
     Args:
-        cells: Names of `CELLS`.
-        schedules: Names of `SCHEDULES`.
-        pp: Ranks.
+        cells: Names of the cells, from `CELLS`.
+        schedules: Names of the schedules, from `SCHEDULES`.
+        pp: Number of pipeline ranks.
         device: `cuda`, where guarded steps are one launch each, or `cpu`, where they are eager.
         main_grad: A name of `MAIN_GRADS`.
     """

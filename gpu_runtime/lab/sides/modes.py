@@ -1,10 +1,11 @@
 """
-One rank of a sweep of modes: it runs rows one after another, each without a guard and with a guard.
+One rank of `report modes`. The rank runs rows one after another, each without a guard and with a
+guard.
 
     python -m qeffect.gpu_runtime.lab.sides.modes run RANK WORLD FOLDER
 
-`FOLDER/rows.json` has the rows; for each row, the rank writes a line of JSON into `FOLDER`. If a
-row raises an exception, the rank ends.
+The rank reads the rows from `FOLDER/rows.json`, and writes a line of JSON into `FOLDER` for each
+row. If a row raises an exception, the rank ends.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def digest(value: Tensor) -> str:
 
 
 def make(framework: str, row: Mapping[str, Any], device: torch.device) -> ModeRun:
-    """Make the run of a row."""
+    """Build the small model that a row describes."""
     if framework == "torch":
         return TorchRun(row, device)
     if framework == "torchtitan":
@@ -58,7 +59,7 @@ def make(framework: str, row: Mapping[str, Any], device: torch.device) -> ModeRu
 def train(
     framework: str, row: Mapping[str, Any], device: torch.device, guards: bool
 ) -> dict[str, Any]:
-    """Train a row; return losses and digests by step, and the guard's reports."""
+    """Train the model of a row; return losses and digests by step, and the guard's reports."""
     run = make(framework, row, device)
     guarded = run.guard() if guards else None
     said: dict[str, Any] = {"losses": [], "violations": []}

@@ -1,5 +1,5 @@
 """
-This runtime as columns: eager, or captured with one of the gradient destinations.
+Columns that run this runtime: eager, or captured with one of the gradient destinations.
 
 On a CPU, the same columns run over the reference backend, so that everything except capture can be
 tested without a GPU.
@@ -30,11 +30,11 @@ from .unguarded import UnguardedActions, remove_contract
 @attrs.frozen
 class FixedData:
     """
-    The same tensors in every step.
+    Data that consist of the same tensors in every step.
 
     Args:
-        x: Inputs by microbatch; if there are fewer inputs than microbatches, they repeat.
-        dy: Output gradients by microbatch; they repeat as the inputs do.
+        x: Inputs by microbatch; if there are fewer inputs than microbatches, the inputs repeat.
+        dy: Output gradients by microbatch; if there are fewer than microbatches, they repeat.
     """
 
     x: list[Tensor] = attrs.field(factory=list)
@@ -54,18 +54,18 @@ class FixedData:
 @attrs.define(eq=False)
 class Ours:
     """
-    One optimizer step through the runtime, each stage feeding the next.
+    A column that runs each optimizer step through the runtime; each stage feeds the next stage.
 
     Args:
-        cell: The workload.
-        settings: History and device.
-        destination: Where dW writes.
-        provisioning: How many slots a stage has.
-        mode: How a step runs.
-        guards: Run the guards; False exists for this benchmark only.
-        counts: When the device's counts are compared; None for no counts.
-        two_streams: Call from the caller's own stream, so that every action crosses to the graph
-            stream and back by events.
+        cell: The layer dimensions and the order of actions to run.
+        settings: Length of amax histories, device, and the other settings of the report.
+        destination: Which memory a weight-gradient action (dW) writes to.
+        provisioning: Rule for the number of slots of a stage.
+        mode: How a step runs: `eager`, `replays` or `one launch`.
+        guards: Whether the guards run; False exists only for this benchmark.
+        counts: When the counters in device memory are compared; None for no counters.
+        two_streams: Whether steps are called from a separate stream of the caller, so that every
+            action crosses to the graph stream and back by events.
     """
 
     cell: BenchCell
@@ -85,7 +85,7 @@ class Ours:
     feeds: dict[int, int] = attrs.field(factory=dict, init=False)
 
     def build(self) -> None:
-        """Stages with their first weights, inputs, output gradients and AdamW."""
+        """Build stages with initial weights, inputs, output gradients and AdamW."""
         self.order = self.cell.order()
         self.stages = self._make_stages()
         if self.cell.chained:
@@ -126,7 +126,10 @@ class Ours:
         ]
 
     def warm(self) -> None:
-        """Build the runtime: warm-up, slots, arenas, contract, capture."""
+        """
+        Build the runtime: warm up, then make slots, arenas and the contract, and capture the
+        graphs.
+        """
         self.runtime = Runtime(
             self.stages,
             self.order,
@@ -145,7 +148,7 @@ class Ours:
             remove_contract(self.runtime)
 
     def step(self) -> None:
-        """Every F, dI and dW of the order, then the update."""
+        """Run every F, dI and dW of the order, then the update."""
         if self.two_streams:
             self.loop.step()
         else:
@@ -154,7 +157,8 @@ class Ours:
 
     def host_actions(self, steps: int, synchronize: Callable[[], None]) -> Mapping[str, Any]:
         """
-        Host time of every call of some steps, and of their bare replays; only `close` may follow.
+        Host time of every call in some steps, and of the bare graph replays of these steps.
+        Afterwards only `close` may be called.
         """
         return times_of(self, synchronize, steps)
 

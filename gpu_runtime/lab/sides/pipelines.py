@@ -72,8 +72,8 @@ def drawn_batches(job: Job, device: torch.device) -> Batch:
 @contextmanager
 def isolation(member: Member) -> Iterator[None]:
     """
-    A context for one side: memory peaks count from its start, and the side's memory is freed before
-    the next side is built.
+    A context for one side: memory peaks are measured from the start of the context, and the side's
+    memory is freed before the next side is built.
     """
     if member.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -107,7 +107,7 @@ class NativeSide:
         return {stage.index: stage for stage in self.pipeline.stages}
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         self.pipeline.step()
 
     def drain(self) -> None:
@@ -123,7 +123,7 @@ class NativeSide:
         return live_tensors(self.stages, self.optimizer)
 
     def facts(self) -> dict[str, Any]:
-        """No facts: native has no graphs and no slots."""
+        """No further numbers for the report, because native has no graphs and no slots."""
         return {}
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class NativeSide:
 
 class GuardedSide:
     """
-    A guarded rank: replays of graphs, or eager calls.
+    One rank of a guarded pipeline, which replays graphs or makes eager calls.
 
     Args:
         worker: The rank's worker before its first step.
@@ -150,7 +150,7 @@ class GuardedSide:
         return self.worker.runtime.stages
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         self.worker.step()
 
     def drain(self) -> None:
@@ -168,8 +168,8 @@ class GuardedSide:
 
     def facts(self) -> dict[str, Any]:
         """
-        Handoffs and replays, counted in one further step; slots, arena, graphs and their set-up
-        times.
+        Numbers of handoffs and replays, counted in one further step; also slots, arena, graphs and
+        their set-up times.
         """
         runtime = self.worker.runtime
         executor = runtime.executor
@@ -210,7 +210,7 @@ class LaunchSide(GuardedSide):
         self.whole = OneLaunch(worker)
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         self.whole.step()
 
     def drain(self) -> None:
@@ -219,14 +219,16 @@ class LaunchSide(GuardedSide):
         self.whole.resume()
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors that training changes, once no launch is in flight."""
+        """All tensors that training changes, read once no launch is in flight."""
         self.whole.leave()
         found = super().state()
         self.whole.resume()
         return found
 
     def facts(self) -> dict[str, Any]:
-        """The facts of replays, with the step's single graph counted."""
+        """
+        The same facts as for replays, with the step's single graph added to the number of graphs.
+        """
         found = super().facts()
         found["graphs"] += 1
         found["replays"] = 1  # of a step's one graph, in which the slots' are nodes
@@ -262,7 +264,7 @@ class TrainedSide(GuardedSide):
         return self.steps.launches
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         self.steps.step()
 
     def drain(self) -> None:
@@ -270,7 +272,7 @@ class TrainedSide(GuardedSide):
         self.steps.leave()
 
     def losses_of(self, step: int) -> list[float]:
-        """The losses of a step by microbatch; they can be read only once."""
+        """The losses of a step by microbatch, which can be read only once."""
         found = self.steps.result(step).losses
         self.steps.forget(step + 1)
         return found
@@ -294,9 +296,9 @@ def build_native(
 
     Args:
         member: This rank.
-        job: The pipeline.
-        optimizer: Makes the optimizer.
-        look: Called with the gradients of every step, before its update.
+        job: The pipeline to build.
+        optimizer: Function that makes the optimizer.
+        look: Function that is called with the gradients of every step, before the update.
     """
     pipeline = native_pipeline(
         member,
@@ -322,10 +324,11 @@ def build_guarded(
 
     Args:
         member: This rank.
-        job: The pipeline.
+        job: The pipeline to build.
         mode: How a step runs; None for graph replays on a GPU and eager calls on a CPU.
-        optimizer: Makes the optimizer.
-        dtype: Type of accumulated gradients; unless bf16, also of the master weights.
+        optimizer: Function that makes the optimizer.
+        dtype: Data type of accumulated gradients; unless it is bf16, also the data type of master
+            weights.
     """
     batch = drawn_batches(job, member.device)
     if dtype is not torch.bfloat16:
@@ -354,16 +357,16 @@ def build_worker_of(
     fuse: bool | None = None,
 ) -> Worker:
     """
-    Build a job's worker with data, optimizer and gradients that a measurement chooses.
+    Build a job's worker, with the data, optimizer and gradient type that a measurement chooses.
 
     Args:
         member: This rank.
-        job: The pipeline.
-        mode: How a step runs.
-        feed: Makes the data of a replica; None for the job's data.
-        limits: Time limits.
-        optimizer: Makes the optimizer.
-        dtype: Type of accumulated gradients.
+        job: The pipeline to build.
+        mode: How a step runs: `eager`, `replays` or `one launch`.
+        feed: Function that makes the data of a replica; None for the job's data.
+        limits: Timeouts in seconds.
+        optimizer: Function that makes the optimizer.
+        dtype: Data type of accumulated gradients.
         fuse: Whether the library accumulates into `main_grad` itself; None lets the library choose.
     """
     backend = backend_on(member.device.type)

@@ -1,9 +1,9 @@
 """
-The weight gradients of one layer's four matrices: one product per microbatch, and one product for
-all microbatches.
+Measure the weight gradients of one layer's four matrices, once with one matrix product per
+microbatch, and once with one product for all microbatches.
 
-Transformer Engine multiplies operands in FP8 with fixed scales, by replays of CUDA graphs. The
-distance of each result from a sum in fp64 says what a group costs or gains in precision.
+Transformer Engine multiplies FP8 operands with fixed scales, in replays of CUDA graphs. The
+distance of each result from a sum in fp64 shows how grouping changes the precision.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..runner.rank_parts import device_ms
 __all__ = ["DESTINATIONS", "product_rows"]
 
 DESTINATIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Types of gradient destinations by name."""
+"""Data types of gradient destinations, by name."""
 
 
 def product_rows(config: LayerConfig, microbatches: int) -> Iterator[dict[str, Any]]:
     """
-    Measure one layer on the current CUDA device; needs Transformer Engine.
+    Measure one layer on the current CUDA device; this function needs Transformer Engine.
 
     Args:
         config: Dimensions of the layer.
-        microbatches: Microbatches of the group.
+        microbatches: Number of microbatches in the group.
 
     Yields:
         For each type of destination: three times in milliseconds, summed over the matrices: `each`

@@ -41,7 +41,7 @@ class NativeReference(Native):
     stages: dict[int, StageBackend] = attrs.field(factory=dict, init=False)
 
     def make_layers(self, order: Order) -> None:
-        """The stages of one state domain."""
+        """Make the stages, which share one FP8 state (a state domain)."""
         domain = ReferenceDomain(self.settings.history)
         config = self.cell.config
         for index in order.stages:
@@ -50,7 +50,7 @@ class NativeReference(Native):
             self.layers.append(_StageLayer(stage))  # type: ignore[arg-type]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """An empty context: the stages handle their scales themselves."""
+        """An empty context, because the stages handle their scales themselves."""
         return nullcontext()
 
 

@@ -1,5 +1,5 @@
 """
-The parts of a run that stops and resumes, on one rank.
+Run, on one rank, the parts of a training run that stops and resumes.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Trial:
     Args:
         job: The model, its mapping and its data.
         device: `cpu` or `cuda`.
-        mode: How a step runs.
+        mode: How a step runs: `eager`, `replays` or `one launch`.
         masters: If True, gradients are float32, with float32 master weights; if False, gradients
             are bf16, without master weights.
-        limits: Time limits.
+        limits: Timeouts in seconds.
     """
 
     job: Job = attrs.field(factory=Job)
@@ -69,7 +69,8 @@ class Trial:
 
 def facts_of(job: Job) -> dict[str, Any]:
     """
-    The facts of a job that determine its results under every mapping: the model and a step's data.
+    The facts of a job that determine its results, whatever the mapping onto ranks: the model and a
+    step's data.
     """
     c = job.config
     return {
@@ -145,7 +146,7 @@ def resumed_run(
     save_at: Sequence[int] = (),
     replicas: Replicas = "same",
 ) -> dict[str, Any]:
-    """Resume from the latest checkpoint, and train on."""
+    """Resume from the latest checkpoint, and continue training."""
     side = TrainedSide(build_trial(member, trial))
     checkpoints = Checkpoints(folder)
     free = _load(side.worker, trial, checkpoints, replicas)
@@ -169,7 +170,8 @@ def _train(
     side: TrainedSide, trial: Trial, checkpoints: Checkpoints, until: int, save_at: Sequence[int]
 ) -> dict[str, Any]:
     """
-    Train until an epoch; return losses, and digests of the state before, at each save and after.
+    Train until an epoch. Return losses, and digests of the state before training, at each save and
+    after training.
     """
     job, worker = trial.job, side.worker
     began, first, saved = worker.runtime.epoch, persistent_digests(worker, job), {}
@@ -209,7 +211,7 @@ def remapped_run(
 
     Args:
         member: This process.
-        trial: The new mapping.
+        trial: The training job under the new mapping.
         folder: The folder of checkpoints.
         replicas: The saved replica whose scaling state each replica loads.
         save: Whether the state after the step is saved.
@@ -255,7 +257,10 @@ def remapped_run(
 
 
 def _copy(worker: Worker, job: Job, held: Mapping[str, Tensor], epoch: int, replica: int) -> None:
-    """Copy the state by hand: count layers, and copy tensors one by one."""
+    """
+    Copy the saved state into the worker by hand: find each layer's number, and copy tensors one by
+    one.
+    """
     runtime = worker.runtime
 
     def there(stage: int, local: str) -> str:

@@ -31,7 +31,7 @@ class Side(Protocol):
 
 
 class Column(Side, Protocol):
-    """A side of the step tables, which runs over a cell in a process of its own."""
+    """A side of the step tables, which runs a cell in its own process."""
 
     def build(self) -> None:
         """Build the parts of every column: parameters, optimizer, data."""
@@ -84,7 +84,7 @@ class NamedRow:
     Args:
         cell: The measured layers and their number of microbatches.
         side: The side that runs the cell.
-        schedule: A short name of torch's schedule classes.
+        schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
     """
 
     cell: str
@@ -98,5 +98,5 @@ class NamedRow:
 
     @property
     def label(self) -> str:
-        """The name in progress lines."""
+        """The name of this row in progress lines."""
         return ", ".join(self.name.values())

@@ -1,5 +1,5 @@
 """
-One optimizer step in schedule order over a runtime: Algorithm 1 of the paper as a loop.
+Run optimizer steps over a runtime in the order of a schedule: Algorithm 1 of the paper as a loop.
 
 The sides within one process run this loop: the step tables' columns, comparisons and capture-memory
 trials. The loop is also an example of embedding: a pipeline runtime calls the same actions from its
@@ -25,7 +25,7 @@ __all__ = ["StepData", "StepLoop"]
 
 
 class StepData(Protocol):
-    """The data of stages without a preceding stage."""
+    """The data that stages receive if no other stage feeds them."""
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
         """The inputs of a stage's F."""
@@ -37,11 +37,11 @@ class StepData(Protocol):
 @attrs.define(eq=False)
 class StepLoop:
     """
-    Training over a runtime, action by action.
+    A loop that trains over a runtime, action by action.
 
     Args:
         runtime: The runtime; it needs `readers` if stages feed each other or hooks read tensors.
-        workload: The data.
+        workload: The data of stages that no other stage feeds.
         optimizer: The optimizer over the same stages.
         calls: The actions; by default the runtime's guarded actions.
         feeds: For each stage, the stage that it feeds; the workload feeds all other stages.
@@ -76,7 +76,7 @@ class StepLoop:
         self.finish()
 
     def actions(self) -> None:
-        """Every action of one epoch."""
+        """Run every action of one epoch."""
         self.begin()
         for step in self.runtime.order.steps:
             self.advance(step)

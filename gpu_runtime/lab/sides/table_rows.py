@@ -1,5 +1,5 @@
 """
-The rows of the complete-step tables: cell, model, schedule and side of each.
+The rows of the complete-step tables; each row has a cell, a model, a schedule and a side.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HISTORY = 16
 BEFORE = 6
 """Number of steps, including the first, after which a side is compared with its reference."""
 RULES: Mapping[str, Rule] = {"copied": "copied", "per_microbatch": "per_microbatch"}
-"""Where dW writes, for sides that do not accumulate into one destination."""
+"""For sides that do not accumulate into one destination: the kind of memory that dW writes to."""
 REFERENCES = {
     "eager": "native",
     "replays": "native",
@@ -33,24 +33,24 @@ REFERENCES = {
     "one launch": "replays",
 }
 """
-For each side, the reference whose bits it must have under the same schedule, because both form the
-same sums.
+For each side, the reference side whose bits must be equal under the same schedule, because both
+sides form the same sums.
 """
 
 
 @attrs.frozen
 class TableRow:
     """
-    One row to measure.
+    One row of the report, to be measured.
 
     Args:
         cell: Layers and microbatches of a step, as `h4096-s256-m8`.
         model: `language` or `layers`.
         vpp: Stages of each rank.
-        schedule: A short name of torch's schedule classes.
+        schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
         side: `native`, `eager`, `copied`, `per_microbatch`, `replays` (captured, accumulating), or
             `one launch`.
-        pp: Ranks.
+        pp: Number of pipeline ranks.
     """
 
     cell: str
@@ -70,7 +70,7 @@ class TableRow:
 
     @property
     def label(self) -> str:
-        """The name in progress lines."""
+        """The name of this row in progress lines."""
         return f"{self.cell}, {self.model}, {self.schedule}, {self.side}"
 
     @property
@@ -80,11 +80,11 @@ class TableRow:
 
     @property
     def layers(self) -> str:
-        """A name of `LAYERS`."""
+        """The row's layers, a name of `LAYERS`."""
         return self.cell.rsplit("-m", 1)[0]
 
     def job(self) -> Job:
-        """The row's pipeline."""
+        """The pipeline job that this row describes."""
         common: dict[str, Any] = {
             "schedule": self.schedule,
             "pp": self.pp,
@@ -100,7 +100,7 @@ class TableRow:
         return DrawnLanguage(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
 
     def make(self, member: Member) -> NativeSide | GuardedSide:
-        """Build the side; every rank calls this method."""
+        """Build the pipeline that runs this row; every rank calls this method."""
         if self.side == "native":
             return build_native(member, self.job())
         modes: Mapping[str, Mode] = {"one launch": "one launch", "eager": "eager"}
@@ -116,16 +116,16 @@ def table_rows(
     mode: Mode = "replays",
 ) -> list[TableRow]:
     """
-    The rows of some parts, each once, in the order in which to measure them.
+    The rows of some parts of the report, each row once, in the order of measuring.
 
     Args:
-        parts: Names of `PARTS`: `steps` is native, replays and one launch of the language model in
-            every cell; `attribution` adds eager, copied and per-microbatch destinations in the last
-            cell; `resources` is ZB-V by microbatches in the last cell, over two ranks; `weak` is
-            layers alone, one per stage, in every cell; `mapping` is the model of four layers in the
-            last cell.
-        cells: Names of `CELLS`.
-        pp: Ranks.
+        parts: Names of `PARTS`: `steps` runs native, replays and one launch of the language model
+            in every cell; `attribution` adds eager steps, and copied and per-microbatch gradient
+            destinations, in the last cell; `resources` runs ZB-V with several numbers of
+            microbatches in the last cell, over two ranks; `weak` runs layers alone, one per stage,
+            in every cell; `mapping` runs the model of four layers in the last cell.
+        cells: Names of the cells, from `CELLS`.
+        pp: Number of pipeline ranks.
         microbatches: Numbers of microbatches for `resources`.
         mode: How guarded steps run; with ``eager`` there are no rows of one launch.
     """

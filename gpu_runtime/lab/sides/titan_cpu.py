@@ -1,5 +1,5 @@
 """
-Let TorchTitan run without an accelerator, over gloo, in tests and in the sweep of modes.
+Let TorchTitan run without an accelerator, over gloo, in tests and in `report modes`.
 
 TorchTitan asks torch which accelerator is present, and asks that accelerator's module for names,
 memory and number of devices. After the first step, TorchTitan shortens the timeouts of process
@@ -25,7 +25,7 @@ _TOKENS, _LENGTH = 2048, 16
 
 
 def install() -> None:
-    """Install stand-ins for an accelerator. Call it before TorchTitan is imported."""
+    """Install stand-ins for an accelerator. Call this function before TorchTitan is imported."""
     utils: Any = torch._utils
     cpu: Any = torch.cpu
     utils._get_available_device_type = lambda: "cpu"
@@ -46,7 +46,7 @@ def on_a_cpu(config: Any) -> Any:
     Return a configuration of Llama's debug model with data and attention that work on a CPU.
 
     Args:
-        config: A `Trainer.Config` of TorchTitan's `llama3_debugmodel`; it is changed.
+        config: A `Trainer.Config` of TorchTitan's `llama3_debugmodel`, which is changed in place.
     """
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -57,7 +57,7 @@ def on_a_cpu(config: Any) -> Any:
 
         @dataclass(kw_only=True, slots=True)
         class Config(BaseTokenizer.Config):  # type: ignore[misc]
-            """No options."""
+            """The tokenizer's options, of which there are none."""
 
         def __init__(self, config: Any, **_: Any) -> None:
             super().__init__()
@@ -77,7 +77,10 @@ def on_a_cpu(config: Any) -> Any:
 
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):  # type: ignore[misc]
-            """The options that the validator sets; the batches never end."""
+            """
+            The option `infinite`, which TorchTitan's validator sets. The batches never end, so the
+            option has no effect.
+            """
 
             infinite: bool = True
 

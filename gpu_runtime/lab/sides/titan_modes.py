@@ -1,5 +1,5 @@
 """
-Llama's debug model in one of TorchTitan's modes, on a CPU, for the sweep.
+TorchTitan's Llama debug model in one of the trainer's modes, on a CPU, for `report modes`.
 
 TorchTitan's own trainer takes the steps. The initial weights depend only on a parameter's name, not
 on the division into stages.

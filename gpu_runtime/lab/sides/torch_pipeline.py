@@ -1,9 +1,10 @@
 """
-The side to compare with: torch's own pipeline, whose stages run native's F and full backward.
+The reference side of comparisons: torch's own pipeline, whose stages run native's F and full
+backward.
 
-`dw_builder` is torch's hook for deferred weight gradients. Here it defers nothing: dI is the full
-backward and W is empty, so that F and dI of a rank run in the schedule's order, as in the guarded
-pipeline. This side uses none of our slots, tapes, guards or messages.
+`dw_builder` is torch's hook for deferred weight gradients. Here the hook defers nothing: dI is the
+full backward and W is empty, so that F and dI of a rank run in the schedule's order, as in the
+guarded pipeline. This side uses none of our slots, tapes, guards or messages.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class _Forward(torch.nn.Module):
 
 class _Stage(PipelineStage):
     """
-    torch's stage, which also records outputs and gradients, and directs where full backwards put
-    gradients.
+    A stage of torch's pipeline that also records outputs and gradients, and determines where full
+    backwards put gradients.
     """
 
     def __init__(self, owner: NativePipeline, stage: StageBackend, **options: Any) -> None:
@@ -93,8 +94,8 @@ class _Stage(PipelineStage):
         Leave out messages of this rank to itself, which gloo cannot send.
 
         Before its first step torch 2.11 exchanges a number with the rank of each neighbouring stage
-        to open connections. In a schedule such as ZB-V, that can be this rank itself, which needs
-        no connection.
+        to open connections. In a schedule such as ZB-V, a neighbouring stage can be on this rank
+        itself, which needs no connection.
         """
         own = self.group_rank
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
@@ -116,23 +117,23 @@ class NativePipeline:
     Native training of one rank under one of torch's schedule classes.
 
     Args:
-        schedule: The class's name.
+        schedule: Name of torch's schedule class.
         stages: Fresh stages of the rank; the pipeline's last stage lacks its loss, which torch
             computes.
         num_stages: Stages of the whole pipeline.
-        order: The rank's row, which determines how gradients are summed.
+        order: The rank's row of the schedule's table, which determines how gradients are summed.
         microbatches: Microbatches of a step, over all runs of the schedule.
         walks: How often a step runs the schedule before its update, each time over an equal part of
             the microbatches.
-        batch: The data.
-        loss: Maps the last stage's output and the target to a scalar.
+        batch: The input and target of each microbatch.
+        loss: Function that maps the last stage's output and the target to a scalar.
         group: A process group of the pipeline's ranks.
-        rule: Where the guarded side's dW writes.
-        dtype: Type of accumulated gradients.
-        recording: Where to record; None to record nothing.
-        reduce: Called with the gradients of all stages before the update; returns the factor of the
-            update, or None.
-        optimizer: Makes the optimizer over the stages.
+        rule: Which memory the guarded side's dW (weight-gradient action) writes to.
+        dtype: Data type of accumulated gradients.
+        recording: Recording that receives the results, or None to record nothing.
+        reduce: Function that takes the gradients of all stages before the update, and returns the
+            factor of the update, or None.
+        optimizer: Function that makes the optimizer over the stages.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class NativePipeline:
 
     @property
     def losses(self) -> list[list[float]]:
-        """The losses of every step so far, as `losses_of` gives them."""
+        """The losses of every step so far, by step and microbatch."""
         return [self.losses_of(step) for step in sorted(self._losses)]
 
     def losses_of(self, step: int) -> list[float]:
@@ -235,8 +236,10 @@ class NativePipeline:
         Calibrate the scales before the first step if they move once per step; otherwise do nothing.
 
         Args:
-            share: Called before scales move, if replicas share their scaling state.
-            agree: As for `calibration.calibrate`.
+            share: Function that is called before scales move, if replicas share their scaling
+                state.
+            agree: Function that takes whether this process's scales have converged, and returns
+                whether the scales of all processes have converged.
         """
         if not moves_once(self.domain):
             return None
@@ -257,7 +260,7 @@ class NativePipeline:
         return found
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         losses: list[Tensor] = []
         for piped in self.piped:
             piped.forwards.first = True

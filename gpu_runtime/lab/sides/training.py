@@ -28,18 +28,20 @@ def guarded_training(member: Member, config: Config, data: JobData) -> TrainedSi
     Build the guarded pipeline, in the mode of the run's configuration.
 
     Raises:
-        BackendError: The run asks for one launch per step, but its steps cannot be launches.
+        BackendError: The run requests one launch per step, but a step cannot run as one launch.
     """
     mode, why = mode_of(member, data.job, config.parallel.mode)
     if why:
-        raise BackendError(f"{config.source}: no step of a launched run can be one launch: {why}")
+        raise BackendError(
+            f"{config.source}: the steps of this run cannot be launched as one graph: {why}"
+        )
     worker = build_worker(member, data.job, backend_of(config), mode=mode, limits=config.waits())
     return TrainedSide(worker)
 
 
 def evaluate_side(side: NativeSide | TrainedSide, data: JobData, windows: int) -> float:
     """
-    The loss of a side on held-out text, between two steps.
+    Compute the loss of a side on held-out text, between two steps.
 
     Args:
         side: The side.

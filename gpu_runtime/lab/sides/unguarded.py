@@ -2,8 +2,8 @@
 The runtime's actions without guards, to measure what guards cost.
 
 The physical work is the same as in `qeffect.gpu_runtime.step.actions`: the handoff to the graph
-stream and back, the copies into static buffers, the replay. The kernel, the comparison of
-destinations with their descriptors and the check of baked addresses are left out. Only the
+stream and back, the copies into static buffers, the replay. The contract kernel, the comparison of
+destinations with their descriptors and the check of recorded addresses are left out. Only the
 benchmark uses this module.
 """
 
@@ -55,7 +55,7 @@ class NullContract:
 
 
 def remove_contract(runtime: Runtime) -> None:
-    """Replace a runtime's contract by one that accepts everything."""
+    """Replace a runtime's contract by a stand-in that accepts everything."""
     nothing = cast(Any, NullContract(runtime.contract.epoch))
     runtime.contract = nothing
     runtime.actions.contract = nothing
@@ -64,7 +64,7 @@ def remove_contract(runtime: Runtime) -> None:
 @attrs.define(eq=False)
 class UnguardedActions:
     """
-    F, dI, dW and refresh without guards.
+    The actions F, dI, dW and refresh, without guards.
 
     Args:
         runtime: The runtime whose memory, plan, executor and streams are used.
@@ -88,7 +88,7 @@ class UnguardedActions:
         return memory, memory.table[memory.slot_of[key.microbatch]]
 
     def refresh(self, stage: int) -> None:
-        """Refresh a stage's weight cache at its current address."""
+        """Refresh a stage's weight cache in place."""
         executor = self.runtime.executor
         graphs = getattr(executor, "refreshes", None)
         with self._on_graph_stream():

@@ -1,5 +1,5 @@
 """
-Numbers derived from a report's raw numbers, and their goals.
+Derive figures from a report's raw numbers, and judge these figures by goals.
 
 This package measures nothing and does not import torch.
 """

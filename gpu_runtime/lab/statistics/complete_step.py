@@ -1,12 +1,13 @@
 """
-The paper's tables of the complete step, from trials: our numbers beside the paper's, and goals.
+Derive the paper's tables of the complete step from trials: our numbers beside the paper's, and
+goals.
 
 A trial is one start of all ranks; its step time is the median of its rounds. Ratios are taken
-within a trial; the tables give their median over trials. No trial has both two and four ranks, so
+within a trial; the tables give their median over trials. A trial runs either two or four ranks, so
 two and four ranks are compared by medians over trials. As in the paper, the first three trials of a
-model on its ranks are the initial set, the other trials are the replication. If both sets are
-shown, their times, speedups and break-even steps are never pooled. Memory is the maximum over all
-trials.
+model on a number of ranks are the initial set, and the other trials are the replication. If both
+sets are shown, their times, speedups and break-even steps are never pooled. Memory figures are the
+maximum over all trials.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class _Pair(NamedTuple):
     """
     A row with the native, eager and copied rows of its trial, and the trial's number.
 
-    Trials are counted by model and ranks, so that a failed row does not shift the count.
+    Trials are numbered separately for each model and number of ranks, so that a failed row does not
+    shift the numbers.
     """
 
     own: Raw
@@ -57,10 +59,10 @@ def break_even_steps(own: Raw, native: Raw) -> float | None:
     """
     Number of steps after which a row has caught up with native, including set-up and first step.
 
-    1 if the row is never behind; None if it never catches up.
+    The result is 1 if the row is never behind, and None if the row never catches up.
 
     Args:
-        own: A row: `construction_s`, `first_step_s`, and `step_ms` of its rounds.
+        own: A row with `construction_s`, `first_step_s`, and the `step_ms` of its rounds.
         native: The native row of the same trial.
     """
     ours, theirs = step_ms(own), step_ms(native)
@@ -128,7 +130,7 @@ def _name(row: Raw) -> dict[str, Any]:
 
 
 def _ranks(row: Raw) -> tuple[Any, ...]:
-    """The fields by which trials are counted."""
+    """The fields for each of whose values trials are numbered separately."""
     return row["model"], row["pp"], row["vpp"]
 
 
@@ -138,14 +140,14 @@ def _model(row: Raw) -> tuple[Any, ...]:
 
 
 def _paired(pairs: Sequence[_Pair]) -> list[tuple[Raw, Raw]]:
-    """Rows with the native row of their trial."""
+    """Each row together with the native row of the same trial."""
     return [(p.own, p.native) for p in pairs if p.native is not None and p.native is not p.own]
 
 
 def _set(pairs: Sequence[_Pair]) -> dict[str, float | None]:
     """
-    Time, speedup and break-even step of a set; no break-even step (None) if a trial never breaks
-    even.
+    Time, speedup and break-even step of a set of trials; the break-even step is None if a trial
+    never breaks even.
     """
     paired = _paired(pairs)
     even = [break_even_steps(own, native) for own, native in paired]
@@ -158,7 +160,7 @@ def _set(pairs: Sequence[_Pair]) -> dict[str, float | None]:
 
 
 def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
-    """One measurement over its trials."""
+    """Summarize one measurement over its trials."""
     first = pairs[0].own
     steps = [step_ms(pair.own) for pair in pairs]
     step = exact_median(steps)
@@ -298,7 +300,8 @@ _FIVE = {
 
 def _attribution(rows: Sequence[Raw]) -> list[dict[str, Any]]:
     """
-    The separate effects of action interface, capture and destination, at the paper's large cell.
+    The separate effects of action interface, graph capture and gradient destination, in the paper's
+    large cell.
     """
     own = {
         name: _one(
@@ -337,7 +340,7 @@ def _attribution(rows: Sequence[Raw]) -> list[dict[str, Any]]:
 
 
 def _resources(rows: Sequence[Raw]) -> list[dict[str, Any]]:
-    """ZB-V by number of microbatches, with the large cell's layers."""
+    """Figures of ZB-V by number of microbatches, with the large cell's layers."""
     large = paper.LARGE.rsplit("-", 1)[0]
     points = [
         row
@@ -366,7 +369,7 @@ def _resources(rows: Sequence[Raw]) -> list[dict[str, Any]]:
 
 
 def _right(rows: Iterable[Raw]) -> list[Raw]:
-    """Rows without differing tensors; a row that was not compared counts as one."""
+    """Rows in which no tensor differs; a row that was not compared is included."""
     return [row for row in rows if not row.get("different")]
 
 
@@ -380,7 +383,8 @@ def _guarded(rows: Sequence[Raw], **wanted: Any) -> list[Raw]:
 
 def _weak(rows: Sequence[Raw]) -> list[dict[str, Any]]:
     """
-    Weak scaling: a rank's rate on four ranks relative to its rate on two, with one layer per stage.
+    Weak scaling: the rate of one rank among four, divided by the rate of one rank among two, with
+    one layer per stage.
     """
     found = []
     layers = _of(rows, model="layers", vpp=2)
@@ -412,7 +416,7 @@ def _weak(rows: Sequence[Raw]) -> list[dict[str, Any]]:
 
 
 def _mapping(rows: Sequence[Raw]) -> list[dict[str, Any]]:
-    """The same four-layer model over two ranks and over four."""
+    """Compare the same four-layer model over two ranks and over four ranks."""
     found = []
     for model in ("language", "layers"):
         # The paper's model has embedding and head.
@@ -458,11 +462,11 @@ _GOALS: tuple[tuple[str, str, float, str], ...] = (
     ("rate of four ranks over two", "at least", 0.92, paper.LARGE),
     ("efficiency of four ranks", "at least", 0.85, paper.LARGE),
 )
-"""Quantity, bound, goal and cell."""
+"""The goals: quantity, bound, value and cell of each goal."""
 
 
 def _targets(found: Raw) -> list[dict[str, Any]]:
-    """Every goal that has a measurement, met or missed."""
+    """Every goal that was measured, whether met or missed."""
     best: dict[str, Callable[[str], Iterable[tuple[str, float | None]]]] = {
         "native / this": lambda cell: _language(found, cell, "native_over_this", max),
         "over the busiest rank's kernels": lambda cell: _language(found, cell, "over_busiest", min),
@@ -490,7 +494,8 @@ def _language(
     found: Raw, cell: str, what: str, choose: Callable[..., Raw]
 ) -> list[tuple[str, float | None]]:
     """
-    The best guarded side of the language model over two ranks, without sides whose tensors differ.
+    The best guarded side of the language model over two ranks; sides whose tensors differ are left
+    out.
     """
     own = [
         row

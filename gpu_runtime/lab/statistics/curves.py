@@ -1,14 +1,14 @@
 """
-Figures that compare training runs: equal bits, non-inferiority, time to a loss.
+Derive figures that compare training runs: equal bits, non-inferiority, and time to reach a loss.
 
-Two runs count as runs of the same order if their schedule, seed and head agree. A native and a
-guarded run of the same order must have the same losses. Another schedule leads to other FP8 scales,
-so runs of different schedules are compared by held-out perplexity over seeds. The paper's criterion
-is a margin of 5 %: a schedule's perplexity is at most 1.05 times the base schedule's. The variation
-between runs is shown too. There are three figures: the ratio of geometric means, the spread over
-the seeds of each side, and (with two or more seeds) the upper end of the ratio's one-sided 95 %
-interval. The interval comes from the differences of logarithms of runs with the same seed
-(Student's t).
+Two runs have the same order if their schedule, seed and head are equal. A native and a guarded run
+of the same order must have the same losses. Another schedule leads to other FP8 scales, so runs of
+different schedules are compared by held-out perplexity over seeds. The paper's criterion is a
+margin of 5 %: a schedule's perplexity is at most 1.05 times the base schedule's. The variation
+between runs is shown too. The comparison has three figures: the ratio of geometric means, the
+spread over the seeds of each side, and (with two or more seeds) the upper end of the ratio's
+one-sided 95 % interval. The interval comes from the differences of logarithms of runs with the same
+seed (Student's t).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ reached.
 def derive_curves(raw: Raw) -> dict[str, Any]:
     """
     Derive figures of each run, of runs with the same order, of schedules over seeds, and times to
-    equal losses.
+    reach equal losses.
     """
     runs = raw["runs"]
     return {
@@ -92,7 +92,9 @@ def _run(run: Raw) -> dict[str, Any]:
 
 
 def _same_order(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
-    """For each order that both sides ran, the differences over their common steps."""
+    """
+    For each order that a native and a guarded run share, the differences over their common steps.
+    """
     for ours, theirs in _beside_native(runs):
         if ours["schedule"] != theirs["schedule"]:
             continue
@@ -128,8 +130,8 @@ def _alike(a: Raw, b: Raw, *fields: str) -> bool:
 
 def _non_inferiority(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
     """
-    Compare every other schedule with `BASE` of the same side and head, over the seeds that both
-    have.
+    Compare every other schedule with the schedule `BASE` of the same side and head, over the seeds
+    that both schedules have.
     """
     groups: dict[tuple[str, str, str], dict[int, Raw]] = {}
     for run in runs:
@@ -201,7 +203,7 @@ def quantile(level: float, freedom: int) -> float:
 
     Args:
         level: From one half to less than 1.
-        freedom: Degrees of freedom, at least 1.
+        freedom: Number of degrees of freedom, at least 1.
 
     >>> [round(quantile(0.95, n), 3) for n in (1, 2, 3, 4, 10)]
     [6.314, 2.92, 2.353, 2.132, 1.812]
@@ -216,7 +218,9 @@ def quantile(level: float, freedom: int) -> float:
 
 
 def _below(t: float, freedom: int) -> float:
-    """The distribution function at `t`; Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """
+    The distribution function of Student's t at `t`, after Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2
@@ -231,7 +235,8 @@ def _below(t: float, freedom: int) -> float:
 
 def _to_loss(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
     """
-    For native and guarded runs of one seed and head, the times at which they reach the same losses.
+    For a native and a guarded run of one seed and head, the times at which both reach the same
+    losses.
     """
     for ours, theirs in _beside_native(runs):
         both = ours, theirs
@@ -263,7 +268,8 @@ def _to_loss(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
 
 def smoothed_losses(losses: Sequence[float | None]) -> dict[int, float]:
     """
-    The mean of the last ten losses, by steps done, wherever all ten are finite.
+    The mean of the last ten losses, by number of steps done; left out where one of the ten losses
+    is not finite.
 
     >>> smoothed_losses([3.0] * 10 + [2.0])
     {10: 3.0, 11: 2.9}
@@ -274,8 +280,8 @@ def smoothed_losses(losses: Sequence[float | None]) -> dict[int, float]:
 
 def _levels(means: Sequence[Mapping[int, float]]) -> list[float]:
     """
-    Losses to compare at: whole numbers below the higher initial loss, and the lowest multiple of
-    0.1 that all runs reach.
+    The losses for which times are compared: whole numbers below the higher initial loss, and the
+    lowest multiple of 0.1 that all runs reach.
     """
     top = max(next(iter(mean.values())) for mean in means)
     least = math.ceil(max(min(mean.values()) for mean in means) * 10) / 10
@@ -292,8 +298,8 @@ def seconds_to_loss(
     Args:
         clock: For each block of steps, the steps done and the seconds at its end. All steps of a
             block are taken as equally long.
-        mean: As `smoothed_losses` returns it.
-        level: The loss.
+        mean: Smoothed losses by step, the result of `smoothed_losses`.
+        level: The loss to reach.
 
     >>> seconds_to_loss([[10, 1.0], [20, 3.0]], {10: 3.0, 15: 2.0}, 2.0)
     2.0

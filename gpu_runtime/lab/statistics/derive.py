@@ -1,9 +1,10 @@
 """
-Derived figures of the step tables: medians, ratios, floors, break-even, memory above native.
+Derive the figures of the step tables: medians, ratios, floors, break-even steps, and memory above
+native.
 
-This module measures nothing: a reader can compute the figures again from a report, and a test does.
-Ratios are taken between columns of the same round, and the median over rounds is reported, so that
-drift of the clocks cancels.
+This module measures nothing. A reader can compute the figures again from a report, and a test does
+so. Ratios are taken between columns of the same round, and the median over rounds is reported, so
+that drift of the clocks cancels.
 
 A *floor* is the least kernel time among the library's own columns that form the same sum; columns
 of this runtime never set a floor. Columns that keep each microbatch's gradient separate (`copied`,
@@ -36,11 +37,12 @@ from .summary import Raw, exact_median, extremes, rounded, spread
 from .traces import device_copies, matrix_copies
 
 LIBRARY = ("native", "te_graphs", "whole_step")
-"""Families of the library's columns."""
+"""Families (kinds) of columns that run the library without this runtime."""
 
 APART = ("copied", "per_microbatch")
 """
-Destinations that keep every microbatch's gradient and sum the gradients at the end of the step.
+Gradient destinations that keep the gradient of every microbatch and sum the gradients at the end of
+the step.
 """
 
 
@@ -66,7 +68,7 @@ def fastest_column(columns: Mapping[str, Raw], family: str) -> str | None:
 
 
 def kernel_ms(column: Raw) -> float | None:
-    """Sum of kernel, copy and fill times of one step."""
+    """Sum of the times of all kernels, copies and fills of one step."""
     trace = column["trace"]
     return None if trace is None else float(trace["device_us"]) / trace["steps"] / 1e3
 
@@ -104,7 +106,7 @@ def break_even(column: Raw, native: Raw) -> int | None:
     """
     The step at which a column has caught up with native, including set-up and first step.
 
-    None if the column never catches up.
+    The result is None if the column never catches up.
     """
     ours, theirs = (exact_median(rounds_ms(c)) for c in (column, native))
     if ours >= theirs:
@@ -145,7 +147,7 @@ def bytes_above(column: Raw, native: Raw) -> dict[str, int] | None:
 
 
 def growth_bytes(column: Raw) -> dict[str, int] | None:
-    """The growth of allocated and reserved memory between a few steps and many."""
+    """By how much allocated and reserved memory grew between an early step and a late step."""
     growth = column["growth"]
     if growth is None or growth["allocated_after"] is None:
         return None
@@ -239,10 +241,11 @@ def construction(column: Raw) -> dict[str, float | None]:
 
 def gap_behind(column: Raw, native: Raw) -> dict[str, float | None]:
     """
-    How much longer a column's step is than native's, and the part due to copies between buffers.
+    How much longer a column's step takes than native's, and how much of the difference is due to
+    copies between buffers.
 
-    Copies are device-to-device copies in the profiled steps, whose load differs from that of the
-    timed steps.
+    Copies are device-to-device copies in the profiled steps, in which the load of the device
+    differs from the load in the timed steps.
     """
     gap = exact_median(rounds_ms(column)) - exact_median(rounds_ms(native))
     if column["trace"] is None or native["trace"] is None:
@@ -257,14 +260,14 @@ def gap_behind(column: Raw, native: Raw) -> dict[str, float | None]:
 
 def excess_over_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
     """
-    How much longer a column's step is than its floor, by cause, in milliseconds.
+    How much longer a column's step takes than its floor, by cause, in milliseconds.
 
-    There are two causes: kernel time beyond the floor's (partly copies between buffers), and step
+    The two causes are: kernel time beyond the floor's (partly copies between buffers), and step
     time beyond the column's own kernels. Kernels were profiled under another load than the timed
     steps, so times of the same kernels can differ. On two streams, kernels overlap.
 
     Args:
-        column: The column.
+        column: The raw measurements of the column.
         floor: The library's column whose kernel time is the floor.
     """
     ms, least = exact_median(rounds_ms(column)), kernel_ms(floor)
@@ -282,7 +285,7 @@ def excess_over_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
 
 
 def derive_guards(columns: Mapping[str, Raw]) -> dict[str, Any] | None:
-    """The cost of the guards, from the same captured step with guards on and off."""
+    """The cost of the guards, from the same captured step once with and once without guards."""
     if not {"ours_accumulate", "ours_unguarded"} <= columns.keys():
         return None
     on, off = columns["ours_accumulate"], columns["ours_unguarded"]
@@ -333,7 +336,7 @@ def derive_bench(raw: Raw) -> dict[str, Any]:
 
 
 def derive_sweep(raw: Raw) -> dict[str, Any]:
-    """Resources by number of microbatches, for each provisioning."""
+    """Resources by number of microbatches, for each way to provision slots."""
     points = []
     for cell in raw["cells"]:
         for name, column in usable_columns(cell["columns"]).items():
@@ -392,4 +395,4 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "second_runs": derive_second_runs,
     "curves": derive_curves,
 }
-"""By kind of report, the function that computes its derived part."""
+"""For each kind of report, the function that computes the derived part."""

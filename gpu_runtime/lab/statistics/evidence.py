@@ -1,5 +1,5 @@
 """
-Derived figures of the bit comparisons, the stream table, the pools and the probes.
+Derive the figures of the bit comparisons, the stream table, the pools and the probes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def _compared_as(run: Raw) -> str:
 
 
 def derive_pools(raw: Raw) -> dict[str, Any]:
-    """Results of each discipline of capture memory in each order, and problems."""
+    """
+    Results of each discipline of capture memory (a rule for sharing pools) in each order, and the
+    problems found.
+    """
     orders = []
     problems: list[str] = []
     for order in dict.fromkeys(run["order"] for run in raw["runs"]):

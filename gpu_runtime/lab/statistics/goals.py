@@ -1,7 +1,7 @@
 """
 The goals of the speed and memory tables, and each measured number beside its goal.
 
-Missed goals are listed like met goals; `reports/README.md` gives the reasons.
+Missed goals are listed in the same way as met goals; `reports/README.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DIRECT = ("ours_per_microbatch", "ours_accumulate")
 @attrs.frozen
 class Goal:
     """
-    One goal.
+    One goal of the tables.
 
     Args:
         name: What is measured, in words.
@@ -31,7 +31,7 @@ class Goal:
         value: The goal.
         cells: Names of the cells with this goal.
         columns: Names of the columns with this goal.
-        read: Reads the number from a cell's derived figures, for a column.
+        read: Function that reads the measured number of a column from a cell's derived figures.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Goal:
 
     def judge(self, cell: Mapping[str, Any], column: str) -> dict[str, Any] | None:
         """
-        The measured number beside the goal; None if it was not measured.
+        The measured number beside the goal; None if the number was not measured.
 
         A column that never breaks even misses the goal; its number is None.
         """
@@ -206,7 +206,7 @@ GOALS: tuple[Goal, ...] = (
 
 
 def judge_cells(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every goal that has a measurement."""
+    """Every goal that was measured, whether met or missed."""
     by_name = {cell["cell"]: cell for cell in cells}
     found = (
         goal.judge(by_name[name], column)
@@ -223,8 +223,8 @@ def judge_sweep(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Judge resources with live slots: while the number of live tapes stays the same, more
     microbatches must not need more resources.
 
-    Graphs and arena bytes must be equal; peak memory may rise by at most a granule of the
-    allocator (2 MiB).
+    The number of graphs and the arena bytes must stay equal; peak memory may rise by at most one
+    granule of the allocator (2 MiB).
     """
     granule = 2 * 1024 * 1024
     found: list[dict[str, Any]] = []

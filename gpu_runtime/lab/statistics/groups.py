@@ -1,5 +1,6 @@
 """
-Step times of grouped weight gradients, relative to scales that move at every action without groups.
+Derive step times of grouped weight gradients, relative to steps without groups whose scales move at
+every action.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ _SET, _SUM = ("cell", "schedule", "dtype"), ("cell", "dtype", "group")
 
 def derive_groups(raw: Raw) -> dict[str, Any]:
     """
-    Derive every row's time and memory, and the ratio of each group's time to today's.
+    Derive every row's time and memory, and for each group size the ratio of its time to the time of
+    the rows `today` (no groups).
 
     Returns:
-        `products`, the times of one layer's matrices: joining plus one product, divided by one
-        product for each microbatch; `rows`; `sets`, one for each cell, schedule and type;
-        `digests`, one for each cell, type and group; `targets`; and `errors`. In a set, `today_ms`
-        covers the rounds of both rows of today, `over_today` has the ratio of medians by group, and
-        `best` is the group with the smallest ratio. `alike` of a digest is None if fewer than two
-        schedules have a digest.
+        `products`: for one layer's matrices, the time of joining plus one product, divided by the
+        time of one product for each microbatch; `rows`; `sets`, one for each cell, schedule and
+        data type; `digests`, one for each cell, data type and group; `targets`; and `errors`. In a
+        set, `today_ms` covers the rounds of both rows `today`, `over_today` has the ratio of
+        medians for each group, and `best` is the group with the smallest ratio. In an entry of
+        `digests`, `alike` is None if fewer than two schedules have a digest.
     """
     rows = [row for row in raw["rows"] if row["error"] is None]
     sets = [_set(name, own) for name, own in _by(rows, _SET)]
@@ -69,7 +71,7 @@ def _product(row: Raw) -> dict[str, Any]:
 
 
 def _by(rows: Iterable[Raw], names: Sequence[str]) -> list[tuple[dict[str, Any], list[Raw]]]:
-    """Rows by the values of some fields, in the order of their first rows."""
+    """Group rows by the values of some fields; the groups are ordered by their first rows."""
     found: dict[tuple[Any, ...], list[Raw]] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in names), []).append(row)

@@ -1,14 +1,14 @@
 """
-Host times of single actions: each action's time minus its bare replay's (without guards and
-copies), and the mean over all actions.
+Derive host times of single actions: each action's time minus the time of its bare replay (without
+guards and copies), and the mean over all actions.
 
 All numbers are microseconds of host time. A guarded action is an F, dI, dW or refresh. The calls
 between actions (bind, read and finish) are divided among the actions of the step.
 
-The same time is split into parts, each timed in separate steps. The launch is subtracted from the
-executor's part; time that no part explains is called the action's own code. Parts are medians of
-single calls, whose sum differs from the median of whole steps: the difference is listed as the
-rest.
+The host time of an action is also split into parts, each timed in separate steps. The launch is
+subtracted from the executor's part; time that no part explains is called the action's own code.
+Parts are medians of single calls, whose sum differs from the median of whole steps: the difference
+is listed as the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ microseconds.
 
 
 def derive_host(columns: Mapping[str, Raw]) -> dict[str, Any]:
-    """Figures of the columns whose actions were timed one by one; empty if there are none."""
+    """
+    Figures of the columns whose actions were timed one by one; empty if there are no such columns.
+    """
     return {
         name: derive_column(column["host_actions"])
         for name, column in columns.items()
@@ -76,7 +78,9 @@ REST = "rest"
 
 
 def _parts(raw: Raw) -> dict[str, float]:
-    """Microseconds of each part of a mean action, minus its bare replay."""
+    """
+    Microseconds that each part contributes to the time of a mean action beyond its bare replay.
+    """
     steps, actions = raw["steps"], raw["actions"]
 
     def of_an_action(times: Mapping[str, Sequence[int]]) -> float:

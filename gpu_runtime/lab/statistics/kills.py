@@ -1,5 +1,6 @@
 """
-Figures of killed runs: the values compared with the undisturbed run, and those that differ.
+Derive figures of killed runs: how many values were compared with the undisturbed run, and how many
+differ.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ __all__ = ["derive_kills"]
 
 def derive_kills(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Kills by place; the number of distinct tensors and losses, and how many of them differ in any
-    run.
+    The number of kills by place; the number of distinct tensors and losses, and how many of these
+    values differ in any run.
 
     A tensor that differs in two runs counts once. `compared` counts each comparison.
     """

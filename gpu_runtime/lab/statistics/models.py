@@ -1,10 +1,10 @@
 """
-TFLOP/s of whole models, from the times of their steps.
+Derive TFLOP/s of whole models from the times of their steps.
 
-The count includes the matrix products of the layers and of the head: two operations for each
-multiply and add, once forward and twice backward. Half of attention's products count, because a
-token attends only to tokens before it. The count excludes norms, activations, the embedding's
-lookup, the loss, the optimizer, and recomputation.
+The number of operations includes the matrix products of the layers and of the head: two operations
+for each multiply and add, once forward and twice backward. Half of attention's products count,
+because a token attends only to tokens before it. The number of operations excludes norms,
+activations, the embedding's lookup, the loss, the optimizer, and recomputation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def step_flops(shape: Raw) -> int:
 
 
 def _fastest_megatron(raw: Raw) -> dict[str, float]:
-    """Milliseconds of the fastest right mode of Megatron, by cell."""
+    """Milliseconds per step of the fastest Megatron mode whose loss is right, by cell."""
     good = [row for row in raw["rows"] if row["error"] is None]
     native = {row["cell"]: row.get("loss") for row in good if row["side"] == "native"}
     found: dict[str, float] = {}
@@ -66,7 +66,7 @@ def _fastest_megatron(raw: Raw) -> dict[str, float]:
 
 
 def _kinds(row: Raw) -> dict[str, float] | None:
-    """The time by kind of work of the GPU that is busiest apart from messages."""
+    """The time of each kind of work on the GPU that is busiest if messages are not counted."""
     ranks = [times_by_kind(by_name) for by_name in row.get("work_ms", ())]
     return max(
         ranks,

@@ -1,9 +1,10 @@
 """
-Figures of a sweep of modes: which rows ran, whose bits differ, and what the guard reported.
+Derive the figures of `report modes`: which rows ran, whose bits differ, and what the guard
+reported.
 
 A row's bits are compared with those of its reference. A row *agrees* if its bits are equal and the
-guard is silent, or if they differ and the guard reports a clause. In a *false alarm*, the bits are
-equal but the guard reports a clause; in a *silent difference*, the bits differ but the guard is
+guard is silent, or if its bits differ and the guard reports a clause. In a *false alarm*, the bits
+are equal but the guard reports a clause; in a *silent difference*, the bits differ but the guard is
 silent.
 """
 
@@ -18,13 +19,13 @@ __all__ = ["ENDS", "WRONG", "changed", "derive_modes", "numbers_of", "row_text"]
 ENDS = ("same", "found", "false alarm", "silent difference", "guard changes bits",
         "refused", "no reference")  # fmt: skip
 """
-The possible ends of a row; `refused` means that the framework raised an exception, or that the row
-did not end.
+The possible results (ends) of a row; `refused` means that the framework raised an exception, or
+that the row did not end.
 """
 
 
 WRONG = ("false alarm", "silent difference", "guard changes bits", "no reference")
-"""The ends that need a fix or an explanation."""
+"""The results of rows that need a fix or an explanation."""
 
 
 def changed(row: Mapping[str, Any], factors: Mapping[str, Sequence[Any]]) -> str:
@@ -35,8 +36,8 @@ def changed(row: Mapping[str, Any], factors: Mapping[str, Sequence[Any]]) -> str
 
 def numbers_of(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """
-    The values of the factors that change numbers even in a correct run, as the key of the row's
-    reference.
+    The row's values of the factors that change numbers even in a correct run. Rows with equal
+    values share a reference, so the text serves as the key of the reference.
     """
     return row_text({name: row[name] for name in names})
 
@@ -48,10 +49,10 @@ def row_text(row: Mapping[str, Any]) -> str:
 
 def derive_modes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The end of each row, and the number of rows with each end.
+    The result (end) of each row, and the number of rows with each result.
 
-    `pairs` is the number of pairs of values in the rows of the cover; `pairs_that_ran` counts those
-    in rows that ran to the end.
+    `pairs` is the number of pairs of values in the rows of the cover; `pairs_that_ran` counts the
+    pairs in rows that ran to the end.
     """
     rows = [_row(one, raw["rows"]) for one in raw["rows"] if one["kind"] != "reference"]
     covered = [one for one in raw["rows"] if one["kind"] == "cover"]
@@ -108,8 +109,8 @@ def _differs(
     own: Mapping[str, Sequence[str]], other: Mapping[str, Sequence[str]]
 ) -> list[list[Any]]:
     """
-    The differing quantities, each with the first step in which it differs, without those that one
-    side lacks.
+    The quantities that differ, each with the first step in which it differs. Quantities that only
+    one side has are left out.
     """
     found: list[list[Any]] = []
     for what in own.keys() & other.keys():

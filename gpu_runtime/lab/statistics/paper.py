@@ -1,8 +1,9 @@
 """
 Numbers printed in the paper (Sections IV and V), for tables that show ours beside them.
 
-The paper's numbers were measured on H800 PCIe or RTX 5880 Ada GPUs. Only ratios that the paper does
-not print are computed here from its numbers. Times are milliseconds of the slowest rank.
+The paper's numbers were measured on H800 PCIe or RTX 5880 Ada GPUs. This module computes ratios
+from the paper's numbers only where the paper prints no ratio. Times are milliseconds of the slowest
+rank.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 SMALL, LARGE = "h2048-s256-m4", "h4096-s256-m8"
-"""The paper's cells: hidden size, tokens of a microbatch, microbatches."""
+"""The paper's cells: hidden size, tokens per microbatch, and number of microbatches."""
 
 COMPLETE: Final[Mapping[str, Mapping[str, Mapping[str, float]]]] = {
     SMALL: {
@@ -23,7 +24,10 @@ COMPLETE: Final[Mapping[str, Mapping[str, Mapping[str, float]]]] = {
         "replication": {"native": 89.138, "il": 47.319, "zbv": 49.002},
     },
 }
-"""Table of the complete step, two H800 PCIe: captured schedules with direct placement."""
+"""
+The table of the complete step on two H800 PCIe: captured schedules that write gradients directly to
+their destinations.
+"""
 
 SPEEDUP: Final[Mapping[str, Mapping[str, Mapping[str, float]]]] = {
     SMALL: {
@@ -36,8 +40,8 @@ SPEEDUP: Final[Mapping[str, Mapping[str, Mapping[str, float]]]] = {
     },
 }
 """
-From the table of the complete step: medians of ratios within a trial. They differ from the ratios
-of the table's medians.
+From the table of the complete step: medians of ratios within a trial. These medians differ from the
+ratios of the table's median times.
 """
 
 BREAK_EVEN: Final[Mapping[str, Mapping[str, float]]] = {
@@ -50,7 +54,7 @@ ABOVE_NATIVE_GB: Final[Mapping[str, Mapping[str, float]]] = {
     SMALL: {"il": 0.438, "zbv": 0.978},
     LARGE: {"il": 3.357, "zbv": 4.437},
 }
-"""Peak allocation above native eager."""
+"""Peak allocated memory above that of native eager."""
 
 GRAPHS, HANDOFFS = 48, 96
 """Figures of one rank, at hidden size 4,096 with eight microbatches; handoffs are per step."""
@@ -73,7 +77,10 @@ RESOURCES: Final[Mapping[int, Mapping[str, float]]] = {
     8: {"graphs": 48, "live": 4, "delayed": 9, "capture_ms": 1593.84},
     16: {"ms": 175.589, "graphs": 96, "live": 4, "delayed": 17, "capture_ms": 3778.96},
 }
-"""ZB-V by microbatches on two RTX 5880; times for 4 and 8 appear only in a figure."""
+"""
+Figures of ZB-V by number of microbatches on two RTX 5880; times for 4 and 8 microbatches appear
+only in a diagram.
+"""
 
 TOKENS_PER_S: Final[Mapping[int, float]] = {2: 14600, 16: 23300}
 

@@ -1,5 +1,6 @@
 """
-Figures of the peers: speed relative to native and Megatron, and which gradients are right.
+Derive the figures of `report peers`: speed relative to native and Megatron, and which gradients are
+right.
 
 A finite gradient can still be wrong. After steps that change no weight, each mode's gradients are
 compared bit for bit with those of its own framework without graphs, and with native's. Megatron's
@@ -21,14 +22,15 @@ __all__ = ["FAR", "combine_distances", "derive_peers", "has_owed_bits", "verdict
 FAR: Final = 0.25
 """
 The distance, relative to the norm of native's gradients, above which gradients count as wrong.
-Megatron's rounding and head change them by about a sixth (`from_native` in `reports/peers.json`);
-leaving out or repeating one microbatch of eight changes them by a third.
+Megatron's rounding and head change the gradients by about a sixth (`from_native` in
+`reports/peers.json`); leaving out or repeating one microbatch of eight changes the gradients by a
+third.
 """
 EAGER = "megatron none"
 GRAPHS = ("megatron transformer_engine", "megatron local", "megatron full_iteration")
 
 _WITHIN = {**dict.fromkeys(GRAPHS, EAGER), "replays": "native", "one launch": "replays"}
-"""For each mode, the side whose bits it must have under the same schedule."""
+"""For each mode, the side whose bits must be equal under the same schedule."""
 
 
 def combine_distances(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
@@ -99,9 +101,10 @@ def verdict(row: Raw) -> str:
 
 def has_owed_bits(row: Raw) -> bool:
     """
-    Whether one of our rows is right. A row is right if it has the bits of its reference. A row that
-    cannot have these bits (under a schedule with other scales, with fp32 gradients, in groups) is
-    right if its gradients are close.
+    Whether a row of our pipeline or torch's has the gradients it must have. A row is right if its
+    bits equal the bits of its reference. Some rows cannot have equal bits: under a schedule with
+    other scales, with fp32 gradients, or with weight gradients in groups. A row of this kind is
+    right if its gradients are close to native's.
 
     Args:
         row: A derived row of our pipeline or torch's.
@@ -132,7 +135,10 @@ def derive_peers(raw: Raw) -> dict[str, Any]:
 
 
 def _is_base(row: Raw, main_grad: str) -> bool:
-    """Whether a row is a base of rows with this type of gradients: native, or Megatron eager."""
+    """
+    Whether rows with this data type of gradients are compared with this row, which must be native
+    or Megatron eager.
+    """
     own = row["main_grad"] == main_grad and row["side"] == EAGER
     return row["error"] is None and (own or row["side"] == "native")
 
@@ -185,7 +191,7 @@ _PATHS: tuple[tuple[str, str, str, str, str], ...] = (
      "zero mismatches (captured Interleaved and ZB-V)"),
     ("one launch", "a rank's whole step", "split, by the schedule", "ours, one launch", "-"),
 )  # fmt: skip
-"""Side, content of a graph, how backward runs, name, and the paper's observation."""
+"""For each path: side, content of a graph, how backward runs, name, and the paper's observation."""
 
 
 def _capability(rows: Sequence[Raw], raw: Raw) -> list[dict[str, Any]]:
@@ -237,11 +243,13 @@ _GOALS: tuple[tuple[str, str, str, float, str, str], ...] = (
     ("over the busiest rank's kernels", "over_busiest", "at most", 1.25, paper.SMALL, "bf16"),
     ("over the busiest rank's kernels", "over_busiest", "at most", 1.12, paper.LARGE, "bf16"),
 )
-"""Quantity, its key in a row, bound, goal, cell and type of gradients."""
+"""
+The goals: quantity, its key in a row, bound, value, cell and data type of gradients of each goal.
+"""
 
 
 def _targets(rows: Sequence[Raw]) -> list[dict[str, Any]]:
-    """Goals, judged by the best of our sides with correct gradients."""
+    """The goals, each judged by our best side among those with correct gradients."""
     found = []
     for goal, key, bound, value, cell, main_grad in _GOALS:
         own = [

@@ -1,5 +1,6 @@
 """
-Projections to more ranks than were measured, by a simulator with the measured times of two ranks.
+Project step times to more ranks than were measured, with a simulator that uses the measured times
+of two ranks.
 
 The results are not measurements. Times of F, dI, dW, refreshes and updates come from a report of
 ``qeffect runtime report scale``, with one layer per stage; times of messages are assumptions,
@@ -41,7 +42,7 @@ class Links:
         inside_gb_s: Bandwidth of a link inside a host, in GB/s.
         between_ms: Latency of a message between hosts, in milliseconds.
         between_gb_s: Bandwidth of a link between hosts, in GB/s; 25 is 200 Gb/s.
-        slower: Factor by which messages between hosts take longer.
+        slower: Factor by which the time of messages between hosts is multiplied.
     """
 
     ranks_a_host: int = 8
@@ -70,13 +71,15 @@ class Measured:
     One cell of a report over two ranks.
 
     Args:
-        first: Times of F, I, W and the refresh of the first stage, in milliseconds.
-        inner: These times for inner stages: medians over the stages between first and last.
-        last: Times of the last stage, which has the loss.
+        first: Times of F, dI (`I`), dW (`W`) and the weight-cache refresh of the first stage, in
+            milliseconds.
+        inner: The same times for inner stages: medians over the stages between the first and the
+            last stage.
+        last: The same times for the last stage, which has the loss.
         update: Time of a rank's update.
-        replays_host: Host time of guarded replays per F, dI or dW.
-        launch_host: Host time of one launch, divided by the number of F, dI and dW. It is measured
-            for a single step; steps back to back take less time.
+        replays_host: Host time of a guarded replay, per F, dI or dW.
+        launch_host: Host time of one launch, divided by the number of F, dI and dW. This time is
+            measured for a single step; steps back to back take less host time.
         message_bytes: Bytes of an activation between stages.
     """
 
@@ -120,14 +123,14 @@ class Projected:
     One row: a simulated step and its parts, in milliseconds.
 
     Args:
-        pp: Ranks.
+        pp: Number of pipeline ranks.
         microbatches: Microbatches.
         free: The step time if messages take no time.
         step: The step time with the assumed messages.
         slow: The step time if messages between hosts are ten times slower.
         bubble: Idle share of the step with messages, over all ranks.
         replays: The step time with the measured host time of guarded replays before each action.
-        launch_host: Host time of one launch with that many actions.
+        launch_host: Host time of one launch with the actions of the projected step.
         slots: Largest number of slots of a rank; None above `MOST_SLOTS` ranks, where planning
             takes minutes.
     """
@@ -155,7 +158,7 @@ def project(measured: Measured, schedule: str, pp: int, links: Links | None = No
     Args:
         measured: The times of two ranks.
         schedule: `il` or `zbv`.
-        pp: Ranks.
+        pp: Number of pipeline ranks.
         links: Assumed costs of messages.
     """
     links = links or Links()

@@ -1,5 +1,5 @@
 """
-Figures of runs that stopped and resumed: values compared, and bytes of checkpoints.
+Derive figures of runs that stopped and resumed: values compared, and bytes of checkpoints.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Figures of a pipeline over ranks: totals, medians, ratios and bounds.
+Derive the figures of a pipeline over ranks: totals, medians, ratios and bounds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def derive_scale(raw: Raw) -> dict[str, Any]:
 
 
 def _targets(timed: Sequence[Raw], ranks: int) -> list[dict[str, Any]]:
-    """The goals of every schedule that have a measurement."""
+    """The goals that were measured, for every schedule."""
     found: list[dict[str, Any]] = []
 
     def judge(goal: str, row: Raw, bound: str, value: float | None, measured: float | None) -> None:
@@ -130,13 +130,13 @@ def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:
 
 def _split(launch: Raw, row: Raw) -> dict[str, float]:
     """
-    Compare a rank's profiled step with the rank's row as one graph without messages.
+    Compare a rank's profiled step with a graph of the same rank's actions without messages.
 
     Returns:
-        In milliseconds: `step`, and its four parts: the profiled `row`; the extra time of `kernels`
-        next to messages, including kernels that the row lacks; the extra time `between` kernels;
-        the time `awaited` for other ranks. `beside` is the time in which kernels and messages
-        overlap.
+        Times in milliseconds: `step`, and its four parts. `row` is the time of the graph without
+        messages. `kernels` is the extra kernel time next to messages, including kernels that the
+        graph lacks. `between` is the extra time between kernels. `awaited` is the time in which the
+        rank waits for other ranks. `beside` is the time in which kernels and messages overlap.
     """
     found = {
         "step": launch["step"],

@@ -1,5 +1,6 @@
 """
-Figures of runs whose scales move at every action, and of runs whose scales move once per step.
+Derive figures that compare runs whose scales move at every action with runs whose scales move once
+per step.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ LAST = 50
 
 def derive_scales(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The final losses of each run and, by seed, the difference between the two recipes.
+    The final losses of each run and, for each seed, the difference between the two kinds of runs.
 
-    A difference is the loss with scales that move once per step, minus the loss with the default. A
-    figure is None if a loss was not finite, or if a run of the pair is missing.
+    A difference is the loss with scales that move once per step, minus the loss with scales that
+    move at every action. A figure is None if a loss was not finite, or if a run of the pair is
+    missing.
     """
     runs = [_end(run) for run in raw["runs"]]
     found = {(run["scales"], run["seed"]): run for run in runs}

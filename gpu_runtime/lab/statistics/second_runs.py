@@ -1,5 +1,6 @@
 """
-Figures of steps that run twice: how flips ended, the number of wrong ends, and the price.
+Derive figures of steps that run twice: how bit flips ended, how many ended wrongly, and what the
+second run costs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ __all__ = ["derive_second_runs"]
 
 def derive_second_runs(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Count flips by place and end, and compute the ratios of times.
+    Count bit flips by place and result, and compute the ratios of times.
 
-    A flip is `wrong` in three cases: it ended neither as stopped nor as harmless, a weight was
-    updated in spite of the stop, or the restarted step has other bits than an undisturbed step.
+    A flip is `wrong` in three cases: the flip ended neither as stopped nor as harmless, a weight
+    was updated in spite of the stop, or the restarted step has other bits than an undisturbed step.
     Flips for which no memory was found are not counted.
     """
     flips = [one for one in raw["flips"] if one["flipped"]]

@@ -94,7 +94,8 @@ def extremes(values: Sequence[float]) -> dict[str, float]:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """
-    Median, extremes, and spread: the distance between the extremes as a fraction of the median.
+    Median, minimum, maximum, and spread: the distance between minimum and maximum as a fraction of
+    the median.
 
     >>> spread([1.0, 2.0, 4.0])
     {'median': 2.0, 'min': 1.0, 'max': 4.0, 'spread': 1.5}
@@ -105,7 +106,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def microseconds(ns: Sequence[float]) -> dict[str, float]:
     """
-    Median, extremes and interquartile range in microseconds, from values in nanoseconds.
+    Median, minimum, maximum and interquartile range in microseconds, from values in nanoseconds.
 
     >>> microseconds([1000, 2000, 4000, 5000])
     {'median': 3.0, 'min': 1.0, 'max': 5.0, 'middle_half': 2.0}
@@ -158,7 +159,7 @@ def goal_row(
         column: The column, or the side and its schedule.
         bound: `at most` or `at least`.
         value: The goal.
-        measured: The number.
+        measured: The measured number.
     """
     return {
         "goal": goal,

@@ -3,8 +3,9 @@ Read the device's work from a Chrome trace: kernel times, and copies with their 
 
 The profiler's Chrome trace is read, because only this trace has the bytes of a copy. A
 matrix-gradient copy is a device-to-device copy of exactly the bytes of one unit of deferred work;
-the copy nodes of a graph appear in the trace like other copies. Kernels with a name for copying are
-listed separately, because a copy can also be a kernel, whose size is unknown.
+the copy nodes of a graph appear in the trace like other copies. Kernels whose name contains a word
+for copying are listed separately, because a kernel can also copy, and its number of bytes is
+unknown.
 """
 
 from __future__ import annotations
@@ -48,21 +49,23 @@ def _on_device(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
 
 
 def _is_message(event: Mapping[str, Any]) -> bool:
-    """Whether a kernel is one of NCCL's, which also run while they wait for the other rank."""
+    """
+    Whether a kernel belongs to NCCL. Such kernels also run while they wait for the other rank.
+    """
     return "nccl" in str(event["name"]).lower()
 
 
 def summarize(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """
-    Sum up a Chrome trace.
+    Summarize a Chrome trace.
 
     Args:
         events: The trace's events.
         steps: Number of steps in the trace; counts and times are totals over these steps.
 
     Returns:
-        Plain data: `device_us` and `device_events` over kernels, copies and fills; `copies` by
-        name and bytes; `copy_kernels` by name; `top` the longest kernels by name.
+        Plain data: `device_us` and `device_events` over kernels, copies and fills; `copies` by name
+        and bytes; `copy_kernels` by name; and `top`, the longest kernels by name.
     """
     device_us = 0.0
     device_events = 0
@@ -181,12 +184,12 @@ def launch_shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[st
             begins.
 
     Returns:
-        Milliseconds per step: `busy`, while other work than messages runs; `awaited`, while only
-        messages run; `between`, while nothing runs; `step`, their sum. `beside` is the part of
-        `busy` in which a message runs too.
+        Milliseconds per step: `busy`, in which work other than messages runs; `awaited`, in which
+        only messages run; `between`, in which nothing runs; and `step`, the sum of these three.
+        `beside` is the part of `busy` in which a message runs too.
 
     Raises:
-        RuntimeError: The trace has fewer launches.
+        RuntimeError: The trace has fewer launches than expected.
     """
     spans: dict[Any, list[tuple[float, float, bool]]] = defaultdict(list)
     for event in _on_device(events):
@@ -219,21 +222,22 @@ def launch_shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[st
 
 
 def device_copies(trace: Mapping[str, Any]) -> float:
-    """Milliseconds per step of device-to-device copies of any size."""
+    """Time of all device-to-device copies, of any size, in milliseconds per step."""
     us = sum(float(c["us"]) for c in trace["copies"] if "DtoD" in c["name"])
     return us / float(trace["steps"]) / 1e3
 
 
 def matrix_copies(trace: Mapping[str, Any], unit_bytes: Iterable[int]) -> dict[str, Any]:
     """
-    Copies of matrix gradients in a trace.
+    Count the copies of matrix gradients in a trace.
 
     Args:
         trace: The result of `summarize`.
-        unit_bytes: Bytes of the gradient of each unit of deferred work.
+        unit_bytes: For each weight-gradient unit of deferred work, the bytes of its gradient.
 
     Returns:
-        Copies, bytes and microseconds per step, and copies without a size in the trace.
+        Copies, bytes and microseconds per step, and the number of copies whose size the trace does
+            not state.
     """
     sizes = set(unit_bytes)
     steps = trace["steps"]

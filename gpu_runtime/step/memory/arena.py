@@ -1,18 +1,14 @@
 """
-Physical gradient destinations, described to the contract at every bind.
+The memory into which dW writes gradients; every bind describes this memory to the contract.
 
 Three rules say where dW writes and what the optimizer then reads:
 
-`copied`
-    The library's own memory, cloned after every dW; summed at finalize. This is the most
-    conservative rule.
-`per_microbatch`
-    One fixed buffer per matrix and microbatch; summed at finalize. The paper's direct placement,
-    `M * sum(sizeof(W))` bytes.
-`accumulate`
-    One fixed buffer per matrix: the first dW of an epoch overwrites it, later ones add to it. The
-    buffer's size does not depend on the number of microbatches; its value depends on the order of
-    dW.
+`copied` dW writes the library's own memory, which is cloned after every dW; the clones are summed
+at finalize. This is the most conservative rule. `per_microbatch` dW writes one fixed buffer per
+matrix and microbatch; the buffers are summed at finalize. This is the paper's direct placement; it
+takes `M * sum(sizeof(W))` bytes. `accumulate` dW writes one fixed buffer per matrix: the first dW
+of an epoch overwrites the buffer, later dW add to it. The buffer's size does not depend on the
+number of microbatches; its value depends on the order of dW.
 
 The contract decides which microbatch may write, whether all microbatches have written, and whether
 the bound memory is the configured memory. This module holds the memory and describes its current
@@ -52,9 +48,9 @@ class Arena:
         dtype: Type of the destinations. If this type differs from the parameters'
             type, the optimizer needs master weights of that type.
         device: Device of the destinations.
-        tied: By unit, the name of the destination that it shares with another unit.
-        lent: By name, the sets of destinations that were made for an earlier unit; the arena adds
-            the sets that it makes.
+        tied: By unit, the name of the destination that this unit shares with another unit.
+        lent: By name, the shared destinations that were made for an earlier unit; the arena adds
+            those that it makes.
     """
 
     units: tuple[WgradUnit, ...]
@@ -127,7 +123,10 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Reserved destination memory in bytes, without lent destinations and `copied` clones."""
+        """
+        Reserved destination memory in bytes, without shared destinations of other units and
+        `copied` clones.
+        """
         return sum(
             buffers[name].numel() * buffers[name].element_size()
             for buffers in self._buffers
@@ -135,19 +134,21 @@ class Arena:
         )
 
     def buffers(self, index: int) -> Mapping[str, Tensor] | None:
-        """One set of destinations by unit; None for index -1, the library's own memory."""
+        """Return one set of destinations, by unit; None for index -1, the library's own memory."""
         return None if index < 0 else self._buffers[index]
 
     def index_of(self, microbatch: int) -> int:
-        """Which set of destinations a microbatch writes."""
+        """Return the index of the set of destinations that a microbatch writes."""
         return {"copied": -1, "per_microbatch": microbatch, "accumulate": 0}[self.rule]
 
     def destinations(self, microbatch: int) -> Mapping[str, Tensor] | None:
-        """The destinations that a microbatch's dW writes, by unit; None under `copied`."""
+        """Return the destinations that a microbatch's dW writes, by unit; None under `copied`."""
         return self.buffers(self.index_of(microbatch))
 
     def places(self) -> list[int]:
-        """Where each set of destinations lies, as `qeffect.counts.located` numbers it."""
+        """
+        The place in memory of each set of destinations, as `qeffect.counts.located` numbers places.
+        """
         return located(self._configured)
 
     def configured(self) -> tuple[Destination, ...]:
@@ -156,10 +157,12 @@ class Arena:
 
     def present(self, microbatch: int) -> tuple[Destination, ...]:
         """
-        Where a microbatch's dW would write now, for the contract to compare with its configuration.
+        Describe where a microbatch's dW would write now; the contract compares this with its
+        configuration.
 
-        Every call looks at the tensors again. If the tensors are unchanged, the call returns the
-        configured description itself, which the contract compares by identity.
+        Every call reads shape, dtype, device and address of the tensors again. If the tensors are
+        unchanged, the call returns the configured description itself, which the contract compares
+        by identity.
         """
         index = 0 if self.rule == "accumulate" else microbatch
         return (
@@ -197,20 +200,24 @@ class Arena:
         self._copies[microbatch] = {name: tensor.clone() for name, tensor in by_unit.items()}
 
     def written(self, microbatch: int) -> Mapping[str, Tensor]:
-        """What a microbatch's dW wrote, by unit."""
+        """Return the gradients that a microbatch's dW wrote, by unit."""
         held = self.destinations(microbatch)
         return self._copies[microbatch] if held is None else held
 
     def spoil(self, microbatch: int) -> None:
-        """Forget a half-written copy; the contract marks the epoch spoiled."""
+        """
+        Drop a half-written copy of gradients after a failed dW; the contract marks the epoch as
+        spoiled (it cannot commit).
+        """
         self._copies.pop(microbatch, None)
 
     def total(self, order: Sequence[int]) -> dict[str, Tensor]:
         """
-        The gradient of each unit for the epoch, summed in the given order of microbatches.
+        Return the epoch's gradient of each unit, summed in the given order of microbatches.
 
         The order matters: an eight-term sum in another order differs in most of its elements. A
-        unit with a lent destination has no gradient here: the unit that lends it has the sum.
+        unit that writes another unit's destination has no gradient in the result: the other unit
+        has the sum.
         """
         names = list(self._own)
         if self.rule == "accumulate":
@@ -222,11 +229,11 @@ class Arena:
 
     @property
     def one_pass_obstacle(self) -> str:
-        """Why `total` adds buffers one by one instead of in one pass; empty if it uses one pass."""
+        """Why `total` adds buffers one by one; empty if it adds all buffers in one pass."""
         return self._sum.obstacle
 
     def zero(self) -> None:
-        """Clear the buffers: the state of a new arena."""
+        """Set all buffers to zero, as in a new arena."""
         for buffers in self._buffers:
             for tensor in buffers.values():
                 tensor.zero_()
@@ -237,6 +244,9 @@ class Arena:
 
 
 def by_matrix(units: Iterable[WgradUnit], by_unit: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each matrix's rows of its unit's gradient, by name; skips units without a gradient."""
+    """
+    Return, by matrix name, the matrix's rows of its unit's gradient; units without a gradient are
+    left out.
+    """
     found = [unit for unit in units if unit.name in by_unit]
     return {m.name: rows for unit in found for m, rows in unit.rows(by_unit[unit.name])}

@@ -3,9 +3,10 @@ Counters in device memory: the device's own record of the actions that it ran.
 
 One small kernel runs with every F, dI, dW and refresh, in the same captured graph. The kernel adds
 one to the counter of the stage and the kind of action, and folds the action's mark into the digest
-of the state domain (`qeffect.counts`). So a graph counts its replays, whoever launches them. A step
-reads the counters back once, into pinned memory. The device can also compare the counters with the
-counts that the contract expects: it then skips the update if they differ, and no host waits.
+of the state domain (`qeffect.counts`). So a graph counts its own replays, whoever launches them.
+The host reads the counters back once per step, into pinned memory. The device can also compare the
+counters with the counts that the contract expects. If they differ, the device skips the update; no
+host waits.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class DeviceCounters:
     The counters of one state domain.
 
     Args:
-        places: (stage, slot) of every slot of the domain, by the process's index.
+        places: (stage, slot) of every slot of the domain, by the slot's index in the process.
         device: Device of the counters; on a CPU nothing is asynchronous.
-        destinations: By slot, how many places its dW may write to; one by default.
+        destinations: By slot, the number of places that its dW may write to; one by default.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class DeviceCounters:
 
     def ran(self, action: str, place: int, writes: int = OVERWRITES, destination: int = 0) -> None:
         """
-        Count an action, on the current stream; inside a capture this becomes a node of the graph.
+        Count an action on the current stream; inside a capture, the counting becomes a node of the
+        graph.
 
         Args:
             action: One of `qeffect.counts.COUNTED`.
@@ -89,7 +91,10 @@ class DeviceCounters:
             torch.addcmul(term, self._factors, self.values, out=self.values)
 
     def zero(self) -> None:
-        """Set all counts to zero on the current stream, as the contract does at a restore."""
+        """
+        Set all counts to zero on the current stream, as the contract does with its counts at a
+        restore.
+        """
         self.values.zero_()
 
     def warm(self) -> None:
@@ -100,12 +105,14 @@ class DeviceCounters:
 
     def gate(self, expected: DeviceCounts) -> torch.Tensor:
         """
-        Compare the counters on the device, behind all work of the current stream; do not wait.
+        Compare the counters on the device, after all work of the current stream; the host does not
+        wait.
 
-        The compared counts are copied to the host; get them from `taken` before the next call.
+        The device also copies the compared counts to the host; read them with `taken` before the
+        next call.
 
         Args:
-            expected: What the device must have counted.
+            expected: The counts that the device must have.
 
         Returns:
             Float32 scalar on the device: 1 if the counters differ, else 0. The next call
@@ -121,7 +128,9 @@ class DeviceCounters:
         return self._skip
 
     def read(self) -> None:
-        """Copy the counters to the host, behind all work of the current stream; do not wait."""
+        """
+        Copy the counters to the host, after all work of the current stream; the host does not wait.
+        """
         self._read.copy_(self.values, non_blocking=True)
         if self._done is not None:
             self._done.record()
@@ -133,11 +142,13 @@ class DeviceCounters:
         return self.counts_of(self._read.tolist())
 
     def numbers_of(self, counts: DeviceCounts) -> list[int]:
-        """Counts in the order of `values`: the digest, then each stage's counters."""
+        """
+        Convert counts to numbers in the order of `values`: the digest, then each stage's counters.
+        """
         return [counts.digest, *(n for stage in self.stages for n in counts.stages[stage])]
 
     def counts_of(self, numbers: Sequence[int]) -> DeviceCounts:
-        """The counts for numbers in the order of `values`."""
+        """Convert numbers in the order of `values` to counts."""
         (digest, *counted), width = numbers, len(COUNTED)
         return DeviceCounts(
             digest,
@@ -149,7 +160,10 @@ class DeviceCounters:
 
 
 def _kernels() -> ModuleType | None:
-    """Kernels of one launch each, or torch operations that do the same without a compiler."""
+    """
+    Return the functions that count and compare: kernels with one launch each, or torch operations
+    if the kernels cannot be compiled.
+    """
     try:
         from . import counters_kernel
     except ImportError:

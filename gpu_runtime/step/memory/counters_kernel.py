@@ -64,5 +64,5 @@ def compare(values: Tensor, expected: Tensor, read: Tensor, skip: Tensor) -> Non
 
 
 def block_of(size: int) -> Any:
-    """The smallest block size, a power of two, that holds all elements."""
+    """Return the smallest power of two that is at least `size`, as the block size."""
     return triton.next_power_of_2(size)

@@ -17,7 +17,7 @@ __all__ = ["digests"]
 
 def digests(tensors: Sequence[Tensor]) -> list[str]:
     """
-    Compute the digest of each tensor; the tensors of a device are copied to the host at once.
+    Compute the digest of each tensor; all tensors of a device are copied to the host in one batch.
 
     The host waits for a device once, not once per tensor: a recording holds a hundred thousand
     tensors.

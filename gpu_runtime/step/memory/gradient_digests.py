@@ -1,9 +1,9 @@
 """
 Digests of gradients, computed on their device: no host waits, and a graph can hold the work.
 
-A digest is the sum modulo 2**64 of a hash of each word, mixed with the word's place. Integer sums
-do not depend on their order, so equal bits give equal digests on every device. For a given place
-the hash is one to one: a change in one word always changes the digest.
+A digest is the sum, modulo 2**64, of a hash of each word and the word's index. Integer sums do not
+depend on the order of addition, so equal bits give equal digests on every device. For a given place
+the hash is one to one, so a change in a single word always changes the digest.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class GradientDigests:
     The digest of each gradient of one rank.
 
     Args:
-        names: Stage and name of each gradient.
+        names: The stage and the name of each gradient.
         device: Where the gradients are.
 
     Attributes:
         values: The latest digests, in the order of the names; overwritten by each `take`.
-        obstacle: Why each digest takes many passes over its gradient; empty if it takes one.
+        obstacle: Why each digest takes many passes over its gradient; empty if each takes one pass.
     """
 
     def __init__(self, names: Sequence[tuple[int, str]], device: torch.device) -> None:
@@ -68,8 +68,8 @@ def prepared(device: torch.device) -> tuple[str, Callable[[Tensor, Tensor], None
     Compile the kernel for a device, and compare its digests with those of `digest`.
 
     Returns:
-        The reason why the kernel cannot be used, empty if it can; and a function that adds the
-        digest of words to a number, or None.
+        A pair: the reason why the kernel cannot be used (empty if it can), and a function that adds
+        the digest of words to a number (None if the kernel cannot be used).
     """
     if device.type != "cuda":
         return f"{device} has no kernels", None
@@ -106,7 +106,10 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits as integers: of eight bytes each if the bytes divide by eight, else by element."""
+    """
+    View the bits as integers: of eight bytes each if the number of bytes is a multiple of eight,
+    else one per element.
+    """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() * flat.element_size() % 8:
         return flat.view(_INTEGERS[flat.element_size()])
@@ -116,7 +119,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """MurmurHash3's finalizer, which is one to one."""
+    """Hash words with MurmurHash3's finalizer, which is one to one."""
     words = (words ^ ((words >> SHIFT) & LOW)) * FIRST
     words = (words ^ ((words >> SHIFT) & LOW)) * SECOND
     return words ^ ((words >> SHIFT) & LOW)
@@ -124,7 +127,7 @@ def _mixed(words: Tensor) -> Tensor:
 
 def spelled(value: int) -> str:
     """
-    Return a digest as text.
+    Return a digest as 16 hexadecimal digits.
 
     >>> spelled(-1), spelled(10)
     ('ffffffffffffffff', '000000000000000a')

@@ -1,8 +1,8 @@
 """
 Snapshots, restores and raw-bit comparison of a domain's numerical state.
 
-The snapshot of the last commit makes a failed F or dI recoverable: the library rolls its scales
-even when F raises, and an abort cannot undo that.
+A failed F or dI can be repaired only by restoring the snapshot of the last commit: the library
+rolls its scales even when F raises, and an abort cannot undo this roll.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...backends.protocol import BackendError, StateDomain
 
 
 def live_state(domain: StateDomain) -> dict[str, Tensor]:
-    """Every live tensor of the domain's numerical state, named by stage."""
+    """Return the live tensors of the domain's numerical state, named by stage."""
     state = {
         f"stages.{stage.index}.{name}": tensor
         for stage in domain.stages
@@ -43,7 +43,7 @@ def raw_bits(tensor: Tensor) -> Tensor:
 @attrs.frozen(eq=False)
 class NumericalState:
     """
-    A detached copy of a domain's numerical state, with the recipe that it belongs to.
+    A detached copy of a domain's numerical state, with the recipe of that state.
 
     Args:
         tensors: The copies by name.
@@ -64,7 +64,7 @@ class NumericalState:
         Overwrite a domain's numerical state, in place.
 
         Raises:
-            BackendError: Recipe, names or shapes differ; nothing was written.
+            BackendError: The recipe, the names or the shapes differ; nothing was written.
         """
         if dict(domain.recipe()) != dict(self.recipe):
             raise BackendError(
@@ -88,7 +88,9 @@ class NumericalState:
                 tensor.copy_(self.tensors[name])
 
     def differences(self, other: NumericalState) -> list[str]:
-        """Names whose raw bits differ, or that only one of the two states has."""
+        """
+        Return the names of tensors whose raw bits differ, or that only one of the two states has.
+        """
         both = self.tensors.keys() & other.tensors.keys()
         return sorted(self.tensors.keys() ^ other.tensors.keys()) + sorted(
             name for name in both if not same_bits(self.tensors[name], other.tensors[name])
@@ -134,7 +136,7 @@ class Snapshot:
         _copy(self._kept, self.live)
 
     def restore(self) -> None:
-        """Put the last copy back."""
+        """Copy the last snapshot back into the live tensors."""
         _copy(self.live, self._kept)
 
     def moved(self) -> bool:
@@ -180,7 +182,7 @@ class GatedSnapshot:
                 torch.where(skip == 0, now, kept, out=kept)
 
     def restore(self) -> None:
-        """Put the last copy back."""
+        """Copy the last snapshot back into the live tensors."""
         for live, placed, now, kept in self._parts:
             now.copy_(kept)
             _copy(live, placed)

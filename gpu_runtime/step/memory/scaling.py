@@ -1,16 +1,15 @@
 """
-Scaling state that all replicas of a process's stages share, instead of one state per replica.
+One FP8 scaling state for all replicas of a process's stages, instead of one state per replica.
 
-The replicas combine their states once per epoch, after the last F and dI: the largest of each amax
-entry and the smallest of each scale over all replicas. All replicas roll their amax histories at
-the same actions, in the same order, so an entry stands for the same action on each replica. A scale
-is a constant divided by the largest amax of a window. So the smallest scale is the scale that the
+The replicas combine their states once per epoch, after the last F and dI: each amax entry becomes
+its maximum over all replicas, each scale its minimum. All replicas roll their amax histories at the
+same actions, in the same order, so an entry stands for the same action on each replica. A scale is
+a constant divided by the largest amax of a window. So the smallest scale is the scale that the
 largest amax would have given.
 
-(If one replica's window has no amax, or an amax that is not finite, that replica's update keeps its
-earlier scale, and the smallest of all replicas' scales is still taken. If Transformer Engine skips
-an entry of exactly zero on one replica alone, that replica's other entries of the epoch are shifted
-by one place.)
+(If a replica's window has no amax, or an amax that is not finite, the replica keeps its earlier
+scale, and this scale takes part in the minimum. If Transformer Engine skips an entry of exactly
+zero on one replica alone, that replica's other entries of the epoch are shifted by one place.)
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class SharedScaling:
         return self
 
     def wait(self) -> None:
-        """Wait for the collective, then store its result; a failed wait changes nothing."""
+        """Wait for the collective, then store its result; if the wait fails, nothing changes."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
@@ -99,5 +98,8 @@ class SharedScaling:
             torch._foreach_copy_(self.live, self._held)
 
     def _turn(self) -> None:
-        """Invert the order of the scales, so that a maximum finds the smallest; its own inverse."""
+        """
+        Invert the order of the scales, so that a maximum finds the smallest scale; a second call
+        undoes the first.
+        """
         self._scales.neg_().add_(_MAGNITUDE)

@@ -1,10 +1,10 @@
 """
 The memory of a stage's slots: static buffers, retained tapes, and the results of F and dI.
 
-A table owns its slots' input and output-gradient buffers, so that a receive can fill them in place
-before F or dI. The table keeps outputs and input gradients alive until the slot is used again, so
-that a send can read them. The contract decides which slot may be touched; the table decides
-nothing.
+A slot table owns the input buffers and output-gradient buffers of its slots, so that a receive can
+fill them in place before F or dI. The table keeps outputs and input gradients alive until the slot
+is used again, so that a send can read them. The contract decides which slot may be touched; the
+table decides nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qeffect.text import shown
 from ...backends.protocol import BackendError, StageBackend, Tape, TensorSpec
 
 _form = attrgetter("shape", "dtype", "device")
-"""Attributes that a tensor and its specification share."""
+"""Attributes in which a tensor must equal its specification."""
 
 
 @attrs.define(eq=False)
@@ -46,7 +46,7 @@ class Boundary:
 
     def check(self, values: Sequence[Tensor]) -> None:
         """
-        Compare tensors that a caller passes with what the stage takes.
+        Compare tensors that a caller passes with the stage's specifications.
 
         Raises:
             BackendError: A value is not a tensor; or the number of tensors, or a tensor's shape,
@@ -80,17 +80,17 @@ class Boundary:
 @attrs.define(eq=False)
 class Slot:
     """
-    One slot.
+    The memory of one microbatch in progress at one stage.
 
     Args:
         index: The slot's index in the process's pool, as the contract counts.
         tape: Work retained between F and dW.
         inputs: Static buffers that F reads.
         output_gradients: Static buffers that dI reads.
-        outputs: Outputs of its last F.
-        dgrads: Input gradients of its last dI.
-        non_matrix: Non-matrix gradients of its last dI, already added to the stage's sums.
-        wgrads: Gradients of its last dW in the library's memory, under `copied`.
+        outputs: Outputs of the slot's last F.
+        dgrads: Input gradients of the slot's last dI.
+        non_matrix: Non-matrix gradients of the slot's last dI, already added to the stage's sums.
+        wgrads: Gradients of the slot's last dW in the library's memory, under the rule `copied`.
     """
 
     index: int
@@ -122,7 +122,7 @@ class SlotTable:
 
     Args:
         stage: The stage.
-        first_index: Index of its first slot in the process's pool.
+        first_index: Index of the stage's first slot in the process's pool of slots.
         num_slots: Number of slots.
     """
 
@@ -153,11 +153,14 @@ class SlotTable:
         return iter(self._slots)
 
     def __getitem__(self, index: int) -> Slot:
-        """The slot with an index of the process's pool."""
+        """Return the slot with this index in the process's pool."""
         return self._slots[index - self.first_index]
 
     def rebuild(self) -> None:
-        """Give every slot an empty tape with fresh stores: a failed dI may half fill a store."""
+        """
+        Give every slot an empty tape with new stores, because a failed dI may have half filled a
+        store.
+        """
         for slot in self._slots:
             slot.forget()
             slot.tape.clear()
@@ -175,7 +178,7 @@ class SlotTable:
 
 def fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """
-    Copy values into static buffers, several at once if the device can.
+    Copy values into static buffers, in one batch if the device can.
 
     A value that is the buffer itself needs no copy.
     """

@@ -2,8 +2,8 @@
 The sum of an epoch's gradients over its microbatches: one pass if the device can, else additions.
 
 `M - 1` additions over whole buffers move `3 (M - 1)` elements per element of the result. A kernel
-that reads every buffer once moves `M + 1`. The kernel adds in the same order, in the same place,
-and rounds to the buffers' type after every term, as the additions do: the bits are the same.
+that reads every buffer once moves `M + 1` elements. The kernel adds in the same order as separate
+additions, and also rounds to the buffers' type after every term, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def add_up(sets: Sequence[Sequence[Tensor]]) -> None:
 
 
 class Launch(NamedTuple):
-    """One launch: a row of addresses per matrix; the first address receives the sum."""
+    """
+    One kernel launch: a row of addresses per matrix; the first address of a row receives the sum.
+    """
 
     rows: tuple[tuple[int, ...], ...]
     terms: int
@@ -41,7 +43,7 @@ class Launch(NamedTuple):
 
 def launches(sets: Sequence[Sequence[Tensor]]) -> tuple[Launch, ...]:
     """
-    The launches that add all sets to the first, in their order.
+    Return the kernel launches that add all sets to the first set, in order.
 
     Each row holds a matrix's number of elements and the addresses of its terms. A sum of more
     than `MOST_TERMS` terms continues from the previous launch's result in the first buffer.
@@ -115,7 +117,10 @@ class OrderedSum:
 
     @classmethod
     def prepared(cls, num_sets: int, dtype: torch.dtype, device: torch.device) -> OrderedSum:
-        """Compile the kernel now, so no step has to; if it fails, note why and use `add_up`."""
+        """
+        Compile the kernel now, before the first step; if compilation fails, keep the reason and use
+        `add_up`.
+        """
         if num_sets < 2 or device.type != "cuda" or dtype not in DTYPES:
             return cls(device, None, f"{num_sets} sets of {dtype} on {device}")
         try:
@@ -139,7 +144,7 @@ class OrderedSum:
             self.launch(table, terms, sets[0][0].dtype, self._most)
 
     def _tabled(self, sets: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether the kernel suits the sets; if so, `_tables` is made for them."""
+        """Whether the kernel can add the sets; if so, `_tables` is prepared for them."""
         addresses = [term.data_ptr() for terms in sets for term in terms]
         if addresses != self._addresses:
             parts = launches(sets) if suits(sets) else ()

@@ -1,4 +1,6 @@
-"""A kernel for finalize that sums the buffers of many matrices in order, reading each once."""
+"""
+A kernel for finalize that sums the buffers of many matrices in order, and reads each buffer once.
+"""
 
 from typing import Any
 
@@ -33,7 +35,8 @@ def launch(table: Tensor, terms: int, dtype: Any, most: int) -> None:
     Add up every row of a table of addresses, into the memory of the row's first address.
 
     Args:
-        table: Per matrix: its number of elements, then the addresses of its terms, in order.
+        table: One row per matrix: its number of elements, then the addresses of the terms of its
+            sum, in order.
         terms: Terms per row.
         dtype: Type of the elements.
         most: Elements of the largest matrix.

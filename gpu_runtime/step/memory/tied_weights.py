@@ -26,10 +26,10 @@ class TiedWeights:
     The tied matrices of one process.
 
     Args:
-        names: By stage and matrix, the name of the shared destination; tied matrices only.
+        names: The name of the shared destination, by stage and matrix; contains only tied matrices.
         declared: The matrices that are declared tied.
-        sharers: By stage, the other stage that writes one of its destinations.
-        memory: By name, the sets of destinations that were made for the first matrix.
+        sharers: By stage, the other stage that also writes one of this stage's destinations.
+        memory: By name, the shared destinations that were made for the first matrix of a group.
     """
 
     names: Mapping[int, Mapping[str, str]] = attrs.field(factory=dict)
@@ -40,16 +40,16 @@ class TiedWeights:
     @classmethod
     def of(cls, stages: Sequence[StageBackend], declared: Sequence[Sequence[Place]]) -> TiedWeights:
         """
-        Find the matrices that are one parameter, and compare them with the declared ones.
+        Find the matrices that are one parameter, and compare them with the declared groups.
 
         Args:
             stages: The stages of the process.
             declared: Groups of matrices; the matrices of a group are one parameter.
 
         Raises:
-            BackendError: A declared matrix does not exist, is not the same parameter as the rest of
-                its group, or is one of several in one product; or a stage shares parameters with
-                two other stages.
+            BackendError: A declared matrix does not exist, is another parameter than the rest of
+                its group, or is computed in one product with other matrices; or a stage shares
+                parameters with two other stages.
         """
         found: dict[int, list[Place]] = {}
         units: dict[Place, WgradUnit] = {}
@@ -93,11 +93,14 @@ class TiedWeights:
         return cls(names, frozenset(p for group in declared for p in group), sharers)
 
     def buffers(self, stage: int) -> Mapping[str, str]:
-        """By matrix of a stage, the name of the destination that it shares with another matrix."""
+        """
+        Return, by matrix of a stage, the name of the destination that the matrix shares with
+        another matrix.
+        """
         return self.names.get(stage, {})
 
     def tied(self, stage: int) -> tuple[str, ...]:
-        """The matrices of a stage that are declared tied."""
+        """Return the matrices of a stage that are declared tied."""
         return tuple(name for owner, name in sorted(self.declared) if owner == stage)
 
     def owned(self, stage: int, matrix: str) -> bool:
@@ -106,7 +109,10 @@ class TiedWeights:
         return name is None or name == f"stages.{stage}.{matrix}"
 
     def units(self, stage: StageBackend) -> dict[str, str]:
-        """By unit of a stage, the name of the destination that it shares with another unit."""
+        """
+        Return, by unit of a stage, the name of the destination that the unit shares with another
+        unit.
+        """
         names = self.buffers(stage.index)
         return {
             unit.name: names[unit.matrices[0].name]
@@ -115,7 +121,7 @@ class TiedWeights:
         }
 
     def with_sharer(self, stage: StageBackend) -> frozenset[str]:
-        """The units of a stage whose destination another stage also writes."""
+        """Return the units of a stage whose destination another stage also writes."""
         other = self.sharers.get(stage.index)
         theirs = set(self.buffers(other).values()) if other is not None else set()
         return frozenset(unit for unit, name in self.units(stage).items() if name in theirs)

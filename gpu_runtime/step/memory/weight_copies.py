@@ -1,5 +1,5 @@
 """
-Copies of one weight: separate parameters, whose gradients become one sum.
+Copies of one weight: separate parameters that all get the sum of their gradients.
 
 Two matrices that are one `torch.nn.Parameter` are tied (`tied_weights.py`). Copies are for weights
 that cannot share memory: weights of stages on two ranks; or an embedding and a head, since the
@@ -25,7 +25,7 @@ Copies = Mapping[str, Sequence[Place]]
 
 def names_of(copies: Copies, stage: int) -> dict[str, str]:
     """
-    Names of the weights of which a stage has copies, by the copies' local names.
+    Return the names of the copied weights of a stage, by the copies' names within the stage.
 
     >>> names_of({"table": [(0, "embedding"), (3, "head")]}, 3)
     {'head': 'table'}
@@ -43,7 +43,7 @@ def require_copies(
     reduces: bool,
 ) -> None:
     """
-    Require that the process has these copies, and a reducer that sums their gradients.
+    Raise an error unless the process has these copies, and a reducer that sums their gradients.
 
     Args:
         stages: The process's stages.
@@ -79,10 +79,11 @@ def require_copies(
 
 def buckets_of(stage: StageBackend, copies: Copies) -> tuple[Bucket, ...]:
     """
-    Buckets of a stage with copies: one per copied weight, by its name, and one for the rest.
+    Return the buckets of a stage with copies: one for each copied weight, with the weight's name,
+    and one for all other gradients.
 
     A copy that is not a matrix has a bucket without matrices, which is complete once the stage's
-    gradients are.
+    gradients are complete.
     """
     own = names_of(copies, stage.index)
     if not own:

@@ -1,13 +1,13 @@
 """
 Constants of the hash of eight-byte words, for torch's operations and for the kernel.
 
-Factors are signed integers of 64 bits, as torch and the kernel multiply them.
+The factors are signed 64-bit integers, because torch and the kernel multiply such integers.
 """
 
 __all__ = ["FIRST", "LOW", "PLACE", "SECOND", "SHIFT"]
 
 PLACE = 0x9E3779B97F4A7C15 - 2**64
-"""Factor of a word's place, derived from the golden ratio."""
+"""Factor for a word's index, derived from the golden ratio."""
 FIRST = 0xFF51AFD7ED558CCD - 2**64
 """First factor of MurmurHash3's finalizer."""
 SECOND = 0xC4CEB9FE1A85EC53 - 2**64

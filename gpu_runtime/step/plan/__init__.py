@@ -1,3 +1,4 @@
 """
-Plans of a step: the order of a rank's actions, its row with messages, and the slots both need.
+Plans of a step: the order of a rank's actions, the rank's row with messages, and the slots that
+they need.
 """

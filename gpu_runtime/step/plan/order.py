@@ -76,13 +76,13 @@ class Order:
 
     @classmethod
     def parse(cls, text: str) -> Order:
-        """Read an order from cells, as in `0F0 0I0 0W0`."""
+        """Parse an order from text such as `0F0 0I0 0W0` (stage, kind, microbatch)."""
         atoms = (atom for entry in text.split() for atom in Action.parse(entry).atoms())
         return cls(tuple(ComputeAction(a.kind, a.stage, a.microbatch) for a in atoms), "given")
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """Stages that appear, ascending."""
+        """The stages that appear in the order, ascending."""
         return tuple(sorted({step.stage for step in self.steps}))
 
     @cached_property
@@ -91,12 +91,12 @@ class Order:
         return 1 + max(step.microbatch for step in self.steps)
 
     def microbatches(self, stage: int, kind: Kind) -> tuple[int, ...]:
-        """A stage's microbatches in the order of one kind of action."""
+        """Return a stage's microbatches in the order in which one kind of action runs."""
         return tuple(s.microbatch for s in self.steps if s.stage == stage and s.kind is kind)
 
     def require_whole(self) -> None:
         """
-        Require one F, dI and dW per microbatch and stage, in this order.
+        Raise an error unless each microbatch has one F, dI and dW per stage, in this order.
 
         Raises:
             BackendError: An action is missing, repeated, or too early.
@@ -124,7 +124,7 @@ class Order:
 
     def require_groups(self, group: int) -> None:
         """
-        Require that the dW of each group of microbatches follow one another, ascending.
+        Raise an error unless the dW of each group of microbatches follow one another, ascending.
 
         Args:
             group: Microbatches in each group; it divides the number of microbatches.
@@ -153,7 +153,7 @@ class Order:
 
     def grouped(self, group: int) -> Order:
         """
-        Return this order with the dW of each group one after another, behind the group's last dI.
+        Return this order with the dW of each group moved together, after the group's last dI.
 
         >>> print(*Order.parse("0F0 0I0 0W0 0F1 0I1 0W1").grouped(2).steps)
         0F0 0I0 0F1 0I1 0W0 0W1

@@ -1,11 +1,12 @@
 """
-One rank's row of a table with messages; `walked` adds waits for sends, `Row.of` adds slots.
+One rank's row of a schedule table with messages; `walked` adds waits for sends, `Row.of` adds
+slots.
 
-A table says when messages are posted; up to torch 2.14 it does not say when a send must be done.
-Every send from a slot must be done before a receive or an F takes the slot again. So `walked` puts
-a wait directly before that receive or F: not earlier, because a wait holds up the stream. The wait
-is an entry of the table, so that `qeffect check` sees it. A slot's lifetime begins when its receive
-is posted, not at F, and messages count among its consumers.
+A table says when messages are posted; up to torch 2.14 it does not say when a send must have
+finished. Every send from a slot must finish before a receive or an F uses the slot again. So
+`walked` puts a wait directly before that receive or F, not earlier, because a wait blocks the
+stream. The wait is an entry of the table, so that `qeffect check` sees it. A slot is in use from
+the post of its receive, not only from F, until its messages have also finished.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _WAIT_OF = {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
 
 class ScheduleRefusedError(ScheduleError):
     """
-    `qeffect check` refuses the table, so no rank may start to run it.
+    Raised if `qeffect check` refuses the table, so that no rank starts to run it.
 
     Args:
         finding: The first finding: the cause of the refusal.
@@ -64,9 +65,9 @@ class Row:
         table: The whole table that `walked` returns.
         rank: The rank of this row.
         atoms: The row's entries: actions, posts of messages, and waits for sends.
-        order: Its F, dI and dW.
-        slots: Which slot each microbatch uses.
-        feeds: Which local stage each local stage feeds without a message.
+        order: The row's F, dI and dW.
+        slots: The slot of each microbatch.
+        feeds: By local stage, the local stage that takes its output without a message.
     """
 
     table: Schedule
@@ -81,10 +82,10 @@ class Row:
         cls, table: Schedule, rank: int, provisioning: Provisioning = "live", group: int = 1
     ) -> Row:
         """
-        One rank's row of a table that `walked` returned for the same provisioning and group.
+        Return one rank's row of a table that `walked` returned for the same provisioning and group.
 
         Raises:
-            ScheduleError: The table has no such rank, or the rank does nothing.
+            ScheduleError: The table has no such rank, or the rank has no actions.
         """
         if not 0 <= rank < table.num_ranks or not table.stages_of(rank):
             raise ScheduleError(f"{table.source}: rank {rank} has no actions")
@@ -100,16 +101,16 @@ class Row:
         return self.table.stages_of(self.rank)
 
     def receives_input(self, stage: int) -> bool:
-        """Whether a message brings a stage's input."""
+        """Whether a stage receives its input in a message."""
         return stage > 0 and stage not in self.feeds.values()
 
     def receives_gradient(self, stage: int) -> bool:
-        """Whether a message brings the gradient of a stage's output."""
+        """Whether a stage receives the gradient of its output in a message."""
         return stage < self.table.num_stages - 1 and stage not in self.feeds
 
 
 def feeds_of(table: Schedule, rank: int) -> dict[int, int]:
-    """Which local stage each local stage of a rank feeds."""
+    """Return, for each stage of a rank, the stage of the same rank that takes its output."""
     own = set(table.stages_of(rank))
     return {stage: stage + 1 for stage in sorted(own) if stage + 1 in own}
 
@@ -118,9 +119,8 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int =
     """
     Return a table in the form that ranks run; `qeffect check` accepts the given and the new table.
 
-    A full backward becomes its dI and its dW, and its sends are posted before the dW. If the table
-    has no wait for a send, the row gets one before the send's slot is taken again, or at the row's
-    end.
+    Each full backward becomes a dI and a dW, with its sends posted before the dW. If the table has
+    no wait for a send, the row gets a wait before the send's slot is reused, or at the row's end.
 
     >>> from qeffect.schedule.infer import from_actions
     >>> rows = [["0F0", "0SEND_F0", "0RECV_B0", "0B0"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
@@ -131,9 +131,10 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int =
 
     Args:
         schedule: A table of all ranks, with messages if there is more than one rank.
-        provisioning: How slots are counted: `live` reuses slots; `static` gives each microbatch
-            its own. Sends from a slot that is not reused are awaited at the row's end.
-        group: Microbatches whose dW is one product; each group's dW then follow one another.
+        provisioning: How slots are assigned: `live` reuses slots; `static` gives each microbatch
+            its own slot. Sends from a slot that is not reused are awaited at the row's end.
+        group: Number of microbatches whose dW is computed as one product; the dW of a group then
+            follow one another.
 
     Raises:
         ScheduleRefusedError: `qeffect check` refuses the given table, or the new one.
@@ -163,7 +164,9 @@ def _require(table: Schedule) -> None:
 
 
 def _awaited(table: Schedule, rank: int, provisioning: Provisioning) -> tuple[Action, ...]:
-    """A row with a wait for every send: before the send's slot is reused, or at the end."""
+    """
+    Return a row with a wait for every send: before the send's slot is reused, or at the row's end.
+    """
     made = _assign(table, _steps(table.atoms[rank]), reuse=provisioning == "live")
     leaving: dict[tuple[int, int], list[Action]] = {}
     taken: set[Tape] = set()
@@ -187,7 +190,7 @@ def _steps(atoms: Sequence[Atom]) -> list[Event]:
 
 def _assign(table: Schedule, steps: Sequence[Event], *, reuse: bool) -> Assignment:
     """
-    Assign each microbatch a slot from its receive on; the slot is free again once dW, local readers
-    and messages are done.
+    Assign each microbatch a slot from its receive on. The slot is free again once its dW, its local
+    readers and its messages have finished.
     """
     return assign_walked(steps, awaits_sends=table.awaits_sends, reuse=reuse)

@@ -1,10 +1,11 @@
 """
-How many slots a stage gets, and which microbatch uses which slot: a function of the order only.
+How many slots a stage gets, and which slot each microbatch uses; both depend only on the order.
 
-Live-slot provisioning reserves the order's peak of live tapes and reuses a slot as soon as its dW
-is done; the paper's provisioning reserves one slot per microbatch. The assignment does not depend
-on events at run time, so it can be captured: each slot's graphs know which destinations their
-microbatches write, and whether one of these microbatches is the first to write.
+Live-slot provisioning reserves as many slots as microbatches are in progress at once, and reuses a
+slot as soon as its dW has finished. The paper's provisioning reserves one slot per microbatch. The
+assignment does not depend on events at run time, so graphs can be captured for it: at capture it is
+known which destinations a slot's microbatches write, and whether a microbatch is the first to write
+them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class WgradVariant(NamedTuple):
     Args:
         destination: Index of the set of destinations, -1 for the library's own memory.
         accumulate: Whether the dW adds to the destinations.
-        joins: Whether the dW overwrites the stage's own destinations but adds to those shared with
-            another stage, because the other stage has written them first.
+        joins: Whether the dW overwrites the stage's own destinations but adds to destinations
+            shared with another stage, because the other stage has already written them.
     """
 
     destination: int
@@ -43,29 +44,32 @@ class WgradVariant(NamedTuple):
 
     @property
     def writes(self) -> int:
-        """How the dW writes, as `qeffect.counts.mark` takes it."""
+        """How the dW writes, as a value for `qeffect.counts.mark`."""
         return ADDS if self.accumulate else JOINS if self.joins else OVERWRITES
 
     def adding(self) -> WgradVariant:
-        """What the dW does in a later walk of the epoch: it adds to the same destinations."""
+        """
+        The variant of this dW in a later walk (pass over the order) of the epoch: it adds to the
+        same destinations.
+        """
         return self._replace(accumulate=True, joins=False)
 
 
 @attrs.frozen
 class SlotPlan:
     """
-    Which slot each microbatch of each stage uses.
+    Assigns a slot to each microbatch of each stage.
 
     Args:
         order: The order of the actions.
-        provisioning: How slots were counted.
-        slot_of: Local slot by stage and microbatch.
-        num_slots: Slots by stage.
+        provisioning: How slots were assigned: `live` or `static`.
+        slot_of: Slot, counted within the stage, by stage and microbatch.
+        num_slots: Number of slots by stage.
         sharers: By stage, the other stage that writes the same destination of tied weights.
         walks: Largest number of walks (passes over the order) in an epoch. In walks after the
             first, every dW adds.
-        group: Number of microbatches whose dW are computed as one product, at the place of the
-            first dW.
+        group: Number of microbatches whose dW are computed as one product, when the first of these
+            dW is due.
     """
 
     order: Order
@@ -78,16 +82,16 @@ class SlotPlan:
 
     def members(self, microbatch: int) -> tuple[int, ...]:
         """
-        The microbatches whose dW runs as one product with the dW of `microbatch`, ascending and
-        itself included.
+        Return the microbatches, ascending and with `microbatch`, whose dW runs as one product.
 
-        Empty if the dW of an earlier microbatch of its group includes it.
+        The result is empty if the dW of an earlier microbatch of the group includes this
+        microbatch.
         """
         found = group_of(microbatch, self.group)
         return found if found[0] == microbatch else ()
 
     def products(self, stage: int, rule: Rule) -> tuple[tuple[tuple[int, ...], WgradVariant], ...]:
-        """Local slots and variant of every dW of a stage in an epoch, each pair once."""
+        """Return the slots and the variant of every dW of a stage in an epoch, each pair once."""
         found: dict[tuple[tuple[int, ...], WgradVariant], None] = {}
         for microbatch in self.order.microbatches(stage, Kind.WGRAD):
             if not (members := self.members(microbatch)):
@@ -100,7 +104,10 @@ class SlotPlan:
         return tuple(sorted(found))
 
     def variant(self, stage: int, microbatch: int, rule: Rule) -> WgradVariant:
-        """What the dW of a microbatch does in the first walk, under a destination rule."""
+        """
+        Return where and how the dW of a microbatch writes in the first walk, under a destination
+        rule.
+        """
         if rule == "copied":
             return WgradVariant(-1, False)
         if rule == "per_microbatch":
@@ -133,7 +140,8 @@ def plan_slots(
     group: int = 1,
 ) -> SlotPlan:
     """
-    Assign slots by walking the order: F takes the lowest free slot, until its tape is consumed.
+    Assign slots in the order of the actions: F takes the lowest free slot, which is free again once
+    its tape is consumed.
 
     The dW of a tape and the readers of its results consume the tape. If a stage feeds another stage
     of the same process, the fed stage's F reads the feeding stage's output. The feeding stage's dI
@@ -145,11 +153,11 @@ def plan_slots(
 
     Args:
         order: The order of the actions.
-        provisioning: `live`: as many slots per stage as tapes are live at once; `static`: one slot
-            per microbatch.
+        provisioning: `live`: each stage has as many slots as microbatches are in progress at once;
+            `static`: one slot per microbatch.
         available: Largest number of slots per stage; unlimited for a stage that is not named.
-        feeds: Which local stage each local stage feeds.
-        group: Microbatches whose dW is one product.
+        feeds: By local stage, the local stage that takes its output.
+        group: Number of microbatches whose dW is computed as one product.
 
     Raises:
         ValueError: The order needs more slots than are available, or names an unknown provisioning.
@@ -174,7 +182,8 @@ def local_readers(
     stages: Iterable[int], microbatches: Iterable[int], feeds: Mapping[int, int]
 ) -> dict[Event, list[Tape]]:
     """
-    Consumers of each tape: its dW, the stage that it feeds, and the feeding stage's dI.
+    Return the consumers of each tape: its dW, the F of the stage that it feeds, and the dI of the
+    stage that feeds it.
 
     Args:
         stages: Stages of the process.

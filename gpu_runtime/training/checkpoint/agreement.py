@@ -1,6 +1,6 @@
 """
-Agreement of all ranks before a checkpoint: on one epoch without unfinished work or messages, or on
-one cause to stop.
+Before a checkpoint, all ranks agree that they are at the same epoch without unfinished work or
+messages, or they stop with the same cause.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class RankGroup:
     """
     The process group of all ranks that checkpoints use.
 
-    Nothing else uses this group, since the thread of an asynchronous save may be using it.
+    Only checkpoints use this group, because the thread of an asynchronous save may be using it at
+    any time.
 
     Attributes:
         handle: torch's process group; None before the first use and after `end`.
@@ -32,7 +33,7 @@ class RankGroup:
         self._made_for: tuple[int, int] | None = None
 
     def gather(self, worker: Worker, own: Any) -> list[Any]:
-        """Gather one object of every rank, by rank; every rank calls it."""
+        """Gather one object from every rank, ordered by rank; every rank calls this method."""
         made_for = worker.name, worker.attempt
         if self.handle is None or self._made_for != made_for:
             self.end()  # some ranks may have ended theirs when all stopped
@@ -43,7 +44,7 @@ class RankGroup:
         return found
 
     def end(self) -> None:
-        """End the group, if there is one."""
+        """End the group, if it exists."""
         handle, self.handle = self.handle, None
         if handle is not None:
             end_group(handle, abort=False)
@@ -51,21 +52,21 @@ class RankGroup:
 
 class SharedError(BackendError):
     """
-    An error that every rank raises at the same place, from data that all ranks have exchanged.
+    An error that every rank raises at the same point, based on data that all ranks have exchanged.
 
-    No rank then waits for another, so each rank can raise the error. Any other error may exist on
-    one rank only; `stop` reports it to the other ranks.
+    No rank then waits for another rank, so each rank can simply raise the error. Any other error
+    may exist on only one rank; `stop` reports such an error to the other ranks.
     """
 
 
 def consent(worker: Worker) -> None:
     """
-    Require that this rank's contract permits a checkpoint, and that all ranks are at one epoch.
+    Check that this rank's contract permits a checkpoint, and that all ranks are at the same epoch.
 
     Raises:
         BackendError: An optimizer update failed half way on this rank.
-        Exception: This rank's contract refuses, its device failed, or a rank is gone or at another
-            epoch. On each of these errors the caller stops all ranks (`stop`).
+        Exception: This rank's contract refuses, this rank's device failed, or a rank is gone or at
+            another epoch. On each of these errors the caller must stop all ranks (`stop`).
     """
     runtime = worker.runtime
     if runtime.actions.broken is not None:
@@ -80,15 +81,15 @@ def stop(
     worker: Worker, error: Exception, group: RankGroup | None, at: str = "checkpoint"
 ) -> Exception:
     """
-    Stop all ranks for one cause, and return the error that this rank raises.
+    Stop all ranks with the same cause, and return the error that this rank must raise.
 
     Args:
         worker: This rank.
-        error: The error on this rank. A `SharedError` is raised unchanged, because every rank has
-            it.
+        error: The error on this rank. A `SharedError` is returned unchanged, because every rank
+            raises it.
         group: The group to end, so that no other rank waits in it for this rank; None while an
             asynchronous save of an earlier epoch still uses the group.
-        at: What the ranks were doing between two steps; the cause names it.
+        at: Name of the operation between two steps, for the text of the cause.
     """
     if isinstance(error, SharedError):
         return error
@@ -124,7 +125,7 @@ def lost(error: Exception, at: str = "checkpoint", peer: int = -1) -> Exception:
 
 def raise_first(said: list[dict[str, Any]]) -> None:
     """
-    Raise the problem of the first rank that has one.
+    Raise the problem of the lowest rank that has a problem.
 
     Raises:
         SharedError: A rank has a problem.

@@ -1,5 +1,5 @@
 """
-`Checkpoints`: the folder of a run's checkpoints; it saves and loads step by step.
+`Checkpoints`: the folder of a run's checkpoints, with methods to save and load.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Checkpoints", "EarlierSaveError"]
 
 
 class EarlierSaveError(BackendError):
-    """An earlier asynchronous save failed. The current save was started nevertheless."""
+    """An earlier asynchronous save failed; the current save was still started."""
 
 
 class Checkpoints:
@@ -49,21 +49,26 @@ class Checkpoints:
     The checkpoints of one run, in one folder that all ranks reach.
 
     Args:
-        folder: The folder; `prepare` or the first save makes it.
-        keep: How many checkpoints stay. The oldest is removed once a newer checkpoint is whole.
-        keep_every: Checkpoints whose epoch is a multiple of this number are never removed; 0 for no
-            such checkpoints.
-        asynchronous: `save` returns once everything is copied to the host; the files are written
-            during the next steps. `failure`, `wait` or the next save reports a failure.
+        folder: The folder; `prepare` or the first save creates it.
+        keep: Number of checkpoints to keep. The oldest checkpoint is removed once a newer
+            checkpoint is complete.
+        keep_every: Checkpoints whose epoch is a multiple of this number are never removed; 0
+            protects no checkpoint.
+        asynchronous: Whether `save` returns once everything is copied to the host, and the files
+            are written during the next steps. `failure`, `wait` or the next save then reports a
+            failure.
 
     Attributes:
-        changed: The differences between the two runs that the last load accepted, in words.
+        changed: Descriptions of the differences between the saving and the loading run that the
+            last load accepted.
         run: The run's identity, then the identities of the runs that it adopted. `load` takes over
-            these identities from the checkpoint. Every manifest has rank 0's list.
-        lock: The folder's lock, on rank 0 of a run that holds it; a save requires it.
-        told: Whether `failure` has already reported that the save under way failed.
-        untidy: On rank 0, in words: the files that the last finished save could not remove. The
-            checkpoint is still whole.
+            these identities from the checkpoint. Every checkpoint's manifest contains rank 0's
+            list.
+        lock: The folder's lock, on rank 0; a save requires that this process still holds the lock.
+            None if the run takes no lock.
+        told: Whether `failure` has already reported that the current asynchronous save failed.
+        untidy: On rank 0, a description of files that the last finished save could not remove; the
+            checkpoint itself is complete.
 
     Raises:
         BackendError: `keep` is below 1, or `keep_every` below 0.
@@ -94,7 +99,8 @@ class Checkpoints:
 
     def prepare(self) -> None:
         """
-        Make the folder, and check that this process can write there; the check leaves no file.
+        Create the folder, and check that this process can write files in it; the check leaves no
+        file.
 
         Raises:
             BackendError: The folder cannot be written to; the message says why.
@@ -111,16 +117,16 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """
-        Return the newest checkpoint; None if there is none.
+        Return the newest checkpoint; None without a checkpoint.
 
-        The newest checkpoint's manifest and the size of every file are checked; `load` also
+        The method checks the newest checkpoint's manifest and the size of every file; `load` also
         compares the contents. A damaged newest checkpoint is refused, not skipped: otherwise the
-        run would silently go back to an older checkpoint, and its saves up to the damaged
+        run would silently continue from an older checkpoint, and its saves up to the damaged
         checkpoint's epoch would be refused.
 
         Raises:
-            BackendError: The newest checkpoint is not whole; the message says what is wrong with
-                it and what to do.
+            BackendError: The newest checkpoint is damaged or incomplete; the message says what is
+                wrong and what to do.
         """
         try:
             for _, path in checkpoint_folders(self.folder)[:1]:
@@ -152,24 +158,26 @@ class Checkpoints:
         extra_tensors: Mapping[str, Tensor] | None = None,
     ) -> Path:
         """
-        Save the state between two steps; every rank calls it, with the same facts.
+        Save the state between two steps; every rank calls this method, with the same facts.
 
         Args:
             worker: This rank.
             naming: The model's names.
-            must: Plain data that must be equal at a load: dimensions, data, and whatever else
-                decides the meaning of saved numbers.
-            free: Plain data that `load` returns: positions, seeds, schedules.
-            extra_tensors: Further tensors by name; tensors of one name are equal on all ranks.
+            must: Plain data that must be equal in the run that loads, because they determine the
+                meaning of saved numbers: dimensions, data and so on.
+            free: Plain data that may differ in the run that loads, and that `load` returns:
+                positions, seeds, schedules.
+            extra_tensors: Further tensors by name; tensors with the same name must be equal on all
+                ranks.
 
         Returns:
-            The checkpoint's folder; after an asynchronous save, the folder gets this name only
-            later.
+            The checkpoint's folder; an asynchronous save gives the folder this name only when its
+            files are complete.
 
         Raises:
-            StoppedError: A rank has live, in-flight or spoiled state, cannot tell whether it has
-                such state, or is gone. All ranks raise it with one cause, and no checkpoint is
-                written.
+            StoppedError: A rank has unfinished or failed work, cannot tell whether it has such
+                work, or is gone. All ranks raise this error with the same cause, and no checkpoint
+                is written.
             EarlierSaveError: An earlier asynchronous save failed. This save was still started.
             NonFiniteError: A weight, a moment or a scale is not finite on a rank. Earlier
                 checkpoints are unchanged.
@@ -224,7 +232,10 @@ class Checkpoints:
         return final
 
     def _stopped(self, worker: Worker, error: Exception) -> Exception:
-        """Stop all ranks; a save of an earlier epoch keeps its group and is completed."""
+        """
+        Stop all ranks; an unfinished save of an earlier epoch keeps its process group and is
+        completed.
+        """
         return stop(worker, error, self._group if self._under_way is None else None)
 
     def _write(self, worker: Worker, writer: Writer, tensors: dict[str, Tensor]) -> None:
@@ -246,13 +257,16 @@ class Checkpoints:
         self.untidy = writer.words
 
     def _ended(self, future: Future[Any]) -> None:
-        """End the group if the connection of an asynchronous save broke, so that no rank waits."""
+        """
+        End the process group if the connection of an asynchronous save broke, so that no rank waits
+        in it.
+        """
         if isinstance(error := future.exception(), RuntimeError):
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self._group.end()
 
     def _failed(self, writer: Writer, error: BaseException) -> str:
-        """Say why a save failed; remove its files if the save has ended on all ranks."""
+        """Return why a save failed, and remove its files if the save has ended on all ranks."""
         final = writer.final
         if isinstance(error, CheckpointException):
             rank, (cause, _) = min(error.failures.items())
@@ -266,7 +280,7 @@ class Checkpoints:
         return f"{final} was not saved: {text}; {left}"
 
     def _awaited(self) -> str:
-        """Wait for the save under way and return its failure in words; empty if it succeeded."""
+        """Wait for the current save, and return why it failed; empty if it succeeded."""
         if self._under_way is None:
             return ""
         (writer, future), self._under_way = self._under_way, None
@@ -276,10 +290,11 @@ class Checkpoints:
 
     def failure(self) -> str:
         """
-        Return in words why the asynchronous save under way failed, without waiting for it.
+        Return why the current asynchronous save failed, without waiting for it.
 
         Returns:
-            Empty while the save runs, if it succeeded, or if this failure was returned before.
+            The reason as text; empty while the save runs, if it succeeded, or if this reason was
+            returned before.
         """
         if self._under_way is None or self.told or not self._under_way[1].done():
             return ""
@@ -290,7 +305,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """
-        Wait until a save under way is complete.
+        Wait until the current save is complete.
 
         Raises:
             BackendError: The save failed; the message says why, and names the newest checkpoint.
@@ -299,7 +314,10 @@ class Checkpoints:
             raise BackendError(problem)
 
     def close(self) -> None:
-        """Wait for a save under way, then end the group for saves and loads; never raises."""
+        """
+        Wait for the current save, then end the process group for saves and loads; never raises an
+        error.
+        """
         self._awaited()
         self._group.end()
 
@@ -314,26 +332,27 @@ class Checkpoints:
         replicas: Replicas = "same",
     ) -> dict[str, Any]:
         """
-        Load a checkpoint of any mapping; every rank calls it.
+        Load a checkpoint that was saved with any mapping of stages to ranks; every rank calls this
+        method.
 
         Args:
             path: The checkpoint, the same on every rank.
             worker: This rank, between two steps.
             naming: The model's names.
-            must: Must equal the `must` of the save.
-            extra_tensors: Destinations of the save's further tensors, by name.
-            replicas: Which saved replica's scaling state replica r loads. With ``same``, that of
-                saved replica r; a checkpoint with another number of replicas is refused. With
-                ``modulo``, that of saved replica r modulo the saved number of replicas.
+            must: Plain data that must equal the `must` of the save.
+            extra_tensors: By name, the tensors into which the save's further tensors are copied.
+            replicas: Which scaling state replica r loads. With ``same``, the state of saved replica
+                r; a checkpoint with another number of replicas is refused. With ``modulo``, the
+                state of saved replica r modulo the saved number of replicas.
 
         Returns:
             The `free` data of the save.
 
         Raises:
             BackendError: A file, a fact, a name, a size or a dtype is wrong on a rank. All ranks
-                raise it, and no rank has written anything.
+                raise this error, and no rank has changed a tensor.
             StoppedError: A rank is gone, is at another epoch after the load, or failed while it
-                wrote loaded tensors. Relaunch in new processes.
+                wrote loaded tensors. The run must then be relaunched in new processes.
         """
         path = Path(path)
         own: dict[str, Any] = {"problem": self._awaited(), "path": str(path)}
@@ -390,7 +409,7 @@ class Checkpoints:
 
 
 def _text(error: Exception) -> str:
-    """An error in words; with its type, unless the message already names the problem."""
+    """Return an error's text; with its type, unless the message already explains the problem."""
     if isinstance(error, (BackendError, OSError, ValueError)):
         return str(error)
     return f"{type(error).__name__}: {error}"

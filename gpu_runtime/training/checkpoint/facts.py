@@ -1,6 +1,6 @@
 """
-The facts of a checkpoint: which must be equal in the run that saved and the run that loads, and
-which may differ.
+The facts (plain data) of a checkpoint: those that must be equal in the saving and the loading run,
+and those that may differ.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _TORCH = re.compile(r"^torch \S+ ")
 
 def plain(value: Any, where: str) -> Any:
     """
-    Return plain data as JSON gives it back: tuples become lists.
+    Return plain data in the form in which JSON returns them: tuples become lists.
 
     Args:
         value: Finite numbers, strings, None, and lists and mappings of such values.
-        where: The name of the value, for the error.
+        where: The name of the value, for the error message.
 
     Raises:
         BackendError: JSON cannot represent a part of the value; the message names the part.
@@ -67,7 +67,8 @@ def plain(value: Any, where: str) -> Any:
 
 def requirements(worker: Worker) -> dict[str, Any]:
     """
-    Facts that must be equal in the saving and the loading run: they decide what saved numbers mean.
+    Return the facts that must be equal in the saving and the loading run, because they determine
+    the meaning of saved numbers.
     """
     domain, masters = worker.runtime.domain, worker.optimizer.master_dtype
     config = worker.runtime.config
@@ -85,7 +86,9 @@ def requirements(worker: Worker) -> dict[str, Any]:
 
 
 def mapping_of(worker: Worker) -> dict[str, Any]:
-    """How stages and microbatches are mapped to ranks; a loading run may have another mapping."""
+    """
+    Return how stages and microbatches are mapped to ranks; a loading run may have another mapping.
+    """
     table = worker.table
     return {
         "schedule": _TORCH.sub("", Path(table.source).name),
@@ -98,17 +101,17 @@ def mapping_of(worker: Worker) -> dict[str, Any]:
 
 
 def placement(mapping: Mapping[str, Any]) -> list[Any]:
-    """The processes of a mapping, and the stages of each process."""
+    """Return the processes of a mapping, and the stages of each process."""
     return [mapping[key] for key in ("ranks", "replicas", "stage_to_rank")]
 
 
 def contract_of(worker: Worker) -> dict[str, Any]:
-    """The configuration of the rank's contract, as plain data."""
+    """Return the configuration of the rank's contract, as plain data."""
     return worker.runtime.contract.configuration.without_places().plain()
 
 
 def changes(worker: Worker, facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """The accepted differences between the saving and the loading run, in words."""
+    """Describe the accepted differences between the saving and the loading run."""
     saved, own = facts["mapping"], mapping_of(worker)
     found = [f"{key}: {saved[key]} -> {own[key]}" for key in own if saved[key] != own[key]]
     if not found:
@@ -126,7 +129,10 @@ def changes(worker: Worker, facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def first_difference(saved: Any, here: Any, where: str) -> tuple[str, Any, Any] | None:
-    """Return the first place at which plain data differ, and both values there; None if equal."""
+    """
+    Return the name of the first entry in which two values of plain data differ, and both entries;
+    None if equal.
+    """
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         for key in sorted(saved.keys() | here.keys()):
             inner = f"{where}.{key}" if where else key
@@ -141,8 +147,8 @@ def first_difference(saved: Any, here: Any, where: str) -> tuple[str, Any, Any] 
 
 def narrowed(saved: Any, here: Any, where: str) -> tuple[str, str, str] | None:
     """
-    Return the first entry at which plain data differ, also inside lists, and both values, cut to 40
-    characters; None if equal.
+    Like `first_difference`, but also look inside lists, and shorten both entries to 40 characters;
+    None if equal.
     """
     if isinstance(saved, list) and isinstance(here, list):
         if len(saved) != len(here):

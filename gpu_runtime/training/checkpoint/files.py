@@ -1,12 +1,12 @@
 """
-A checkpoint's folder: hashed while it is written, named once it is whole, and compared with its
-hashes when it is read.
+The files of a checkpoint: they are hashed while they are written, and compared with the hashes when
+they are read. The folder gets its name only when it is complete.
 
-DCP writes the tensors (`*.distcp`, `.metadata`). Beside the tensors are `facts.json`, with all
+torch's DCP writes the tensors (`*.distcp`, `.metadata`). The folder also has `facts.json`, with all
 plain data, and `manifest.json`, with the size and the SHA-256 of every other file, computed from
-the bytes that were handed to the file system. The folder is hidden until all files are on the disk;
-the rename makes it a checkpoint. DCP itself has no hashes, does not sync `.metadata`, and unpickles
-it. Here `.metadata` is read only after its hash was compared.
+the bytes that were passed to the file system. The folder is hidden until all files are on the disk;
+the final rename makes it a checkpoint. DCP itself has no hashes, and unpickles `.metadata`, which
+it does not sync to the disk. This module reads `.metadata` only after comparing its hash.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _PARTS: dict[str, type] = {
 
 def checkpoint_name(epoch: int) -> str:
     """
-    Name the folder of an epoch's checkpoint.
+    Return the name of the folder of an epoch's checkpoint.
 
     >>> checkpoint_name(3)
     'step-00000003'
@@ -78,12 +78,12 @@ def checkpoint_name(epoch: int) -> str:
 
 
 def partial_of(final: Path) -> Path:
-    """Name the hidden folder in which a checkpoint is written."""
+    """Return the path of the hidden folder in which a checkpoint is written."""
     return final.with_name(f"{_PARTIAL}{final.name}")
 
 
 def canonical(value: Any) -> bytes:
-    """Return plain data as JSON, always spelled the same way."""
+    """Return plain data as JSON; equal data always give the same text."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode()
 
@@ -97,13 +97,13 @@ class FileDigest:
 
 
 class _Stream:
-    """A file that is written from beginning to end, with its size and hash so far."""
+    """A file that is written from beginning to end, while its size and hash are computed."""
 
     def __init__(self, raw: Any) -> None:
         self.raw, self.size, self.hash = raw, 0, hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Write, then add the bytes to the hash."""
+        """Write bytes, then add them to the hash."""
         view = memoryview(data).cast("B")
         self.raw.write(view)
         self.hash.update(view)
@@ -111,25 +111,25 @@ class _Stream:
         return len(view)
 
     def tell(self) -> int:
-        """Where the next write goes."""
+        """Return the position of the next write."""
         return self.size
 
     def flush(self) -> None:
-        """Hand everything to the file system."""
+        """Pass all written bytes to the file system."""
         self.raw.flush()
 
     def fileno(self) -> int:
-        """The file's descriptor."""
+        """Return the file's descriptor."""
         number: int = self.raw.fileno()
         return number
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         self.raw.close()
 
 
 class _HashingFileSystem(FileSystem):
-    """A file system that records size and hash of each file that it writes."""
+    """A file system that records the size and the hash of each file that it writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file; the size and hash of a written file are recorded when it is closed."""
+        """Open a file; when a written file is closed, its size and hash are recorded."""
         if mode != "wb":
             with super().create_stream(path, mode) as raw:
                 yield raw
@@ -163,7 +163,9 @@ class _HashingFileSystem(FileSystem):
 
 
 def _root(error: BaseException) -> str:
-    """The text of the first cause; of the operating system's error, if there is one."""
+    """
+    Return the text of an error's original cause, preferably of an error of the operating system.
+    """
     found, at = error, error.__cause__ or error.__context__
     while at is not None and not isinstance(found, OSError):
         found, at = at, at.__cause__ or at.__context__
@@ -174,17 +176,18 @@ def _root(error: BaseException) -> str:
 
 class Writer(FileSystemWriter):
     """
-    DCP's writer into a hidden folder, which gets its name when all files are on the disk.
+    A DCP writer into a hidden folder, which gets its final name when all files are on the disk.
 
     Args:
         final: The folder's final name, which does not exist yet.
-        facts: The plain data of the checkpoint; rank 0 writes it.
-        keep: How many whole checkpoints stay.
-        words: In words, files that could not be removed before; rank 0 adds those that it cannot
+        facts: The plain data of the checkpoint, which rank 0 writes.
+        keep: Number of complete checkpoints to keep.
+        words: Descriptions of files that could not be removed; rank 0 appends those that it cannot
             remove at the end.
         log: The rank log; rank 0 writes an event there just before the checkpoint gets its name.
-        keep_every: As for `retain`.
-        run: Identity of the run that saves, and of the runs that it adopted.
+        keep_every: Checkpoints whose epoch is a multiple of this number are also kept; 0 keeps no
+            further checkpoint.
+        run: The identities of the saving run and of the runs that it adopted.
     """
 
     def __init__(
@@ -206,12 +209,12 @@ class Writer(FileSystemWriter):
         self.fs = self.hashed = _HashingFileSystem()
 
     def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy all tensors to the host now: the files that are written later get these values."""
+        """Copy all tensors to the host now, so that files written later contain these values."""
         self.per_thread_copy_ahead = 0
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state_dict.items()}
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write this rank's tensors, and return the size and hash of each file with the results."""
+        """Write this rank's tensors; the results also contain the size and hash of each file."""
         future = super().write_data(plan, planner)
         marks = {name: [mark.size, mark.sha256] for name, mark in self.hashed.marks.items()}
         told = WriteResult(index=MetadataIndex(f"marks of {id(self)}"), size_in_bytes=0,
@@ -222,7 +225,10 @@ class Writer(FileSystemWriter):
         return marked
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-        """On rank 0, after all ranks: write index, facts and manifest, sync, and rename."""
+        """
+        Complete the checkpoint on rank 0, once all ranks have written: write index, facts and
+        manifest, sync all files, and rename the folder.
+        """
         marks: dict[str, Any] = {}
         own: list[list[Any]] = []
         for told in results:
@@ -271,14 +277,14 @@ def _sync(path: Path) -> None:
 
 
 def _epoch_of(name: str) -> int | None:
-    """The epoch of a name that `checkpoint_name` writes; None for any other."""
+    """Return the epoch in a name that `checkpoint_name` made; None for any other name."""
     found = _NUMBERED.fullmatch(name)
     epoch = None if found is None else int(found[1])
     return epoch if epoch is not None and checkpoint_name(epoch) == name else None
 
 
 def checkpoint_folders(folder: Path) -> list[tuple[int, Path]]:
-    """List the folders with a checkpoint's name, whole or not, newest first."""
+    """List the folders with a checkpoint's name, newest first, even if they are incomplete."""
     if not folder.is_dir():
         return []
     found = [(_epoch_of(path.name), path) for path in folder.iterdir()]
@@ -287,7 +293,10 @@ def checkpoint_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def newest_name(folder: Path) -> str | None:
-    """Return the newest checkpoint's name, whole or not; None if none is found or readable."""
+    """
+    Return the name of the newest checkpoint, even if it is incomplete; None if there is no
+    checkpoint or the folder is not readable.
+    """
     try:
         return next((path.name for _, path in checkpoint_folders(folder)), None)
     except OSError:
@@ -296,12 +305,12 @@ def newest_name(folder: Path) -> str | None:
 
 def clear(folder: Path) -> tuple[str, ...]:
     """
-    Remove what a killed save or removal left; call it while no save runs.
+    Remove files and folders left by a killed save or removal; must be called while no save runs.
 
     Only folders with exactly the names that this module writes are removed.
 
     Returns:
-        What could not be removed, in words.
+        Descriptions of everything that could not be removed.
     """
     words = []
     for path in sorted(folder.iterdir()):
@@ -317,19 +326,20 @@ def clear(folder: Path) -> tuple[str, ...]:
 
 def retain(folder: Path, keep: int, keep_every: int = 0) -> tuple[str, ...]:
     """
-    Remove all but the newest checkpoints; each is renamed first, so that none is half removed.
+    Remove all but the newest checkpoints; each checkpoint is renamed before its removal, so that no
+    named checkpoint is half removed.
 
     Only folders with a sound manifest that lists `facts.json` are removed; other folders are not
     checkpoints.
 
     Args:
         folder: The folder of all checkpoints.
-        keep: How many of the newest stay.
-        keep_every: Checkpoints whose epoch is a multiple of this number stay too; 0 for no such
-            checkpoints.
+        keep: Number of newest checkpoints to keep.
+        keep_every: Checkpoints whose epoch is a multiple of this number are also kept; 0 keeps no
+            further checkpoint.
 
     Returns:
-        What could not be removed, in words.
+        Descriptions of everything that could not be removed.
     """
     words = []
     try:
@@ -363,7 +373,7 @@ def _is_ours(path: Path) -> bool:
 
 def manifest(path: Path) -> dict[str, FileDigest]:
     """
-    Return size and hash of a checkpoint's files, from a sound manifest.
+    Return the size and the hash of each file of a checkpoint, from an undamaged manifest.
 
     Raises:
         BackendError: The folder is missing or is the parent folder of checkpoints, or its manifest
@@ -382,22 +392,23 @@ def manifest(path: Path) -> dict[str, FileDigest]:
 
 def run_of(path: Path) -> list[str]:
     """
-    Return the identities of the run that saved a checkpoint, and of the runs that it adopted.
+    Return the identities of the run that saved a checkpoint and of the runs that this run adopted.
 
     Returns:
-        Empty if an earlier version, which knew no identities, saved the checkpoint.
+        The identities; empty if the checkpoint was saved by an earlier version without identities.
 
     Raises:
-        BackendError: As `manifest`.
+        BackendError: The folder is no checkpoint, or its manifest is missing, damaged or of another
+            format.
     """
     return [str(one) for one in _sealed(path).get("run", ())]
 
 
 def runs_in(folder: Path) -> list[str]:
     """
-    List the identities of the runs whose checkpoints a folder has, once each, newest first.
+    List the identities of all runs with checkpoints in a folder, each once, newest first.
 
-    A folder without a sound manifest is not a checkpoint and has no identity.
+    A subfolder without an undamaged manifest is not a checkpoint, and is ignored.
     """
     found: list[str] = []
     for _, path in checkpoint_folders(folder):
@@ -407,7 +418,10 @@ def runs_in(folder: Path) -> list[str]:
 
 
 def _sealed(path: Path) -> dict[str, Any]:
-    """The content of a sound manifest; its folder must have the name of its epoch."""
+    """
+    Return the content of a manifest, which must be undamaged; the folder must have the name of its
+    epoch.
+    """
     place = path / MANIFEST
     try:
         held = json.loads(place.read_bytes())
@@ -438,13 +452,13 @@ def _sealed(path: Path) -> dict[str, Any]:
 
 def problem_of(path: Path, marks: Mapping[str, FileDigest], hashed: Sequence[str]) -> str:
     """
-    Return in words the first problem with a checkpoint's files; empty if there is none.
+    Describe the first problem with a checkpoint's files; empty without a problem.
 
     Args:
         path: The checkpoint.
-        marks: Size and hash of each file, from its manifest.
-        hashed: Names of the files whose content is compared; for all other files, only the size is
-            compared.
+        marks: The size and the hash of each file, from the checkpoint's manifest.
+        hashed: Names of the files whose content is compared with the hash; of all other files, only
+            the size is compared.
     """
     for name, mark in sorted(marks.items()):
         file = path / name
@@ -468,10 +482,10 @@ def problem_of(path: Path, marks: Mapping[str, FileDigest], hashed: Sequence[str
 
 def read_facts(path: Path, marks: Mapping[str, FileDigest]) -> dict[str, Any]:
     """
-    Read the facts: the plain data of a checkpoint.
+    Read the facts (the plain data) of a checkpoint.
 
     Raises:
-        BackendError: The facts are missing, damaged, or lack a part.
+        BackendError: The facts are missing, damaged or incomplete.
     """
     if FACTS not in marks:
         raise BackendError(f"{path / MANIFEST} does not list {FACTS}; {AWAY}")

@@ -1,9 +1,9 @@
 """
-Which run each checkpoint belongs to: a resumed run continues only its own checkpoints.
+Identify the run of each checkpoint, so that a resumed run continues only its own checkpoints.
 
-A run's identity is drawn at random at its first start, or named by its training file. Every
-manifest has the identity, and a resumed run keeps it. A manifest also lists the adopted runs, whose
-checkpoints the run continued.
+A run's identity is drawn at random at the first start, or given in the training file. The manifest
+of every checkpoint contains the identity, and a resumed run keeps it. A manifest also lists the
+adopted runs: other runs whose checkpoints this run continued.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ def identity_of(
     folder: Path, newest: Path | None, name: str = "", *, adopt: bool = False
 ) -> tuple[list[str], str]:
     """
-    Return the identity of a run that begins or resumes in a folder, then the runs that it adopted.
+    Return the identity of a run that begins or resumes in a folder, followed by the identities of
+    the runs that it adopted.
 
     Args:
         folder: The folder of checkpoints.
         newest: The checkpoint to resume from; None for a run that begins.
-        name: The identity that the training file names; empty if it names none.
-        adopt: Accept another run's checkpoint, and a folder that also has checkpoints of other
+        name: The identity in the training file; empty if the file has no identity.
+        adopt: Whether to accept another run's checkpoint, and a folder with checkpoints of several
             runs.
 
     Returns:
-        The identities, and a warning; the warning may be empty.
+        The identities, and a warning, which may be empty.
 
     Raises:
-        BackendError: The newest checkpoint belongs to another run than the file names, or the
-            folder has checkpoints of several runs, and `adopt` is not given.
+        BackendError: Without `adopt`: the newest checkpoint belongs to another run than the
+            training file says, or the folder has checkpoints of several runs.
     """
     fresh = name or secrets.token_hex(8)
     if newest is None:

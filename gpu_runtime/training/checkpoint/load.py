@@ -50,7 +50,9 @@ replica r modulo N, where N is the number of saved replicas.
 
 
 class HalfLoadedError(RuntimeError):
-    """This rank failed while it wrote a checkpoint that all ranks had accepted."""
+    """
+    This rank failed while it copied a checkpoint, which all ranks had accepted, into its tensors.
+    """
 
     unrecoverable = True
 
@@ -71,7 +73,7 @@ class TensorSource:
 
 def require_compatible(path: Path, worker: Worker, must: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Compare this rank's share of the files, and all facts, with this run.
+    Check this rank's share of the files, and compare all facts with this run.
 
     Returns:
         The checkpoint's facts.
@@ -115,8 +117,9 @@ def sources(
         The source of each tensor, by the tensor's name in this run.
 
     Raises:
-        BackendError: The checkpoint lacks a tensor, has it with another shape or dtype, or has the
-            scaling state of another number of replicas, which `replicas` does not allow.
+        BackendError: The checkpoint lacks a tensor, or a tensor has another shape or dtype. Or the
+            checkpoint has the scaling state of another number of replicas, and `replicas` does not
+            allow this.
     """
     there, here = facts["mapping"]["replicas"], worker.member.world // worker.pp
     shares = shares_amax(worker.runtime)  # state that all replicas share is saved once
@@ -161,7 +164,7 @@ def write_loaded(
     found: Mapping[str, Tensor],
     extra: Mapping[str, Tensor],
 ) -> None:
-    """Copy the loaded tensors into this rank's tensors; `sources` has checked all of them."""
+    """Copy the loaded tensors, which `sources` has checked, into this rank's tensors."""
     runtime = worker.runtime
     worker.new = False
     runtime.drain()
@@ -190,21 +193,24 @@ def require_all_taken(
     path: Path, facts: Mapping[str, Any], said: list[dict[str, Any]], replicas: int
 ) -> None:
     """
-    Require that the ranks together load every tensor of one checkpoint.
+    Raise an error unless all ranks load the same checkpoint, and together load all its tensors.
 
     Args:
         path: The checkpoint.
-        facts: Its facts.
-        said: Each rank's ``path``, and the ``names`` that it loads.
-        replicas: Replicas of this run.
+        facts: The checkpoint's facts.
+        said: By rank, the ``path`` of the checkpoint and the ``names`` of the tensors that the rank
+            loads.
+        replicas: Number of replicas of this run.
 
     Raises:
-        SharedError: Ranks name different checkpoints, or a tensor has no place in this run.
+        SharedError: The ranks load different checkpoints, or a tensor of the checkpoint does not
+            exist in this run.
     """
     paths = {one["path"] for one in said}
     if len(paths) > 1:
         raise SharedError(
-            f"ranks load different checkpoints: {sorted(paths)}; name the same one on every rank"
+            f"ranks load different checkpoints: {sorted(paths)}; name the same checkpoint on every "
+            "rank"
         )
     taken = {name for one in said for name in one["names"]}
     for name in sorted(facts["tensors"].keys() - taken):
@@ -217,7 +223,7 @@ def require_all_taken(
 
 
 def _remedy(name: str) -> str:
-    """What to do about a tensor that only the checkpoint has, or only this run."""
+    """Return what to do about a tensor that exists only in the checkpoint, or only in this run."""
     if name.startswith(f"{NUMERICAL}.") and name.split(".")[2].startswith("process"):
         return "this state belongs to one rank: resume with the pp of the saved run"
     return "build the model that was saved"

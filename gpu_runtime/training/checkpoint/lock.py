@@ -1,14 +1,14 @@
 """
-The lock of a folder of checkpoints: one run at a time writes there.
+The lock of a folder of checkpoints, which only one run at a time may write.
 
 The process of rank 0 holds an advisory lock (`flock`) on a file in the folder while it trains. The
-kernel releases the lock when that process ends, however it ends, so a lock never outlives its
-owner. The file's text names the owner, for the error message of a second run; the text alone locks
-nothing.
+operating system releases the lock when that process ends for any reason, so a lock never outlives
+its owner. The file's text names the owner, for the error message of a second run; the text itself
+locks nothing.
 
 The lock is on the file, not on its name. If the folder is moved away or the file is removed while
 the run trains, another run could lock a new file of the same name. So the owner checks that the
-name still leads to the locked file: before each save (`FolderLock.require`), and before it replaces
+name still refers to the locked file, before each save (`FolderLock.require`) and before it replaces
 the status file (`FolderLock.lost`).
 """
 
@@ -42,12 +42,12 @@ class FolderLock:
         folder: The folder; created if missing.
 
     Attributes:
-        began: Whether the training has begun; the trainer then writes how the run ends.
-        problem: Why the folder could not be locked though no other run holds the lock. A second run
-            in the folder is then not noticed. Empty if this process holds the lock.
+        began: Whether the training has begun; from then on the trainer records how the run ends.
+        problem: Why the folder could not be locked, although no other run holds the lock; a second
+            run in the folder would then not be noticed. Empty if this process holds the lock.
 
     Raises:
-        BackendError: Another process holds the lock; the message names it.
+        BackendError: Another process holds the lock; the message names that process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class FolderLock:
 
     def _take(self) -> None:
         """
-        Lock the file that has the name now.
+        Lock the file that has the lock's name at this moment.
 
         Raises:
             BackendError: Another process holds the lock.
@@ -89,8 +89,8 @@ class FolderLock:
 
     def require(self) -> None:
         """
-        Require that no other process holds the folder's lock; lock the folder again if the file was
-        moved away or removed.
+        Raise an error if another process holds the folder's lock; lock the folder again if the file
+        was moved away or removed.
 
         Raises:
             BackendError: Another file now has the lock's name, and another process has locked it.
@@ -106,11 +106,16 @@ class FolderLock:
         os.close(former)
 
     def lost(self) -> bool:
-        """Whether another file now has the lock's name; another process may have locked it."""
+        """
+        Whether another file now has the lock's name, so that another process may have locked the
+        folder.
+        """
         return self._handle is not None and self._same() is False
 
     def _same(self) -> bool | None:
-        """Whether the file of this name is the locked one; None if no file has the name."""
+        """
+        Whether the file with the lock's name is the locked file; None if no file has this name.
+        """
         assert self._handle is not None
         try:
             found = (self.folder / LOCK).stat()
@@ -119,7 +124,9 @@ class FolderLock:
         return os.path.samestat(found, os.fstat(self._handle))
 
     def say(self, **facts: Any) -> None:
-        """Write who holds the lock, with further facts, such as the run's identity."""
+        """
+        Write into the lock file who holds the lock, with further facts such as the run's identity.
+        """
         self._said.update(facts)
         if self._handle is not None:
             with suppress(OSError):  # a full disk: the lock holds without its text
@@ -127,7 +134,7 @@ class FolderLock:
                 os.pwrite(self._handle, json.dumps(self._said).encode(), 0)
 
     def _owner(self) -> str:
-        """The process that holds the lock, in words."""
+        """Describe the process that holds the lock."""
         assert self._handle is not None
         try:
             said = json.loads(os.pread(self._handle, 4096, 0))
@@ -138,7 +145,7 @@ class FolderLock:
             return "another process"
 
     def release(self) -> None:
-        """Give the lock back; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)

@@ -26,7 +26,7 @@ class NonFiniteError(SharedError):
     A weight, a moment or a scale is not finite, so nothing is saved.
 
     Args:
-        said: Each rank's tensors that are not finite, by rank.
+        said: By rank, the tensors that are not finite.
     """
 
     def __init__(self, said: list[list[NonFinite]]) -> None:
@@ -37,17 +37,18 @@ class NonFiniteError(SharedError):
 
 def clear_for(folder: Path, final: Path) -> tuple[str, ...]:
     """
-    Make the folder and remove what killed saves left, before a checkpoint is written there.
+    Create the folder, and remove files left by killed saves, before a checkpoint is written.
 
     Args:
         folder: The folder of all checkpoints.
         final: The new checkpoint's folder.
 
     Returns:
-        What could not be removed, in words.
+        Descriptions of everything that could not be removed.
 
     Raises:
-        BackendError: The name is taken, or the folder holds a checkpoint of this epoch or later.
+        BackendError: The new checkpoint's name exists already, or the folder holds a checkpoint of
+            this epoch or a later epoch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     left = clear(folder)
@@ -65,13 +66,15 @@ def clear_for(folder: Path, final: Path) -> tuple[str, ...]:
 
 
 def random_name(worker: Worker, kind: str) -> str:
-    """Name the state of a random generator of this rank; `kind` is ``cpu`` or ``cuda``."""
+    """
+    Return the name, in a checkpoint, of this rank's random state; `kind` is ``cpu`` or ``cuda``.
+    """
     return f"{RANDOM}.dp{worker.replica}.pp{worker.member.rank % worker.pp}.{kind}"
 
 
 def tensors_of(worker: Worker, naming: Naming, extra: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
-    Collect what this rank saves, by the checkpoint's names.
+    Collect the tensors that this rank saves, by their names in the checkpoint.
 
     Args:
         worker: This rank.
@@ -94,7 +97,7 @@ def tensors_of(worker: Worker, naming: Naming, extra: Mapping[str, Tensor]) -> d
 
 def facts_of(worker: Worker, must: Mapping[str, Any], free: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Collect what this rank writes into a checkpoint besides tensors.
+    Collect the plain data that this rank writes into a checkpoint.
 
     Returns:
         The keys ``facts``, ``contract`` and ``made_by``, each plain data.
@@ -118,14 +121,14 @@ def facts_of(worker: Worker, must: Mapping[str, Any], free: Mapping[str, Any]) -
 
 def require_same(said: list[dict[str, Any]]) -> None:
     """
-    Require that all ranks save the same facts, and the same bits under one name.
+    Raise an error unless all ranks save the same facts, and the same bits under the same name.
 
     Args:
-        said: Each rank's facts and tensor checksums, by rank.
+        said: By rank, its facts and the checksums of its tensors.
 
     Raises:
         NonFiniteError: A rank has a tensor that is not finite.
-        SharedError: A rank has a problem, or two ranks differ.
+        SharedError: A rank has a problem, or two ranks have different facts or tensors.
     """
     raise_first(said)
     if any(one["nonfinite"] for one in said):

@@ -19,11 +19,12 @@ def sizes(path: str | Path) -> dict[str, int]:
     Count the bytes of a checkpoint.
 
     Returns:
-        Bytes of tensors: ``weights``, ``optimizer``, ``numerical`` (histories and scales),
-        ``random`` and ``extra``. Bytes of files: ``facts``, and ``total`` of all files.
+        The bytes of tensors by kind: ``weights``, ``optimizer``, ``numerical`` (histories and
+        scales), ``random`` and ``extra``; also the bytes of the file ``facts``, and the ``total``
+        of all files.
 
     Raises:
-        BackendError: The folder is not a whole checkpoint.
+        BackendError: The folder is not a complete checkpoint.
     """
     path = Path(path)
     marks = manifest(path)

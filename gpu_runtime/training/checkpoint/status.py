@@ -1,6 +1,6 @@
 """
-The status of a run: whether it ended, what ended it, whether to resume. The status is written to a
-file beside the checkpoints, and to the last line of output of a run that was stopped.
+The status of a run: whether the run has ended, why, and whether to resume it. The status is written
+to a file in the folder of checkpoints, and to the last line of output if the run was stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .files import newest_name
 __all__ = ["STATUS", "facts_of_run", "next_start", "write_status"]
 
 STATUS = "status.json"
-"""Name of the file."""
+"""Name of the status file."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -36,18 +36,18 @@ def facts_of_run(
     resume: bool = False,
 ) -> dict[str, Any]:
     """
-    The status of a run, as plain data.
+    Return the status of a run, as plain data.
 
     Args:
         folder: The folder of checkpoints; None if the run has none.
         state: ``"running"`` or ``"ended"``.
-        run: The run's identity, if it is known.
-        steps: Steps of the whole run.
-        step: Steps taken; None if the run ended before its first step.
+        run: The run's identity; None if it is not known yet.
+        steps: Number of steps of the whole run.
+        step: Number of steps taken; None if the run ended before its first step.
         mismatches: Number of steps that ran twice with different results.
-        by: What ended the run, in one word.
-        cause: What ended the run, in a sentence.
-        resume: Whether the run may be resumed without a person's decision.
+        by: The reason for the end of the run, as one word.
+        cause: The reason for the end of the run, as a sentence.
+        resume: Whether the run may be resumed automatically, without a person's decision.
     """
     return {
         "state": state,
@@ -84,17 +84,17 @@ def next_start(facts: Mapping[str, Any], folder: Path | None) -> str:
 
 def write_status(folder: Path, facts: Mapping[str, Any]) -> str:
     """
-    Replace the status file in one step: a reader finds the old facts or the new ones.
+    Replace the status file atomically: a reader finds either the old facts or the new facts.
 
-    On a full disk, which has no room for a second file, the new facts overwrite the old ones in
+    On a full disk, which has no space for a second file, the new facts overwrite the old facts in
     place.
 
     Args:
         folder: The folder of the checkpoints.
-        facts: Plain data.
+        facts: The status, as plain data.
 
     Returns:
-        Why the file could not be written, in words; empty if the file was written.
+        The reason why the file could not be written; empty if the file was written.
     """
     hidden, text = folder / f".{STATUS}", json.dumps(facts).encode()
     try:

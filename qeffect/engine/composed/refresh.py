@@ -94,7 +94,7 @@ def commit_refresh(st, stage, ticket, filled, fill_epoch):
 
 def abort_refresh(st, stage, ticket):
     """
-    After a refresh failed: poisons the domain.
+    After a refresh failed: poisons the state domain until a restore.
 
     Guards: version.
     Writes: version, order, completion.

@@ -186,8 +186,8 @@ def read(st, key, ref, bit, link):
 
 def finish_read(st, key, ref, bit, link):
     """
-    After the read has ended and the link's caller has waited for it: ends the read for the
-    contract. The tape's last consumer releases the slot.
+    After the read has ended and the link's caller has waited for it: records the end of the read.
+    The tape's last consumer releases the slot.
 
     Guards: ownership, completion.
     Writes: ownership, capture, completion.
