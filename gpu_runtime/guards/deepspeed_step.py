@@ -103,6 +103,7 @@ class EngineStep:
     def commit_update(self) -> None:
         """Commit an update that ran."""
         self._works.commit_update()
+        self._works.end()
         self._weights, self._updated = None, True
 
     def finish(self) -> None:
@@ -159,7 +160,8 @@ class EngineStep:
         if work is None:
             work = self._buffers.inputs.get(buffer) or self._buffers.next("input", stage)
         self._check_weights("check_forward", stage)
-        event = self._works.check(("F", *work))
+        event = ("F", *work)
+        self._works.check(event)
         if self._takes_labels(stage) and buffer not in self._buffers.labels:
             raise refused(
                 "ownership.receive-missing",
@@ -198,7 +200,8 @@ class EngineStep:
         work = self._buffers.tapes.get(buffer) or self._buffers.next("backward", stage)
         used = self._buffers.maker("used", self._used(stage, buffer))
         self._check_weights("check_dgrad", stage)
-        event = self._works.check(("B", *work), used)
+        event = ("B", *work)
+        self._works.check(event, used)
         arrived = self._gradient_of(stage, buffer)
         if arrived is not None and arrived != work:
             raise another_work("check_dgrad", "gradient", arrived, work)
@@ -265,7 +268,7 @@ class EngineStep:
             if event[0].startswith("RECV"):
                 self._works.finish_receive(event)
             else:
-                self._works.finish_send(event)
+                self._works.finish_sends((event,))
 
     def _check_weights(self, call: str, stage: int) -> None:
         if self._weights is None:

@@ -134,7 +134,8 @@ class BackwardPasses:
             work: Name of the forward.
             outputs: What the forward returned: a tensor, or nested tuples, lists and mappings.
         """
-        nodes = _nodes(outputs)
+        node = getattr(outputs, "grad_fn", None)
+        nodes = _nodes(outputs) if node is None else [node]
         if not nodes:
             return
         passes = self._passes[work] = [0]

@@ -138,6 +138,7 @@ class GuardedMegatron:
         self._live: LoopStep | None = None  # the step whose loop runs
         self._caches = Caches()
         self._weights: weakref.WeakKeyDictionary[Any, Weights] = weakref.WeakKeyDictionary()
+        self._buckets: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._scaling_updates = 0
         self._norms: dict[Norm, int] = {}
         self._gradients = Gradients()
@@ -311,14 +312,15 @@ class GuardedMegatron:
         self._rank, self._judge.step = plan.rank, self._loops
         self._loops += 1
         quantizes = [self._caches.quantizes(chunk, config) for chunk in chunks]
-        buckets = [len(bucket_groups(chunk)) for chunk in chunks]
-        shape = plan, quantizes, buckets
+        buckets = [self._buckets_of(chunk) for chunk in chunks]
+        numbers = [*map(len, buckets)]
+        shape = plan, quantizes, numbers
         fresh = self._recurring is None or shape != self._shape or self._left
         if not self._judge.judges or fresh or not self._follows(before):
             if shape != self._shape:
                 self._norms.clear()
             self._shape = shape
-            self._recurring = RecurringSteps(self._contract(plan, any(quantizes), buckets))
+            self._recurring = RecurringSteps(self._contract(plan, any(quantizes), numbers))
         assert self._recurring is not None
         self._left = self._judge.judges = True
         self._step = LoopStep(
@@ -328,6 +330,7 @@ class GuardedMegatron:
             self._caches,
             [self._weights_of(chunk) for chunk in chunks],
             dict(zip(plan.stages, quantizes, strict=True)),
+            buckets,
             # Some microbatches are recomputed, and others are not.
             scales=getattr(config, _PARTIAL, None) is None,
             norms=self._norms,
@@ -352,6 +355,12 @@ class GuardedMegatron:
         self._updates.unseen = True
         self.epochs += 1
         return True
+
+    def _buckets_of(self, chunk: Any) -> list[Any]:
+        found = self._buckets.get(chunk)
+        if found is None:
+            found = self._buckets[chunk] = bucket_groups(chunk)
+        return found
 
     def _weights_of(self, chunk: Any) -> Weights:
         found = self._weights.get(chunk)

@@ -66,6 +66,7 @@ class LoopStep:
         caches: The caches of quantized weights.
         weights: The weights of each chunk.
         quantizes: By stage, whether its weights are quantized once in a step.
+        buckets: For each chunk, the buckets that are reduced over more than one rank.
         scales: Whether all F of a stage must update the scaling state equally often, and all B too.
         norms: Number of scaling updates per action in earlier steps, for each `Norm`.
     """
@@ -78,6 +79,7 @@ class LoopStep:
         caches: Caches,
         weights: Sequence[Weights],
         quantizes: Mapping[int, bool],
+        buckets: Sequence[Sequence[Any]],
         *,
         scales: bool = True,
         norms: dict[Norm, int] | None = None,
@@ -105,8 +107,8 @@ class LoopStep:
         self._before: tuple[int | None, int] = None, 0  # passes when it began: its own, and all
         self._buckets = {
             id(group): (f"{stage}/{n}", stage)
-            for stage, chunk in self._chunks.items()
-            for n, group in enumerate(bucket_groups(chunk))
+            for stage, groups in zip(plan.stages, buckets, strict=True)
+            for n, group in enumerate(groups)
         }
         self._started: set[str] = set()
         self._reduced: set[str] = set()
@@ -125,14 +127,15 @@ class LoopStep:
             given: The input that was received for it; None on the first stage.
         """
         stage, microbatch = work
+        event = "F", stage, microbatch
         self._check_weights("check_forward", stage)
         owner = self._maker("input", given)
         if owner is not None and owner != work:
             raise another_work("check_forward", "input", owner, work)
-        first = self._forwards[stage] == 0
-        refresh = first and any(self._quantizes.values())
-        event = self._works.check(("F", stage, microbatch), refresh=refresh)
-        if first:
+        if self._forwards[stage]:
+            self._works.check(event)
+        else:
+            self._works.check(event, refresh=any(self._quantizes.values()))
             self._caches.begin()
         self._runs = 0
         return event
@@ -141,18 +144,18 @@ class LoopStep:
         """Commit a forward, given its output and its number of scaling updates."""
         _, stage, microbatch = event
         work = stage, microbatch
-        first = self._forwards[stage] == 0
         before = self._maker("output", output)
         if self._runs != 1 or before is not None:
             runs = 0 if before is not None else self._runs
             raise not_once("commit_forward", f"F of {work_name(work)}", runs)
-        if first:
+        if first := not self._forwards[stage]:
             self._check_caches(work)
-        self._check_scaling("F", work, updates)
+        if self._scales:
+            self._check_scaling("F", work, updates)
         self._works.commit(event)
         self._forwards[stage] += 1
-        self._note("output", work, output)
-        self._passes.watch(work, _first(output) if isinstance(output, _WRAPPERS) else output)
+        tensor = self._note("output", work, output)
+        self._passes.watch(work, tensor)
         if first:
             self._weights[stage].renew()
             self._watched.add(stage)
@@ -212,7 +215,8 @@ class LoopStep:
         stage, microbatch = work
         used, given, arrived = owners
         self._check_weights("check_dgrad", stage)
-        event = self._works.check(("B", stage, microbatch), used)
+        event = "B", stage, microbatch
+        self._works.check(event, used)
         if arrived is not None and arrived != work:
             raise another_work("check_dgrad", "gradient", arrived, work)
         if given is not None and given != work:
@@ -240,7 +244,8 @@ class LoopStep:
             if own != 1:
                 raise not_once("commit_dgrad", f"B of {work_name(work)}", own)
         self._writes[stage].after(work)
-        self._check_scaling("B", work, updates)
+        if self._scales:
+            self._check_scaling("B", work, updates)
         self._works.commit(event)
         self._backwards[stage] += 1
         self._note("gradient", work, gradient)
@@ -260,8 +265,6 @@ class LoopStep:
         The expected number comes from the earlier steps. In a first step two of three F decide, so
         an odd F is named at the latest two F after it ran.
         """
-        if not self._scales:
-            return
         stage, microbatch = work
         norm = kind, stage, self._modes[stage]
         expected = self._norms.get(norm)
@@ -295,10 +298,12 @@ class LoopStep:
 
     # Whose a tensor is
 
-    def _note(self, what: str, work: Work, value: Any) -> None:
+    def _note(self, what: str, work: Work, value: Any) -> Any:
+        """Record whose a tensor is; return the tensor without Megatron's wrapper."""
         tensor = _first(value) if isinstance(value, _WRAPPERS) else value
         if tensor is not None:
             self._made[what][id(tensor)] = weakref.ref(tensor), work
+        return tensor
 
     def _maker(self, what: str, value: Any) -> Work | None:
         if value is None:
@@ -371,8 +376,9 @@ class LoopStep:
         )
 
     def _finish_sends(self) -> None:
-        while self._sent:
-            self._works.finish_send(self._sent.pop())
+        if self._sent:
+            self._works.finish_sends(tuple(self._sent))
+            self._sent.clear()
 
     # Reductions
 
@@ -442,6 +448,7 @@ class LoopStep:
     def commit_update(self) -> None:
         """Commit an update that ran."""
         self._works.commit_update()
+        self._works.end()
         self._watched.clear()
         self._keep_norms()
         self.updates += 1
@@ -449,6 +456,7 @@ class LoopStep:
     def commit_epoch(self) -> None:
         """End an epoch whose update the guard has not seen."""
         self._works.commit_epoch()
+        self._works.end()
 
 
 def _scaling_refused(kind: str, work: Work, found: int, expected: str) -> Refused:

@@ -200,9 +200,6 @@ class BufferWrites:
         self._writes = False  # whether any backward of the step wrote
         self._silent: Work | None = None
 
-    def _versions(self) -> list[int]:
-        return [buffer._version for buffer in self._buffers]
-
     def before(self, work: Work) -> None:
         """
         Check before a backward that nothing was written since the chunk's last backward.
@@ -210,7 +207,7 @@ class BufferWrites:
         Raises:
             Refused: ``arena.overwrite``.
         """
-        self._before, self._reduced = self._versions(), False
+        self._before, self._reduced = [buffer._version for buffer in self._buffers], False
         if self._expected is not None and self._before != self._expected:
             raise refused(
                 "arena.overwrite",
@@ -223,7 +220,7 @@ class BufferWrites:
     def reducing(self) -> None:
         """Record that a reduction starts during the backward."""
         if not self._reduced:
-            self._writes |= self._versions() != self._before
+            self._writes |= [buffer._version for buffer in self._buffers] != self._before
             self._reduced = True
 
     def after(self, work: Work) -> None:
@@ -233,7 +230,7 @@ class BufferWrites:
         Raises:
             Refused: ``epoch.device-count``.
         """
-        self._expected = self._versions()
+        self._expected = [buffer._version for buffer in self._buffers]
         if not self._reduced:
             wrote = self._expected != self._before
             self._writes |= wrote

@@ -266,5 +266,6 @@ class EpochBoundaries:
             self._actions.abort()
             raise
         self._actions.step.commit_update()
+        self._actions.step.end()
         self._actions.evidence.forget_weights()
         self._left = False

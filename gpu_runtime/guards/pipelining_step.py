@@ -96,6 +96,7 @@ class GuardedStep(Works):
             for reduced in self._reducing:
                 self.finish_reduction(reduced)
         self.commit_epoch()
+        self.end()
 
     def finish_walk(self, stages: Iterable[int]) -> None:
         """

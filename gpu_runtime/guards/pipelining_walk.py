@@ -172,7 +172,7 @@ class ActionGuard:
             self._post(event)
             self._posted.add(event)
         elif kind in _AWAITED:
-            self.step.finish_send((_AWAITED[kind], stage, microbatch))
+            self.step.finish_sends(((_AWAITED[kind], stage, microbatch),))
         elif kind == _REDUCE:
             self.step.reduce(stage)
             self._posted.add(event)
@@ -234,9 +234,10 @@ class ActionGuard:
         starts = hasattr(stage, _REDUCE_METHODS[1]) and is_sharded(stage.submod)
         return starts and bool(getattr(self._schedule, "_finalize_gradients", True))
 
-    def _check(self, event: Event) -> Event:
+    def _check(self, event: Event) -> bool:
         self.evidence.check_weights(event)
-        return self.step.check(event)
+        self.step.check(event)
+        return True
 
     def _commit(self, event: Event) -> None:
         self.step.commit(event)

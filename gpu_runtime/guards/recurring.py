@@ -22,8 +22,8 @@ from qeffect.steps import RecordedStep, Recording
 
 __all__ = ["Call", "RecurringSteps", "Script"]
 
-Call = tuple[Callable[..., None], Any, Any, Any]
-"""A call of the guard: a method that makes the call, and the method's three arguments."""
+Call = tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]
+"""A call of the guard: the function that makes the call, and its arguments."""
 
 Script = tuple[Call | None, ...]
 """The calls of a recorded step, and None behind the last call."""

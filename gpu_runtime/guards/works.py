@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 from qeffect.contract import Contract, Ticket
 from qeffect.keys import TapeKey, TapeRef
@@ -45,6 +46,29 @@ class _References(dict[Work, TapeRef]):
         return TapeRef(0, GENERATION_MAX, self._contract.incarnation)
 
 
+_P = ParamSpec("_P")
+
+
+def _compared(
+    make: Callable[Concatenate[Works, _P], None],
+) -> Callable[Concatenate[Works, _P], None]:
+    """
+    Compare each call of a method with the recorded one, and make the call only if it differs.
+
+    A guarded step calls these methods often, and each frame of Python costs it a microsecond.
+    """
+
+    @wraps(make)
+    def call(self: Works, /, *given: _P.args, **named: _P.kwargs) -> None:
+        called = make, given, named
+        if self._script[self._place] == called:
+            self._place += 1
+        else:
+            self._differs(called)
+
+    return call
+
+
 class Works:
     """
     Tells a contract about the computations and messages of one step.
@@ -79,14 +103,6 @@ class Works:
 
     # Calls that repeat a recorded step
 
-    def _call(self, make: Any, first: Any = None, second: Any = None, third: Any = None) -> None:
-        """Compare a call with the recorded one, or make it."""
-        call = make, first, second, third
-        if self._script[self._place] == call:
-            self._place += 1
-        else:
-            self._differs(call)
-
     def _differs(self, call: Call) -> None:
         """Make a call that does not repeat the recorded one."""
         if not self._begun:
@@ -94,15 +110,16 @@ class Works:
             script = self._steps.begin(self)
             if script:
                 self._script = script
-                self._call(*call)
-                return
-            if script is not None:
+                if script[0] == call:
+                    self._place = 1
+                    return
+            elif script is not None:
                 self._calls = []
-        elif self._script is not _NOTHING:
+        if self._script is not _NOTHING:
             self.catch_up()
-        make, *given = call
+        make, given, named = call
         try:
-            make(self, *given)
+            make(self, *given, **named)
         except BaseException:
             self.catch_up()  # a step with a refused call is not recorded
             raise
@@ -122,11 +139,11 @@ class Works:
         self._steps.differ()
         for call in script[:place]:
             assert call is not None
-            make, *given = call
-            make(self, *given)
+            make, given, named = call
+            make(self, *given, **named)
 
-    def _end(self) -> None:
-        """End a step whose last call has committed its epoch."""
+    def end(self) -> None:
+        """End the step, whose last call has committed its epoch."""
         if self._script is not _NOTHING:
             self._script, self._place = _NOTHING, 0
             self._steps.commit()
@@ -136,7 +153,8 @@ class Works:
 
     # Computations
 
-    def check(self, event: Event, used: Work | None = None, *, refresh: bool = False) -> Event:
+    @_compared
+    def check(self, event: Event, used: Work | None = None, *, refresh: bool = False) -> None:
         """
         Check F (`F`), dI (`I`), dW (`W`) or a full backward (`B`).
 
@@ -144,31 +162,22 @@ class Works:
             event: The action.
             used: The work whose output a backward uses; by default the backward's own work.
             refresh: Whether F quantizes the stage's weights anew.
-
-        Returns:
-            The action, for `commit`.
         """
-        self._call(Works._check, event, used, refresh)
-        return event
-
-    def _check(self, event: Event, used: Work | None, refresh: bool) -> None:
         kind, stage, microbatch = event
         contract, work = self._contract, (stage, microbatch)
         if kind == "F":
-            self._finish_receive(("RECV_F", stage, microbatch))
+            self._end_receive(("RECV_F", stage, microbatch))
             ticket = contract.check_forward(self._keys[work], refresh=refresh)
         elif kind == "W":
             ticket = contract.check_wgrad(self._keys[work], self._refs[work])
         else:
-            self._finish_receive(("RECV_B", stage, microbatch))
+            self._end_receive(("RECV_B", stage, microbatch))
             ticket = contract.check_dgrad(self._keys[work], self._refs[used or work])
         self._tickets[event] = ticket
 
+    @_compared
     def commit(self, event: Event) -> None:
         """Commit an action that was checked and has run."""
-        self._call(Works._commit, event)
-
-    def _commit(self, event: Event, *_: None) -> None:
         kind, stage, microbatch = event
         contract, work = self._contract, (stage, microbatch)
         ref = contract.commit(self._tickets.pop(event))
@@ -179,13 +188,15 @@ class Works:
 
     # Messages
 
+    @_compared
     def reserve(self, work: Work, slot: int | None = None) -> None:
         """Reserve a slot for the input of a work."""
-        self._call(Works._reserve, work, slot)
+        self._reserve(work, slot)
 
-    def _reserve(self, work: Work, slot: int | None, *_: None) -> None:
+    def _reserve(self, work: Work, slot: int | None) -> None:
         self._refs[work] = self._contract.reserve(self._keys[work], slot)
 
+    @_compared
     def post_message(self, event: Event, slot: int | None = None, used: Work | None = None) -> None:
         """
         Post a send or a receive.
@@ -195,9 +206,6 @@ class Works:
             slot: The slot that takes a received input; by default a free slot.
             used: The work whose output or gradient is sent; by default the message's own work.
         """
-        self._call(Works._post_message, event, slot, used)
-
-    def _post_message(self, event: Event, slot: int | None, used: Work | None) -> None:
         kind, stage, microbatch = event
         work = (stage, microbatch)
         if kind == "RECV_F":
@@ -210,11 +218,12 @@ class Works:
             self._contract.read(key, ref, gradient=kind == "SEND_B")
             self._reading.add(event)
 
+    @_compared
     def finish_receive(self, event: Event) -> None:
         """End a receive, if it was posted and has not ended."""
-        self._call(Works._finish_receive, event)
+        self._end_receive(event)
 
-    def _finish_receive(self, event: Event, *_: None) -> None:
+    def _end_receive(self, event: Event) -> None:
         if event in self._posted:
             self._posted.discard(event)
             kind, stage, microbatch = event
@@ -223,68 +232,45 @@ class Works:
                 self._keys[work], self._refs[work], gradient=kind == "RECV_B"
             )
 
-    def finish_send(self, event: Event) -> None:
-        """End a send that the framework has waited for."""
-        self._call(Works._finish_send, event)
-
-    def _finish_send(self, event: Event, *_: None) -> None:
-        kind, stage, microbatch = event
-        work = (stage, microbatch)
-        self._contract.finish_read(self._keys[work], self._refs[work], gradient=kind == "SEND_B")
-        self._reading.discard(event)
-
-    def finish_sends(self) -> None:
-        """End every send that has not ended."""
-        self._call(Works._finish_sends)
-
-    def _finish_sends(self, *_: None) -> None:
-        for event in sorted(self._reading):
-            self._finish_send(event)
+    @_compared
+    def finish_sends(self, events: tuple[Event, ...] | None = None) -> None:
+        """End sends that the framework has waited for; by default every send under way."""
+        for kind, stage, microbatch in sorted(self._reading) if events is None else events:
+            work = (stage, microbatch)
+            key, ref = self._keys[work], self._refs[work]
+            self._contract.finish_read(key, ref, gradient=kind == "SEND_B")
+            self._reading.discard((kind, stage, microbatch))
 
     # Gradients and the update
 
+    @_compared
     def finalize(self, stage: int) -> None:
         """Finalize a stage: its gradients are whole."""
-        self._call(Works._finalize, stage)
-
-    def _finalize(self, stage: int, *_: None) -> None:
         self._contract.finalize(stage)
 
-    def start_reduction(self, name: Hashable) -> None:
+    @_compared
+    def start_reduction(self, name: int | str) -> None:
         """Check a reduction, which is about to start; `name` is its stage or bucket."""
-        self._call(Works._start_reduction, name)
-
-    def _start_reduction(self, name: Any, *_: None) -> None:
         self._contract.start_reduction(name)
 
-    def finish_reduction(self, name: Hashable) -> None:
+    @_compared
+    def finish_reduction(self, name: int | str) -> None:
         """Record that a reduction has ended."""
-        self._call(Works._finish_reduction, name)
-
-    def _finish_reduction(self, name: Any, *_: None) -> None:
         self._contract.finish_reduction(name)
 
+    @_compared
     def check_update(self) -> None:
         """Check the optimizer's update, which is about to run."""
-        self._call(Works._check_update)
-
-    def _check_update(self, *_: None) -> None:
         self._update = self._contract.check_update()
 
+    @_compared
     def commit_update(self) -> None:
-        """Commit the update that was checked and has run; this ends the step."""
-        self._call(Works._commit_update)
-        self._end()
-
-    def _commit_update(self, *_: None) -> None:
+        """Commit the update that was checked and has run; `end` then ends the step."""
         update, self._update = self._update, None
         assert update is not None
         self._contract.commit(update)
 
+    @_compared
     def commit_epoch(self) -> None:
-        """Check and commit an update in one call; this ends the step."""
-        self._call(Works._commit_epoch)
-        self._end()
-
-    def _commit_epoch(self, *_: None) -> None:
+        """Check and commit an update in one call; `end` then ends the step."""
         self._contract.commit_epoch()

@@ -16,9 +16,9 @@ has its own processes:
 * faults in the user's code (`tests/megatron/faults.py`), first without a guard, where nothing
   reports them, then under a guard that reports; faults that need replicas or checkpoints run on
   CPUs only;
-* the price: steps of eager layers at hidden 4096 and sequence 4096, in rounds that alternate with
-  and without the guard. The fastest rounds are compared, because other work on the host slows a
-  round by more than the guard does.
+* the price: steps of eager layers at hidden 4096 and sequence 4096, one layer for each virtual
+  stage, in rounds with and without the guard. The median difference within a round counts, because
+  other work on the host slows some steps by more than the guard does.
 
 The exit code is 0 if every run ended as listed, else 1.
 """
@@ -36,6 +36,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ GPU_FAULTS = (
 CELL, PRICED = "h2048-s256-m4", "h4096-s256-m4"
 SEQUENCE, FFN = 4096, 14336  # of the priced steps
 STEPS = 8
-ROUNDS, WARM, TIMED = 5, 3, 8
+TURNS = ("off", "on", "calls")
+WARM, ROUNDS = 3, 60
 ACTIONS = 16  # F and B of a rank in a priced step: two chunks, four microbatches
 LONG_STEPS = 1000
 LIMIT_S, LONG_LIMIT_S = 100.0, 240.0
@@ -245,40 +247,62 @@ def faults(member: Any) -> dict[str, Any]:
 
 
 def price(member: Any) -> dict[str, Any]:
-    """Time steps with the guard and without it, in turns; milliseconds of each round's median."""
+    """
+    Time rounds of three steps, in milliseconds, as time that passes and as time of processors.
+
+    The guard passes one step of a round by (``off``); its wrappers then only call Megatron's
+    functions. Another step repeats a recorded step (``on``). For the third (``calls``), every call
+    of the contract is made. Between the steps the guard is only switched, so that it goes on from
+    step to step as in a run.
+    """
     from qeffect.guards import megatron as guards
+    from qeffect.guards.recurring import RecurringSteps
+
+    begin: Any = RecurringSteps.begin
+
+    def begin_alone(steps: RecurringSteps, step: Any) -> None:
+        steps.settle()
 
     side = make(member, "none", PRICED)
-    said: dict[str, Any] = {"off": [], "on": []}
-    for _ in range(ROUNDS):
-        for turn in ("off", "on"):
-            guarded = guards.guard(manner="refuse") if turn == "on" else None
-            take_loop(side)
-            times = []
-            for n in range(WARM + TIMED):
-                member.synchronize()
-                began = time.perf_counter()
-                side.step()
-                member.synchronize()
-                if n >= WARM:
-                    times.append((time.perf_counter() - began) * 1e3)
-            said[turn].append(statistics.median(times))
-            if guarded is not None:
-                guarded.remove()
+    guarded = guards.guard(manner="refuse")
+    take_loop(side)
+    said: dict[str, Any] = {f"{turn}{what}": [] for turn in TURNS for what in ("", " cpu")}
+    for number in range(WARM + ROUNDS):
+        first = number % len(TURNS)
+        for turn in TURNS[first:] + TURNS[:first]:
+            guarded._off = turn == "off"
+            RecurringSteps.begin = begin_alone if turn == "calls" else begin  # type: ignore[method-assign]
+            member.synchronize()
+            began, worked = time.perf_counter(), time.process_time()
+            side.step()
+            host = time.process_time() - worked
+            member.synchronize()
+            if number >= WARM:
+                said[turn].append((time.perf_counter() - began) * 1e3)
+                said[f"{turn} cpu"].append(host * 1e3)
+    guarded._off, RecurringSteps.begin = False, begin  # type: ignore[method-assign]
+    said["repeated"] = guarded._recurring.repeated if guarded._recurring is not None else 0
+    guarded.remove()
     return said
 
 
-def cost(said: dict[str, Any]) -> tuple[float, float] | None:
+def cost(said: dict[str, Any], turn: str = "on") -> tuple[float, float] | None:
     """
-    Return the guard's price on a rank, from the fastest rounds; None if the rank said nothing.
+    Return the guard's price on a rank; None if the rank did not report.
+
+    Args:
+        said: What `price` returned on the rank.
+        turn: ``on``, or ``calls``: whether every call of the contract is made.
 
     Returns:
-        The share of a step, and microseconds for each F and each B.
+        The share of a step's time, and microseconds of processor time for each F and each B with
+        their messages. Both come from the median difference within a round.
     """
-    if not (said.get("on") and said.get("off")):
+    if not (said.get(turn) and said.get("off")):
         return None
-    on, off = min(said["on"]), min(said["off"])
-    return on / off - 1.0, (on - off) * 1e3 / ACTIONS
+    more = statistics.median(map(sub, said[turn], said["off"]))
+    host = statistics.median(map(sub, said[f"{turn} cpu"], said["off cpu"]))
+    return more / statistics.median(said["off"]), host * 1e3 / ACTIONS
 
 
 def rank(mode: str, manner: str, what: str, out: str) -> None:

@@ -188,7 +188,7 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
                 if (kind, stage) == ("I", 0):
                     send, receive = ("SEND_F", 0, microbatch), ("RECV_B", 0, microbatch)
                     found += [("post_message", (send,)), ("post_message", (receive,))]
-                    found += [("finish_send", (send,)), ("finish_receive", (receive,))]
+                    found += [("finish_sends", ((send,),)), ("finish_receive", (receive,))]
                 found += [("check", (event,)), ("commit", (event,))]
         found.append(("finalize", (stage,)))
     return [
@@ -206,6 +206,8 @@ def run(steps: RecurringSteps, made: list[tuple[str, tuple[Any, ...]]]) -> list[
     for place, (name, arguments) in enumerate(made):
         try:
             getattr(works, name)(*arguments)
+            if name == "commit_update":
+                works.end()
         except (Refused, KeyError) as error:  # a commit without its check
             found.append(but_slots(f"{place} {name}: {error}"))
         except AssertionError:  # the commit of an update without its check
