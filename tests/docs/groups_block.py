@@ -50,10 +50,11 @@ def groups(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         )
         parts += [
             f"**Steps in {asked['mode']} over {asked['pp']} ranks** ({name}; {machine(report)}). "
-            "*Today* is the default: scales move at every action, and each microbatch has its own "
-            "dW. *Today* was measured before and after the other rows. Columns *group 1* to *8* "
-            "divide the median step time with this group size by the median over all rounds of "
-            "both *today* measurements. *Slots* is the number of slots of all stages on all ranks."
+            "The row *today* is the default: each action updates the scales, and each microbatch "
+            "has its own dW. This row was measured before and after the other rows. Columns "
+            "*group 1* to *8* divide the median step time with this group size by the median over "
+            "all rounds of both *today* measurements. *Slots* is the number of slots of all stages "
+            "on all ranks."
             f"{digests}",
             markdown(
                 (

@@ -60,9 +60,10 @@ def failures_counted() -> str:
     return (
         "Users of Transformer Engine, Megatron-LM, torch, DeepSpeed and others reported "
         f"{counted['failures']} failures in public. The contract refuses {counted['refused']} of "
-        f"them: {counted['given_a_report']} only if the runtime supplies an optional report, and "
-        f"{counted['refused_by_guess']} under a cause that we guessed, because no cause was "
-        f"published. {counted['not_caught']} failures are not caught; for {counted['unexplained']} "
+        f"them. Of these {counted['refused']}, {counted['given_a_report']} are refused only if the "
+        f"runtime supplies an optional report; for {counted['refused_by_guess']} we guessed the "
+        f"cause, because no cause was published. {counted['not_caught']} failures are not caught; "
+        f"for {counted['unexplained']} "
         f"more, nobody published a cause. {counted['enacted']} failures are *re-enacted*: a "
         "program makes the calls of the contract that the faulty runtime would make. The other "
         "failures cannot be re-enacted, because they make the same calls as a correct run."

@@ -49,10 +49,10 @@ def failures() -> str:
     counted = failures_counts()
     return wrapped(
         f"**Public failures** (`qeffect failures`). The contract refuses {counted['refused']} of "
-        f"{counted['failures']} failures that users reported: "
-        f"{counted['given_a_report']} only if the runtime supplies an optional report, and "
-        f"{counted['refused_by_guess']} under a cause that we guessed. {counted['not_caught']} are "
-        f"not caught; {counted['unexplained']} have no published cause. "
+        f"{counted['failures']} failures that users reported, does not catch "
+        f"{counted['not_caught']}, and {counted['unexplained']} have no published cause. Of the "
+        f"{counted['refused']}, {counted['given_a_report']} need an optional report of the "
+        f"runtime; for {counted['refused_by_guess']} we guessed the cause. "
         f"[By relation]({KERNEL}#public-failures)."
     )
 
@@ -212,7 +212,7 @@ def peers() -> Iterator[str]:
         ]
         if said:
             yield (
-                "*Peers*, speed over Megatron-core's best graphs, by gradients: "
+                "*Peers*, speed over Megatron-core's fastest graphs, by type of gradients: "
                 f"{', '.join(said)}. [{name}]({RUNTIME}#peers)."
             )
 

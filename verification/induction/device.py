@@ -86,7 +86,7 @@ def cursor(st: State, h: History, p: Index) -> Truth:
 
 @HISTORY("capture.own-rank", s="slot")
 def own_rank(st: State, h: History, s: Index) -> Truth:
-    """A slot with memory was replayed last by a graph not captured after its pool's last graph."""
+    """The graph replayed last on a slot was captured no later than its pool's last graph."""
     return implies(h.in_pool[s] == 1, h.own_rank[s] <= h.last_rank[st.pool_of[s]])
 
 

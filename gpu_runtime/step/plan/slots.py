@@ -91,7 +91,7 @@ class SlotPlan:
         return found if found[0] == microbatch else ()
 
     def products(self, stage: int, rule: Rule) -> tuple[tuple[tuple[int, ...], WgradVariant], ...]:
-        """Return the slots and the variant of every dW of a stage in an epoch, each pair once."""
+        """Return each distinct pair of slots and variant that the dW of a stage use in an epoch."""
         found: dict[tuple[tuple[int, ...], WgradVariant], None] = {}
         for microbatch in self.order.microbatches(stage, Kind.WGRAD):
             if not (members := self.members(microbatch)):
