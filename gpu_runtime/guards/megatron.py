@@ -138,7 +138,6 @@ class GuardedMegatron:
         self._live: LoopStep | None = None  # the step whose loop runs
         self._caches = Caches()
         self._weights: weakref.WeakKeyDictionary[Any, Weights] = weakref.WeakKeyDictionary()
-        self._buckets: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._scaling_updates = 0
         self._norms: dict[Norm, int] = {}
         self._gradients = Gradients()
@@ -312,7 +311,7 @@ class GuardedMegatron:
         self._rank, self._judge.step = plan.rank, self._loops
         self._loops += 1
         quantizes = [self._caches.quantizes(chunk, config) for chunk in chunks]
-        buckets = [self._buckets_of(chunk) for chunk in chunks]
+        buckets = [bucket_groups(chunk) for chunk in chunks]
         numbers = [*map(len, buckets)]
         shape = plan, quantizes, numbers
         fresh = self._recurring is None or shape != self._shape or self._left
@@ -356,12 +355,6 @@ class GuardedMegatron:
         self.epochs += 1
         return True
 
-    def _buckets_of(self, chunk: Any) -> list[Any]:
-        found = self._buckets.get(chunk)
-        if found is None:
-            found = self._buckets[chunk] = bucket_groups(chunk)
-        return found
-
     def _weights_of(self, chunk: Any) -> Weights:
         found = self._weights.get(chunk)
         if found is None:
@@ -395,8 +388,9 @@ class GuardedMegatron:
 
     def _abort(self) -> None:
         """Abort the actions that are under way."""
-        if (contract := self.contract) is not None:
-            self._judge.abort(contract)
+        if self._recurring is not None:
+            self._recurring.settle()
+            self._judge.abort(self._recurring.raw_contract)
 
     # Forward, backward, messages
 

@@ -45,8 +45,6 @@ class Caches:
         self.skips: bool | None = None
         self._modules: weakref.WeakKeyDictionary[Any, list[tuple[str, Any]]]
         self._modules = weakref.WeakKeyDictionary()
-        self._every: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]]
-        self._every = weakref.WeakKeyDictionary()
         self._replayed: list[bool | None] = []
         self._kept: list[str] | None = None
 
@@ -88,10 +86,14 @@ class Caches:
         The result is the number of local graphs that it replayed, and the number of layers to which
         Megatron has given graphs of Transformer Engine.
         """
-        every = self._every.get(chunk)
-        if every is None:  # once: a walk over a chunk's modules takes longer than an action's check
-            every = self._every[chunk] = [vars(module) for module in chunk.modules()]
-        return len(self._replayed), sum(1 for own in every if own.get("cuda_graphs"))
+        layers, seen, todo = 0, set(), [chunk]
+        while todo:  # less than half the time of `chunk.modules()`
+            module = todo.pop()
+            if module is not None and module not in seen:
+                seen.add(module)
+                layers += bool(vars(module).get("cuda_graphs"))
+                todo += module._modules.values()
+        return len(self._replayed), layers
 
     def stale(self) -> str | None:
         """Return why the last forward used an old cache; None if it filled the cache."""

@@ -15,6 +15,7 @@ one by one, and then the call that differs, which the contract accepts or refuse
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, Final, Protocol
 
 from qeffect.contract import Contract
@@ -65,11 +66,18 @@ class RecurringSteps:
         self._recorded: RecordedStep | None = None
         self._script: Script = ()
         self._recording: Recording | None = None
+        self._thread = get_ident()  # of the step
 
     @property
     def contract(self) -> Contract:
-        """The contract, after every call that the current step has made so far."""
-        self.settle()
+        """
+        The contract, after every call that the current step has made so far.
+
+        In another thread than the one that began the step: the contract as it is, which may be in
+        the state before the step.
+        """
+        if get_ident() == self._thread:
+            self.settle()
         return self.raw_contract
 
     def settle(self) -> None:
@@ -86,6 +94,7 @@ class RecurringSteps:
             The calls that the step is compared with; no calls if it is recorded; None if neither.
         """
         self.settle()
+        self._thread = get_ident()
         self._begun += 1
         if self._begun == 1 or self.raw_contract.observer is not None:
             return None
@@ -123,9 +132,19 @@ class RecurringSteps:
         if self._different == _DIFFERENT:
             self._recorded = None
 
-    def commit(self) -> None:
-        """Commit the current step, all of whose calls have repeated the recorded ones."""
+    def commit(self) -> bool:
+        """
+        Commit the current step, all of whose calls have repeated the recorded ones.
+
+        Returns:
+            Whether the step is committed. Otherwise a user of the contract has changed it since the
+            step began, and the step has to make its calls.
+        """
         assert self._recorded is not None
-        self.raw_contract.commit_step(self._recorded)
+        try:
+            self.raw_contract.commit_step(self._recorded)
+        except ValueError:
+            return False
         self._step, self._different = None, 0
         self.repeated += 1
+        return True

@@ -24,14 +24,14 @@ _NOTHING: Script = (None,)
 
 
 class _Keys(dict[Work, TapeKey]):
-    """The keys of works in a contract's epoch, which is the same until the step ends."""
+    """The keys of works in the contract's epoch in which a step begins."""
 
     def __init__(self, contract: Contract) -> None:
         super().__init__()
-        self._contract = contract
+        self._epoch = contract.epoch
 
     def __missing__(self, work: Work) -> TapeKey:
-        key = self[work] = TapeKey(self._contract.epoch, *work)
+        key = self[work] = TapeKey(self._epoch, *work)
         return key
 
 
@@ -92,7 +92,7 @@ class Works:
         self._posted: set[Event] = set()
         self._reading: set[Event] = set()
         self._script, self._place = _NOTHING, 0
-        self._begun = not whole
+        self._whole, self._begun = whole, False
         self._calls: list[Call] | None = None  # the calls of a step that is recorded
 
     @property
@@ -107,7 +107,11 @@ class Works:
         """Make a call that does not repeat the recorded one."""
         if not self._begun:
             self._begun = True
-            script = self._steps.begin(self)
+            script = None
+            if self._whole:
+                script = self._steps.begin(self)
+            else:
+                self._steps.settle()
             if script:
                 self._script = script
                 if script[0] == call:
@@ -145,8 +149,10 @@ class Works:
     def end(self) -> None:
         """End the step, whose last call has committed its epoch."""
         if self._script is not _NOTHING:
-            self._script, self._place = _NOTHING, 0
-            self._steps.commit()
+            if self._steps.commit():
+                self._script, self._place = _NOTHING, 0
+            else:
+                self.catch_up()
         elif self._calls is not None:
             calls, self._calls = self._calls, None
             self._steps.keep(calls)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -141,6 +142,69 @@ class TestMegatron:
         assert [1, 2] == seen[0][0]
         assert 4 == len(seen[0])
 
+    def test_another_thread_reads_the_contract_as_it_is(self, made: dict[str, ModuleType]) -> None:
+        """It makes no call of the step, which the training thread is about to compare."""
+        run = StandIn(made, {}, 0)
+        guarded = megatron.guard(manner="refuse")
+        forward, epochs = run.forward_step, list[int]()
+
+        def step(batches: Any, model: Any) -> Any:
+            reader = Thread(target=lambda: epochs.append(guarded.contract.epoch))  # type: ignore[union-attr]
+            reader.start()
+            reader.join()
+            return forward(batches, model)
+
+        run.forward_step = step  # type: ignore[method-assign]
+        steps(run)
+
+        assert guarded._recurring is not None
+        assert STEPS - 2 == guarded._recurring.repeated
+        assert [number for number in range(STEPS) for _ in range(4)] == epochs
+
+    def test_an_observer_that_is_put_on_in_mid_step_hears_every_call(
+        self, made: dict[str, ModuleType]
+    ) -> None:
+        run = StandIn(made, {}, 0)
+        guarded = megatron.guard(manner="refuse")
+        steps(run)
+        contract, heard = guarded.contract, list[str]()
+        assert contract is not None
+        update = run.update
+
+        def observed() -> None:
+            contract.observer = lambda transition, *_: heard.append(transition)
+            update()
+
+        run.update = observed  # type: ignore[method-assign]
+        run.step()
+
+        assert STEPS + 1 == guarded.epochs
+        assert "commit_forward" in heard
+        assert "commit_update" == heard[-1]
+
+    @pytest.mark.parametrize("repeats", [True, False])
+    def test_a_contract_that_a_user_has_spoiled_refuses_the_update(
+        self, repeats: bool, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """At the latest where a repeated step commits."""
+        if not repeats:
+            call_by_call(monkeypatch)
+        run = StandIn(made, {}, 0)
+        guarded = megatron.guard(manner="refuse")
+        steps(run)
+        contract, update = guarded.contract, run.update
+        assert contract is not None
+
+        def spoiled() -> None:
+            contract.fail(0, contract.epoch)
+            update()
+
+        run.update = spoiled  # type: ignore[method-assign]
+        with pytest.raises(Refused, match=r"epoch\.") as refused:
+            run.step()
+
+        assert refused.value.clause in ("epoch.not-final", "epoch.spoiled")
+
     def test_a_checkpoint_is_refused_in_a_repeated_step(self, made: dict[str, ModuleType]) -> None:
         run = StandIn(made, {}, 0)
         guarded = megatron.guard(manner="refuse")
@@ -273,6 +337,17 @@ class TestAnyCalls:
         for repeated in (0, 1, 2):
             assert [] == run(repeating, calls())
             assert repeated == repeating.repeated
+
+    def test_a_call_behind_the_end_names_the_epoch_that_has_ended(self) -> None:
+        repeating, plain = contracts()
+        plain._recordings = recurring._RECORDINGS
+        late = [*calls(), ("check", (("I", 1, 0),))]
+        for _ in range(2):
+            run(repeating, calls()), run(plain, calls())
+        found = run(repeating, late)
+
+        assert found == run(plain, late)
+        assert "in epoch 2" in found[0]
 
     def test_another_step_is_recorded_after_three_that_differ(self) -> None:
         """A run whose steps change, for good, repeats the new ones."""

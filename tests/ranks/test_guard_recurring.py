@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qeffect.guards import recurring
 from qeffect.guards.pipelining import guard
+from qeffect.refusals import Refused
 from tests.ranks import guard_bodies as bodies
 
 #: Legal steps before the faulty one: the guard records the second, and the third repeats it.
@@ -66,6 +67,40 @@ def test_each_edit_has_the_outcome_that_it_has_call_by_call(
     assert {0} == {repeated for _, repeated in plain}
     assert [one for one, _ in plain] == [one for one, _ in found]
     assert len(cases) * 0.7 < sum("refused" in one for one, _ in found)
+
+
+def missed_update(name: str, rank: int) -> list[str]:
+    """What is refused where a person runs a step too many, catches that, and then updates."""
+    run = bodies.Run(name).alone()
+    guarded = guard(run.schedule)
+    guarded.follow_optimizer(run.optimizer, walks=1)
+    x = torch.full((run.rows, bodies.WIDTH), 0.1)
+    found: list[str] = []
+    for number in range(6):
+        run.optimizer.zero_grad()
+        for _ in range(1 + (number == LEGAL)):
+            try:
+                run.schedule.step(*((x,) if rank == 0 else ()), target=x)
+            except Refused as refused:
+                found.append(f"step {number}: {refused.clause}")
+        try:
+            run.optimizer.step()
+        except Refused as refused:
+            found.append(f"update {number}: {refused.clause}")
+            break
+    return [*found, f"epoch {guarded.contract.epoch}"]
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleGPipe", *TABLES])
+def test_a_step_that_is_refused_at_its_beginning_leaves_the_one_before(
+    name: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls of the repeated step before it are made, although its update has not come."""
+    found = missed_update(name, rank)
+    monkeypatch.setattr(recurring, "_RECORDINGS", 0)
+
+    assert found == missed_update(name, rank)
+    assert f"step {LEGAL}: epoch.device-count" == found[0]
 
 
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleGPipe", *TABLES])
