@@ -30,7 +30,7 @@ CLAIMS: Mapping[str, str] = {
         "the guard takes at most 1% of a quiet step (the tenth percentile)"
     ),
     "price at most 30 us for an F or a B": (
-        "the guard takes at most 30 microseconds of processor time per F or B with its messages"
+        "the guard takes at most 30 microseconds per F or B with its messages"
     ),
 }
 
@@ -58,10 +58,10 @@ def on_two_gpus() -> str:
             "A step has four microbatches and one layer for each virtual stage. A quiet step takes "
             f"{quiet:.0f} ms, the median step {median:.0f} ms, because of other work on the host. "
             f"The guard adds {most(own, 'tenth'):.1%} to a quiet step and "
-            f"{most(own, 'median'):.1%} to the median step, and {most(own, 'us'):.0f} microseconds "
-            "of processor time for each F and each B with their messages. If the guard makes every "
-            f"call in every step, it adds {most(whole, 'tenth'):.1%}, "
-            f"{most(whole, 'median'):.1%} and {most(whole, 'us'):.0f} microseconds.",
+            f"{most(own, 'median'):.2%} to the median step, which is {most(own, 'us'):.0f} "
+            "microseconds for each F and each B with their messages. If the guard makes every call "
+            f"in every step, it adds {most(whole, 'tenth'):.1%}, {most(whole, 'median'):.2%} and "
+            f"{most(whole, 'us'):.0f} microseconds.",
         )
     )
 

@@ -248,7 +248,8 @@ def faults(member: Any) -> dict[str, Any]:
 
 def price(member: Any) -> dict[str, Any]:
     """
-    Time rounds of three steps, in milliseconds, as time that passes and as time of processors.
+    Time rounds of three steps, in milliseconds, as time that passes and as time of processors. The
+    second kind varies more from step to step than the guard adds, so no price comes from it.
 
     The guard passes one step of a round by (``off``); its wrappers then only call Megatron's
     functions. Another step repeats a recorded step (``on``). For the third (``calls``), every call
@@ -295,8 +296,7 @@ class Price:
         median: The share of time that it adds to the median step.
         tenth: The share that it adds to the tenth percentile of the steps, which other work on the
             host slows least.
-        us: Microseconds of processor time for each F and each B with their messages; the
-            difference between the tenth percentiles.
+        us: Microseconds that it adds to the median step for each F and each B with their messages.
     """
 
     median: float
@@ -314,12 +314,9 @@ def cost(said: dict[str, Any], turn: str = "on") -> Price | None:
     """
     if not (said.get(turn) and said.get("off")):
         return None
-    host = tenth(said[f"{turn} cpu"]) - tenth(said["off cpu"])
-    return Price(
-        statistics.median(said[turn]) / statistics.median(said["off"]) - 1.0,
-        tenth(said[turn]) / tenth(said["off"]) - 1.0,
-        host * 1e3 / ACTIONS,
-    )
+    on, off = statistics.median(said[turn]), statistics.median(said["off"])
+    quiet = tenth(said[turn]) / tenth(said["off"])
+    return Price(on / off - 1.0, quiet - 1.0, (on - off) * 1e3 / ACTIONS)
 
 
 def tenth(times: list[float]) -> float:

@@ -18,9 +18,6 @@ PRICE = {
     "off": [84.0] * 7 + [90.0] * 4,
     "on": [84.3] * 7 + [110.0] * 4,
     "calls": [85.0] * 3 + [91.0] * 8,
-    "off cpu": [60.0] * 3 + [62.0] * 8,
-    "on cpu": [60.4] * 3 + [75.0] * 8,
-    "calls cpu": [61.0] * 11,
 }
 RIGHT, STALE = ["right"] * STEPS, ["right", "right", *["stale"] * (STEPS - 2)]
 
