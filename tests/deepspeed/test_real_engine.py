@@ -127,7 +127,7 @@ def test_a_fault_passes_in_silence(name: str) -> None:
     said = faulty(fault.model)
     right, wrong = said["", False], said[name, False]
 
-    assert [3, 3] == [len(rank["bits"]) for rank in wrong]
+    assert [STEPS, STEPS] == [len(rank["bits"]) for rank in wrong]
     same = [one["bits"] == two["bits"] for one, two in zip(right, wrong, strict=True)]
     assert fault.harmless is all(same)
 

@@ -18,7 +18,7 @@ import pytest
 from qeffect.log.joint import replay_together
 from tests.deepspeed.ranks import run
 from tests.docs.code import blocks
-from tests.megatron.faults import CASES, FAULTS, WIDE_FAULTS, Fault
+from tests.megatron.faults import CASES, FAULTS, STEPS, WIDE_FAULTS, Fault
 from tests.megatron.ranks import NEWEST, RELEASES, folder_of, launch
 
 pytestmark = pytest.mark.megatron
@@ -147,8 +147,8 @@ def test_a_legal_run_keeps_its_bits(release: str, name: str, world: int) -> None
     for one, two in zip(plain, guarded, strict=True):
         assert "refused" not in two, two
         assert one["bits"] == two["bits"]
-        assert 3 == len(one["bits"]) == len(set(map(str, one["bits"])))  # it does train
-        assert (3, 0, []) == (two["epoch"], two["live"], two["violations"])
+        assert STEPS == len(one["bits"]) == len(set(map(str, one["bits"])))  # it does train
+        assert (STEPS, 0, []) == (two["epoch"], two["live"], two["violations"])
         assert [] == two["left"]  # every replaced name is as it was
     logs: dict[Path, list[Path]] = {}
     for path in sorted((folder / name).rglob("*.jsonl")):
@@ -179,7 +179,7 @@ def test_a_fault_passes_in_silence(release: str, name: str) -> None:
     fault, said = faulty(release, name)
     right, wrong = said["right", fault.case, None], said["fault", name, None]
 
-    assert {3} == {len(rank["bits"]) for rank in wrong}
+    assert {STEPS} == {len(rank["bits"]) for rank in wrong}
     same = [one["bits"] == two["bits"] for one, two in zip(right, wrong, strict=True)]
     assert fault.harmless in (None, all(same))
 

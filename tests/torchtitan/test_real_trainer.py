@@ -134,7 +134,7 @@ def test_a_fault_passes_in_silence(name: str) -> None:
     fault, said = FAULTS[name], faulty()
     right, wrong = said[f"{fault.schedule} {fault.walks}", ""], said[name, ""]
 
-    assert [3, 3] == [len(rank["bits"]) for rank in wrong]
+    assert [STEPS, STEPS] == [len(rank["bits"]) for rank in wrong]
     same = [one["bits"] == two["bits"] for one, two in zip(right, wrong, strict=True)]
     assert fault.harmless is all(same)
 
