@@ -297,7 +297,7 @@ class GuardedEngine:
 
     def _abort(self) -> None:
         """Abort the actions that have begun and not ended."""
-        self._judge.abort(self.contract)
+        self._judge.abort(self._recurring)
 
     def _check_gradients(self) -> None:
         """Check that no gradients of the last step remain, if the engine itself must drop them."""

@@ -13,6 +13,7 @@ from qeffect.refusals import Refused, refused
 from qeffect.schedule.findings import Finding
 
 from .advice import AdviceTable, advised
+from .recurring import RecurringSteps
 from .reports import Reports, Violation
 
 __all__ = ["ContractLogs", "Judge"]
@@ -136,8 +137,9 @@ class Judge:
         """The first violation of each clause; empty if violations are not reported."""
         return () if self.reports is None else tuple(self.reports.violations.values())
 
-    def abort(self, contract: Contract) -> None:
+    def abort(self, steps: RecurringSteps) -> None:
         """Abort the actions that are under way."""
+        contract = steps.settle()
         for ticket in contract.outstanding():
             try:
                 contract.abort(ticket)

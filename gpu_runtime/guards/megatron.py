@@ -153,6 +153,8 @@ class GuardedMegatron:
         """
         The contract, after every call of the current step so far; None before the first loop.
 
+        Another thread than the training's may get the contract in the state before the step.
+
         The contract is replaced after a violation, and if the step's sizes change.
         """
         return None if self._recurring is None else self._recurring.contract
@@ -389,8 +391,7 @@ class GuardedMegatron:
     def _abort(self) -> None:
         """Abort the actions that are under way."""
         if self._recurring is not None:
-            self._recurring.settle()
-            self._judge.abort(self._recurring.raw_contract)
+            self._judge.abort(self._recurring)
 
     # Forward, backward, messages
 

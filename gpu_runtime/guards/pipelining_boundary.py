@@ -207,7 +207,7 @@ class EpochBoundaries:
         """Begin another walk of the epoch."""
         assert self.updates is not None
         self.updates.check_next_walk()
-        self.contract.next_walk()
+        self._recurring.settle().next_walk()
 
     def _finish(self) -> None:
         updates, own = self.updates, [stage.stage_index for stage in self._stages]

@@ -90,7 +90,7 @@ class ActionGuard:
 
     def abort(self) -> None:
         """Abort the actions that are under way."""
-        self._judge.abort(self.step.contract)
+        self._judge.abort(self.step.steps)
 
     def registered(self) -> frozenset[str]:
         """Return the kinds of action that a registered function runs in torch's place."""

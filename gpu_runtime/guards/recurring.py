@@ -6,7 +6,7 @@ step, and `Contract.record_step` records their transitions. In a later step the 
 call with the recorded one instead of making it, which takes less time, and commits the step in one
 call at its end (`Contract.commit_step`). This is as strict as making the calls: before the step
 `Contract.check_step` compares the contract's state with the state in which the recorded step began,
-and from that state the contract accepted the same calls (spec/contract.md, "A step as one").
+and from that state the contract accepted the same calls (spec/contract.md, "A step in one call").
 
 At the first call that differs from the recorded one, the guard makes the calls of the step so far
 one by one, and then the call that differs, which the contract accepts or refuses.
@@ -73,18 +73,21 @@ class RecurringSteps:
         """
         The contract, after every call that the current step has made so far.
 
-        In another thread than the one that began the step: the contract as it is, which may be in
-        the state before the step.
+        A thread that did not begin the step gets the contract as it is, which may be in the state
+        before the step.
         """
-        if get_ident() == self._thread:
-            self.settle()
-        return self.raw_contract
+        return self.settle() if get_ident() == self._thread else self.raw_contract
 
-    def settle(self) -> None:
-        """Let the current step make the calls that were only compared so far."""
+    def settle(self) -> Contract:
+        """
+        Let the current step make the calls that were only compared so far; return the contract.
+
+        Only a guard calls this method, where the training waits for it, in any thread.
+        """
         step, self._step = self._step, None
         if step is not None:
             step.catch_up()
+        return self.raw_contract
 
     def begin(self, step: RepeatingStep) -> Script | None:
         """

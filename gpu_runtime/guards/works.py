@@ -79,13 +79,13 @@ class Works:
     `recurring`. Every method raises `Refused` if its action breaks the contract.
 
     Args:
-        steps: The steps of the rank's contract.
+        steps: The steps of the rank's contract; also an attribute.
         whole: Whether the step begins an epoch; only such a step is recorded or compared.
     """
 
     def __init__(self, steps: RecurringSteps, *, whole: bool = True) -> None:
         contract = steps.raw_contract
-        self._steps, self._contract = steps, contract
+        self.steps, self._contract = steps, contract
         self._keys, self._refs = _Keys(contract), _References(contract)
         self._tickets: dict[Event, Ticket] = {}
         self._update: Ticket | None = None
@@ -95,12 +95,6 @@ class Works:
         self._whole, self._begun = whole, False
         self._calls: list[Call] | None = None  # the calls of a step that is recorded
 
-    @property
-    def contract(self) -> Contract:
-        """The contract, after every call of this step so far."""
-        self.catch_up()
-        return self._contract
-
     # Calls that repeat a recorded step
 
     def _differs(self, call: Call) -> None:
@@ -109,9 +103,9 @@ class Works:
             self._begun = True
             script = None
             if self._whole:
-                script = self._steps.begin(self)
+                script = self.steps.begin(self)
             else:
-                self._steps.settle()
+                self.steps.settle()
             if script:
                 self._script = script
                 if script[0] == call:
@@ -135,12 +129,12 @@ class Works:
         recording."""
         if self._calls is not None:
             self._calls = None
-            self._steps.drop()
+            self.steps.drop()
         script, place = self._script, self._place
         if script is _NOTHING:
             return
         self._script, self._place = _NOTHING, 0
-        self._steps.differ()
+        self.steps.differ()
         for call in script[:place]:
             assert call is not None
             make, given, named = call
@@ -149,13 +143,13 @@ class Works:
     def end(self) -> None:
         """End the step, whose last call has committed its epoch."""
         if self._script is not _NOTHING:
-            if self._steps.commit():
+            if self.steps.commit():
                 self._script, self._place = _NOTHING, 0
             else:
                 self.catch_up()
         elif self._calls is not None:
             calls, self._calls = self._calls, None
-            self._steps.keep(calls)
+            self.steps.keep(calls)
 
     # Computations
 

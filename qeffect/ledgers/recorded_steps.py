@@ -123,8 +123,8 @@ class RecordedSteps:
 
         Raises:
             Refused: ``epoch.uncounted``: the counts of the last commit were not presented.
-            TypeError, ValueError: The argument is no step of this contract, or a transition of the
-                step would be refused.
+            TypeError, ValueError: The argument is not a step of this contract, or a transition of
+                the step would be refused.
         """
         found = self._asked(step, guards_alone=True)
         if isinstance(found, Difference):

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 
 from tests.docs.blocks import ROOT, load, markdown
-from tests.gpu.guard_megatron import KEPT, Price, cost, found, tenth
+from tests.gpu.guard_megatron import FFN, GPU_FAULTS, KEPT, SEQUENCE, Price, cost, found, tenth
 
 __all__ = ["BLOCKS", "PAGE", "on_two_gpus"]
 
@@ -23,8 +23,14 @@ CLAIMS: Mapping[str, str] = {
     "reported stale": "manner `report` reports the stale weights of local graphs",
     "reporting keeps the losses": "manner `report` does not change the losses of local graphs",
     "refused stale": "manner `refuse` refuses the stale weights of local graphs",
-    "a thousand steps are not refused": "the guard refuses no step in legal runs of 1,000 steps",
-    "every fault is named": "for every injected fault the guard first names the expected clause",
+    "a thousand steps are not refused": (
+        "the guard refuses no step in legal runs of 1,000 steps (eager; with full-iteration graphs "
+        "it judges only the steps before the graph)"
+    ),
+    "every fault is named": (
+        f"for each of {len(GPU_FAULTS)} injected faults (eager) the guard first names the expected "
+        "clause"
+    ),
     "price at most 1% of the median step": "the guard takes at most 1% of the median step",
     "price at most 1% of a quiet step": (
         "the guard takes at most 1% of a quiet step (the tenth percentile)"
@@ -55,13 +61,15 @@ def on_two_gpus() -> str:
             f"{where['packages']['transformer-engine']}, commit `{where['commit'][:12]}` "
             "([report](../tests/megatron/two_gpus.json)):",
             markdown(("claim", "shown"), rows),
-            "A step has four microbatches and one layer for each virtual stage. A quiet step takes "
-            f"{quiet:.0f} ms, the median step {median:.0f} ms, because of other work on the host. "
-            f"The guard adds {most(own, 'tenth'):.1%} to a quiet step and "
+            "The price was measured without a log. A step is eager and has four microbatches and "
+            f"one layer for each virtual stage (hidden 4096, sequence {SEQUENCE}, ffn {FFN}). A "
+            f"quiet step takes {quiet:.0f} ms, the median step {median:.0f} ms. On the rank where "
+            f"it costs more, the guard adds {most(own, 'tenth'):.1%} to a quiet step and "
             f"{most(own, 'median'):.2%} to the median step, which is {most(own, 'us'):.0f} "
             "microseconds for each F and each B with their messages. If the guard makes every call "
-            f"in every step, it adds {most(whole, 'tenth'):.1%}, {most(whole, 'median'):.2%} and "
-            f"{most(whole, 'us'):.0f} microseconds.",
+            f"in every step, it adds {most(whole, 'tenth'):.1%} to a quiet step and "
+            f"{most(whole, 'median'):.2%} to the median step, which is {most(whole, 'us'):.0f} "
+            "microseconds.",
         )
     )
 

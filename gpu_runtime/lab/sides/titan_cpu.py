@@ -57,7 +57,7 @@ def on_a_cpu(config: Any) -> Any:
 
         @dataclass(kw_only=True, slots=True)
         class Config(BaseTokenizer.Config):  # type: ignore[misc]
-            """The tokenizer's options, of which there are none."""
+            """The tokenizer's options; the tokenizer needs none."""
 
         def __init__(self, config: Any, **_: Any) -> None:
             super().__init__()

@@ -398,8 +398,8 @@ def run_of(path: Path) -> list[str]:
         The identities; empty if the checkpoint was saved by an earlier version without identities.
 
     Raises:
-        BackendError: The folder is no checkpoint, or its manifest is missing, damaged or of another
-            format.
+        BackendError: The folder is not a checkpoint, or its manifest is missing, damaged or of
+            another format.
     """
     return [str(one) for one in _sealed(path).get("run", ())]
 
