@@ -60,8 +60,8 @@ class Job:
         layers: Number of layers per stage.
         history: Number of entries of an amax history.
         rule: Where dW writes: `copied`, `per_microbatch` or `accumulate` (`step/memory/arena.py`).
-        provisioning: `live`: each stage has as many slots as microbatches are in progress at once;
-            `static`: one slot per microbatch.
+        provisioning: `live`: each stage has as many slots (sets of buffers for one microbatch) as
+            microbatches are in progress at once; `static`: one slot per microbatch.
         config: Dimensions of a layer.
         seed: Seed of parameters and data.
         amax: Source of the amaxes from which scales are made: each `replica` for itself, or all
@@ -69,9 +69,11 @@ class Job:
         dropout: Probability with which each layer drops elements of its two residual branches.
         wgrad_group: Number of microbatches whose weight gradients are computed as one product; more
             than 1 needs ``scales="epoch"``.
-        scales: When scales move: at the end of every ``action``, or once an ``epoch``. With
-            ``epoch``, seeds and dropout's random numbers depend on the layer, and the process uses
-            deterministic kernels and, on a CPU, one thread.
+        recompute: Stages that keep only the inputs of their layers, so that dI recomputes the
+            activations. The bits stay the same.
+        scales: When FP8 scales move (are updated): at the end of every ``action``, or once an
+            ``epoch``. With ``epoch``, seeds and dropout's random numbers depend on the layer, and
+            the process uses deterministic kernels and, on a CPU, one thread.
 
     Raises:
         ValueError: `dropout` is not a number in [0, 1).
@@ -92,6 +94,7 @@ class Job:
     amax: str = "replica"
     dropout: float = attrs.field(default=0.0)
     wgrad_group: int = 1
+    recompute: tuple[int, ...] = ()
     scales: Scales = "action"
 
     @dropout.validator
@@ -101,7 +104,7 @@ class Job:
     @property
     def cls_name(self) -> str:
         """
-        torch's name for the schedule class; empty for a table from a file.
+        torch's name for the schedule class; empty if the schedule table comes from a file.
 
         Raises:
             ScheduleError: torch has no such class.
@@ -206,6 +209,7 @@ class Job:
                     domain,
                     self.config,
                     dropout=self.dropout,
+                    recompute=n in self.recompute,
                     **made[n],  # type: ignore[arg-type]
                 )
                 for n in indices
@@ -224,6 +228,7 @@ class Job:
                 te_domain,
                 self.config,
                 dropout=self.dropout,
+                recompute=n in self.recompute,
                 fuse_wgrad_accumulation=False if self.rule == "copied" else fuse,
                 **made[n],  # type: ignore[arg-type]
             )
@@ -282,7 +287,8 @@ def mean_squared_error(hidden: Tensor, target: Tensor) -> Tensor:
 
 
 def loss_of(hidden: Tensor, target: Tensor, parts: int) -> Tensor:
-    """Return the mean squared error divided by `parts`: a microbatch's share of the loss."""
+    """Return the mean squared error divided by `parts` (the number of microbatches): a microbatch's
+    share of the loss."""
     return mean_squared_error(hidden, target) / parts
 
 

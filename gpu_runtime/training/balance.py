@@ -44,7 +44,8 @@ _FINE = 6
 @attrs.frozen
 class Times:
     """
-    The times of F, dI and dW (in this order) of each part of a model, in milliseconds.
+    The times of F, dI and dW (in this order) of each part of a model (a layer, the embedding, the
+    head), in milliseconds.
 
     Args:
         embedding: Times of the embedding.
@@ -78,8 +79,8 @@ class Times:
     @property
     def parts(self) -> dict[str, tuple[float, ...]]:
         """
-        Return, for each part, the times of F, dI and dW, then the time of each dW product over
-        several microbatches.
+        Return, for each part of the model (a layer, the embedding, the head), the times of F, dI
+        and dW, then the time of each dW product over several microbatches.
         """
         owns = {"embedding": self.embedding, "layer": self.layer, "head": self.head}
         return {
@@ -114,7 +115,8 @@ class Times:
 
 def slowest(ranks: Sequence[Times]) -> Times:
     """
-    Return, for each action of each part, the time on the rank where the action takes longest.
+    For each action of each part of the model (a layer, the embedding, the head), return the time on
+    the rank where the action takes longest.
 
     >>> slowest([Times((0,), (1,), (4,)), Times((1,), (3,), (2,))])
     Times(embedding=(1,), layer=(3,), head=(4,), products={})
@@ -152,9 +154,22 @@ def measure_times(
             ``scales="epoch"``.
 
     Raises:
-        BackendError: A stage cannot be built or captured.
+        BackendError: A stage cannot be built or captured, or only some of the stages recompute.
     """
-    probe = attrs.evolve(job, schedule="1f1b", pp=3, vpp=1, cut=(1, 1, 1), wgrad_group=1)
+    if job.recompute and len(job.recompute) < job.num_stages:
+        raise BackendError(
+            "a layer's time is measured once for all stages; expected every stage or no stage to "
+            f"recompute, found stages {list(job.recompute)} of {job.num_stages}"
+        )
+    probe = attrs.evolve(
+        job,
+        schedule="1f1b",
+        pp=3,
+        vpp=1,
+        cut=(1, 1, 1),
+        wgrad_group=1,
+        recompute=(0, 1, 2) if job.recompute else (),
+    )
     stages = probe.stages((0, 1, 2), device, backend)
     embedding, layer, head = _measured(stages, job, 1, mode, repeats)
     products = {
@@ -195,8 +210,8 @@ def agreed_times(
     member: Member, job: LanguageJob, backend: str, *, mode: Mode, place: str
 ) -> Times:
     """
-    Time a model's parts on the device of every rank, and take the slowest rank's time for each
-    action.
+    Time the parts of a model (a layer, the embedding, the head) on the device of every rank, and
+    take the slowest rank's time for each action.
 
     Every rank calls this function. The measured stages are freed before any rank continues.
 

@@ -34,6 +34,7 @@ from .fields import (
     number,
     one_of,
     schedule,
+    stages,
     text,
     times,
     whole,
@@ -204,6 +205,10 @@ class Parallel:
             graphs. A CPU always runs eager. If steps cannot run as one launch, they run as replays,
             and the log gives the reason. The older flags `captured` and `one_launch` are still
             accepted in place of `mode`.
+        recompute: Stages that keep only the inputs of their layers from F to dI: dI then computes
+            the layers' activations again, which takes the time of one more F and frees memory. The
+            bits of training stay the same. A list names some stages: `[0, 3]` the first and the
+            fourth stage of the model. With Transformer Engine `dropout` must be 0 in such a run.
         amax: The amaxes from which scales are computed: `replica`, those of each replica;
             `replicas`, the largest over all replicas, which then share their scaling state.
     """
@@ -224,6 +229,7 @@ class Parallel:
     rule: str = one_of("accumulate", *RULES, resume=_RULE)
     provisioning: str = one_of("live", *PROVISIONINGS)
     mode: Any = one_of("replays", *MODES)  # noqa: RUF009 - a field of attrs
+    recompute: Any = stages()  # noqa: RUF009 - a field of attrs
     amax: str = one_of("replica", *AMAX, resume=SAME)
 
 

@@ -165,6 +165,20 @@ def cut(**known: Any) -> Any:
     return _field("even", "string or list of integers", expected, allowed, fits, **known)
 
 
+def stages(**known: Any) -> Any:
+    """Declare a choice of stages: none, all, or the numbers of some stages."""
+
+    def fits(value: Any) -> bool:
+        if type(value) is list:
+            distinct = all(type(n) is int and 0 <= n <= SIZE for n in value)
+            return bool(value) and distinct and len(set(value)) == len(value)
+        return value in ("none", "all")
+
+    expected = "'none', 'all', or a list of different stage numbers, which begin at 0"
+    allowed = "`none`, `all`, or a list of different stage numbers"
+    return _field("none", "string or list of integers", expected, allowed, fits, **known)
+
+
 def times(**known: Any) -> Any:
     """Declare a list of times, one for each layer."""
 

@@ -101,8 +101,9 @@ def job_of(config: Config) -> LanguageJob:
         RuntimeConfig(rule=job.rule, walks=job.walks, group=job.wgrad_group)
     except (ScheduleError, BackendError, ValueError) as error:
         raise UnusableError(f"{source}: [parallel] {error}") from None
-    cut = _cut(config, job.num_stages)
-    return attrs.evolve(job, cut=cut, loader=_loader(config, config.data.train, "train"))
+    cut, recompute = _cut(config, job.num_stages), _recomputing(config, job.num_stages)
+    loader = _loader(config, config.data.train, "train")
+    return attrs.evolve(job, cut=cut, recompute=recompute, loader=loader)
 
 
 def _require_dropout(config: Config) -> None:
@@ -124,6 +125,32 @@ def _require_dropout(config: Config) -> None:
         f"{config.source}: [model] dropout: expected [parallel] mode = {expected}, because {why}, "
         f"found {mode!r}; set mode, or leave dropout out"
     )
+
+
+def _recomputing(config: Config, stages: int) -> tuple[int, ...]:
+    """Return the stages whose dI recomputes the activations of their layers."""
+    asked = config.parallel.recompute
+    where = f"{config.source}: [parallel] recompute"
+    if asked == "none":
+        return ()
+    if config.model.dropout and backend_of(config) == "transformer-engine":
+        raise UnusableError(
+            f"{where}: expected [model] dropout = 0.0, as dI cannot draw the random numbers of its "
+            f"F again, found {config.model.dropout}; set dropout, or leave recompute out"
+        )
+    if asked != "all" and config.parallel.cut == "measured":
+        raise UnusableError(
+            f"{where}: expected 'all' or 'none' with cut = 'measured', which takes every layer to "
+            f"need the same time, found {asked}; set recompute, or set cut to a list of layers"
+        )
+    if asked == "all":
+        return tuple(range(stages))
+    if max(asked) >= stages:
+        raise UnusableError(
+            f"{where}: expected stages 0 to {stages - 1}, found {max(asked)}; the model has "
+            f"{stages} stages"
+        )
+    return tuple(sorted(asked))
 
 
 def require_grouped(config: Config) -> None:

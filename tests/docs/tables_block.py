@@ -41,7 +41,7 @@ def _ranks(values: Sequence[Any] | None) -> str:
 
 def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[str]:
     """
-    Paragraphs and tables.
+    The paragraphs and tables of the reports of `report tables`.
 
     Args:
         found: Reports of kind `tables`, with the names of their files.
@@ -348,7 +348,9 @@ def _model(row: Row) -> tuple[str, ...]:
     return (
         row["cell"],
         row["schedule"],
-        row["side"] + (f", {row['replicas']} replicas" if row["replicas"] > 1 else ""),
+        row["side"]
+        + (f", {row['replicas']} replicas" if row["replicas"] > 1 else "")
+        + (", recomputed" if row.get("recompute") else ""),
         f"{took['median']:.1f} ({took['min']:.1f} to {took['max']:.1f}"
         f"{', rounds differ too much' if row['settled'] is False else ''})",
         f"{row['tflops']['median']:.0f}",

@@ -48,12 +48,15 @@ def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(Job(schedule="izb", pp=2, microbatches=4, config=CONFIG), marks=two_gpus),
         attrs.evolve(ONE, scales="epoch", wgrad_group=4),
         pytest.param(attrs.evolve(TWO, scales="epoch", wgrad_group=2), marks=two_gpus),
+        attrs.evolve(ONE, layers=2, recompute=(0,)),
+        pytest.param(attrs.evolve(TWO, layers=2, recompute=(0, 1, 2, 3)), marks=two_gpus),
         pytest.param(REPLICAS, marks=two_gpus),
         pytest.param(attrs.evolve(REPLICAS, amax="replica"), marks=two_gpus),
         pytest.param(FOUR, marks=four_gpus),
     ],
     ids=[
-        *("one rank", "zbv", "il", "izb", "one rank, grouped", "zbv, grouped", "replicas"),
+        *("one rank", "zbv", "il", "izb", "one rank, grouped", "zbv, grouped"),
+        *("one rank, recomputed", "zbv, recomputed", "replicas"),
         *("replicas of their own amax", "four ranks"),
     ],
 )

@@ -174,6 +174,18 @@ def test_rows_and_cuts() -> None:
     assert (1, 1, 2, 2) == ModelRow("tiny-s16-m4", "native", "il", cut=(1, 1, 2, 2)).job().cut
 
 
+def test_rows_that_recompute() -> None:
+    """Each guarded row a second time, at every stage; native keeps its activations."""
+    rows = model_rows(CELLS[:1], ["il", "zbv"], 2, device="cuda", head="te", recompute=True)
+    found = [(row.side, row.schedule, row.job().recompute, row.job().head) for row in rows]
+    every = (0, 1, 2, 3)
+    assert found == [
+        ("native", "il", (), "te"),
+        *(("one launch", name, stages, "te") for stages in ((), every) for name in ("il", "zbv")),
+    ]
+    assert [row.name.get("recompute") for row in rows] == [None, None, None, True, True]
+
+
 def test_fp32_gradients_are_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Native accumulates in bf16; ours and Megatron's side get the type."""
     native, ours = model_rows(CELLS[:1], ["il"], 1, device="cuda", main_grad="fp32")
@@ -189,12 +201,15 @@ def test_fp32_gradients_are_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ci
 def test_a_run_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
-    """Native and guarded steps leave the same bits; the report is valid and has their rates."""
+    """
+    Native and guarded steps, also those that recompute, leave the same bits; the report is valid
+    and has their rates.
+    """
     out = tmp_path / "models.json"
     asked = ["--device", "cpu", "--cells", "tiny-s16-m4", "--schedules", "il", "--no-profile"]
     asked += ["--rounds", "1", "--steps", "1", "--native-steps", "1", "--out", str(out)]
 
-    asked += ["--commit", "0" * 40]
+    asked += ["--commit", "0" * 40, "--head", "te", "--recompute"]
 
     (tmp_path / "said").mkdir()
     ended = launch(2, tmp_path / "said", table_bodies.models_command, asked)
@@ -203,9 +218,13 @@ def test_a_run_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
     assert 0 == code, err
     report = json.loads(out.read_text())
     jsonschema.Draft202012Validator(reports.schema()).validate(report)
-    native, guarded = report["derived"]["rows"]
+    native, guarded, again = report["derived"]["rows"]
     assert "il" == native["schedule"] == guarded["schedule"]
-    assert 0 == guarded["different"] < 100 < guarded["compared"]
+    assert [None, None, True] == [row.get("recompute") for row in (native, guarded, again)]
+    for row in (guarded, again):
+        assert 0 == row["different"] < 100 < row["compared"]
+    assert ("te", True) == tuple(report["configuration"][key] for key in ("head", "recompute"))
+    assert "replays, recomputed" in said
     assert 6 == sum(guarded["cut"])
     assert guarded["tflops"]["median"] > 0
     assert "TFLOP/s per GPU" in said

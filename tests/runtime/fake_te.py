@@ -80,7 +80,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_buffer_info(cls) -> str:
-        """Key of a module's registration."""
+        """The name under which a module is registered."""
         return _BUFFER_INFO
 
     @classmethod
@@ -236,7 +236,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, call: Call, *parameters: Tensor) -> Tensor:
         state = FP8GlobalStateManager.quantization_state
         quantized = call.forward_meta.quantize(x, call.index)
-        ctx.kept = (quantized, call, call.module.wgrad_store)
+        # As the library: a checkpoint recomputes what is saved for the backward.
+        ctx.save_for_backward(quantized.data, quantized.scale_inv)
+        ctx.kept = (call, call.module.wgrad_store)
         ctx.rolls, state.is_first_fp8_module = state.is_first_fp8_module, False
         # As the library: sampled now, although the gradient is computed much later.
         ctx.overwrite = getattr(call.weights[0], "overwrite_main_grad", False)
@@ -248,7 +250,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
-        quantized, call, store = ctx.kept
+        call, store = ctx.kept
+        quantized = QuantizedTensor(*ctx.saved_tensors)
         module = call.module
         dy = call.backward_meta.quantize(gradient, call.index // 2)
         dx = product(dy, call.workspace.cached).to(gradient.dtype)

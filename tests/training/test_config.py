@@ -224,6 +224,49 @@ def test_what_a_group_of_wgrads_needs(change: tuple[str, str], said: str, tmp_pa
         job_of(read(file))
 
 
+FOUR_STAGES = (("layers = 2", "layers = 4"), ('schedule = "1f1b"', 'schedule = "il"\nvpp = 4'))
+
+
+@pytest.mark.parametrize(
+    ("asked", "stages"),
+    [('"none"', ()), ('"all"', (0, 1, 2, 3)), ("[3, 1]", (1, 3)), ("[0]", (0,))],
+)
+def test_stages_that_recompute(asked: str, stages: tuple[int, ...], tmp_path: Path) -> None:
+    """By their numbers in the model; none of them by default."""
+    assert job_of(read(written(tmp_path))).recompute == ()
+    file = written(tmp_path, *FOUR_STAGES, ("[parallel]", f"[parallel]\nrecompute = {asked}"))
+    assert job_of(read(file)).recompute == stages
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"[parallel]": "recompute = [4]"}, "expected stages 0 to 3, found 4"),
+        ({"[parallel]": "recompute = []"}, "expected 'none', 'all', or a list .* found"),
+        ({"[parallel]": "recompute = [1, 1]"}, "expected 'none', 'all', or a list .* found"),
+        ({"[parallel]": "recompute = true"}, "expected 'none', 'all', or a list .* found"),
+        (
+            {"[parallel]": 'recompute = [1]\ncut = "measured"'},
+            "expected 'all' or 'none' with cut = 'measured'",
+        ),
+        (
+            {
+                "[parallel]": 'recompute = "all"',
+                "[model]": "dropout = 0.1",
+                "[run]": 'backend = "transformer-engine"',
+            },
+            r"expected \[model\] dropout = 0.0.* found 0.1",
+        ),
+    ],
+)
+def test_stages_that_cannot_recompute(changes: dict[str, str], said: str, tmp_path: Path) -> None:
+    """The message names the field, what was expected, and what was found."""
+    lines = ((table, f"{table}\n{line}") for table, line in changes.items())
+    file = written(tmp_path, *FOUR_STAGES, *lines)
+    with pytest.raises(UnusableError, match=rf"\[parallel\] recompute: {said}"):
+        job_of(read(file))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

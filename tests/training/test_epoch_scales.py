@@ -132,6 +132,15 @@ def test_other_sums_have_one_digest_too(options: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.ci
+def test_recomputed_activations_have_one_digest(tmp_path: Path) -> None:
+    """No stage, some stages and every stage, on one rank and on two."""
+    path = noise(tmp_path)
+    one = [job(path, "1f1b", 1), job(path, "1f1b", 1, recompute=(0,))]
+    two = [job(path, "zbv", 2, recompute=some) for some in ((1, 3), (0, 1, 2, 3))]
+    same([*results(one, tmp_path / "one"), *results(two, tmp_path / "two")])
+
+
+@pytest.mark.ci
 def test_grouped_wgrads_have_one_digest(tmp_path: Path) -> None:
     """One product of two, or of all, microbatches; each group is a recipe of its own in bf16."""
     path = noise(tmp_path)

@@ -13,6 +13,7 @@ stages, and modules that appear after `freeze`.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -37,6 +38,8 @@ internals of the versions between were compared with theirs.
 """
 
 Scaling = Literal["delayed", "current", "block"]
+
+_THREAD = threading.local()
 
 
 def tested_versions() -> str:
@@ -178,6 +181,7 @@ class TransformerEngineDomain:
     device: torch.device = attrs.field(factory=placed, converter=placed)
     scales: Scales = "action"
     frozen: bool = attrs.field(default=False, init=False)
+    _recomputing: bool = attrs.field(default=False, init=False)
     random: DeviceNumbers = attrs.field(init=False)
     _dropping: bool = attrs.field(default=True, init=False)
     _microbatch: tuple[int, int] | None = attrs.field(default=None, init=False)
@@ -265,6 +269,56 @@ class TransformerEngineDomain:
             # Otherwise the first module's backward would update all backward scales.
             self._lib.manager.quantization_state.is_first_fp8_module = False
             yield
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether dI is recomputing the activations of a layer."""
+        return self._recomputing
+
+    def around_recomputation(
+        self, layer: torch.nn.Module
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """
+        Return the two contexts that `torch.utils.checkpoint.checkpoint` needs for a layer's F.
+
+        The library's own checkpoint keeps the scales of each F in a queue, so it would use the
+        scales of another F if dI runs in another order than F. Here each F keeps its own copies.
+
+        Args:
+            layer: The layer; its FP8 state exists.
+
+        Returns:
+            A context for the layer's F, which changes nothing, and a context for the recomputation,
+            which quantizes with the scales of this F, and leaves scales and histories as they were.
+        """
+        states = []
+        if self.scaling == "delayed" and self.scales == "action":
+            metas = (getattr(module, "fp8_meta", None) for module in layer.modules())
+            states = [meta["scaling_fwd"] for meta in metas if meta and "scaling_fwd" in meta]
+        scales = [state.scale.clone() for state in states]
+        return nullcontext(), self._recompute(states, scales)
+
+    @contextmanager
+    def _recompute(self, states: Sequence[Any], scales: Sequence[Tensor]) -> Iterator[None]:
+        if not hasattr(_THREAD, "ready"):
+            # autograd's thread may have run nothing yet; the library's kernels that are compiled at
+            # run time fail there until one call has made the device's context current.
+            torch.zeros((), device=self.device)
+            _THREAD.ready = True
+        # With epoch scales the scales are still those of F, and a second cast of the same tensor
+        # gathers the same amax.
+        kept = [(state.scale.clone(), state.amax_history[0].clone()) for state in states]
+        for state, scale in zip(states, scales, strict=True):
+            state.scale.copy_(scale)
+        self._recomputing = True
+        try:
+            with self._gathering():
+                yield
+        finally:
+            self._recomputing = False
+            for state, (scale, newest) in zip(states, kept, strict=True):
+                state.scale.copy_(scale)
+                state.amax_history[0].copy_(newest)
 
     def move_scales(self) -> None:
         """

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head, weight_of
 from ..heads import split_head_of
@@ -82,9 +84,13 @@ class TransformerEngineStage:
         dropout: Probability with which each layer drops elements of its two residual branches; the
             library's attention uses no dropout. The domain sets the generator's position
             (`device_numbers`).
+        recompute: Whether a tape keeps only the inputs of its layers, so that dI recomputes the
+            activations (`torch.utils.checkpoint`, non-reentrant). Embedding, head and loss are not
+            recomputed.
 
     Raises:
-        ValueError: The probability of dropout is not in [0, 1).
+        ValueError: The probability of dropout is not in [0, 1), or a stage recomputes with dropout,
+            whose random numbers dI cannot draw again.
         BackendError: Fused accumulation was asked for with split QKV, which the library refuses;
             or the library's layers lack a member that the runtime uses.
     """
@@ -106,8 +112,14 @@ class TransformerEngineStage:
         ends: Ends | None = None,
         first_layer: int | None = None,
         dropout: float = 0.0,
+        recompute: bool = False,
     ) -> None:
         require_probability(dropout)
+        if recompute and dropout > 0.0:
+            raise ValueError(
+                "recompute=True needs dropout=0.0: dI cannot draw the random numbers of its F "
+                f"again, found dropout={dropout}"
+            )
         fuse = config.fused_qkv if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation
         if fuse and not config.fused_qkv:
             raise BackendError(
@@ -120,6 +132,7 @@ class TransformerEngineStage:
         self.config = config
         self.fuse = fuse
         self.dropout = dropout
+        self.recompute = recompute
         self.loss = loss
         self._weight: tuple[int, int] | None = None  # of the latest F
         domain.join(self)
@@ -259,12 +272,14 @@ class TransformerEngineStage:
         self, inputs: Sequence[Tensor], *, first: bool, registers: bool = False
     ) -> tuple[Tensor, ...]:
         hidden, *extra = inputs
+        recompute = self.recompute and torch.is_grad_enabled() and not registers
         if self.embedding is not None:
             hidden = self.embedding(hidden)
         with self.domain.autocast(registers=registers):
             for n, layer in enumerate(self.layers, self._first_layer):
                 with self.domain.drawing_layer(n):
-                    hidden = layer(hidden, is_first_microbatch=first, **self._given)
+                    run = self._recomputed if recompute else self._through
+                    hidden = run(layer, hidden, first)
             if self.head is not None:
                 hidden = self.head(hidden, is_first_microbatch=first)
         if self.split_head is not None:
@@ -274,6 +289,22 @@ class TransformerEngineStage:
         outputs = (self.loss(hidden, *extra),)
         self._weight = weight_of(self.loss)
         return outputs
+
+    def _through(self, layer: torch.nn.Module, hidden: Tensor, first: bool) -> Tensor:
+        # A recomputation uses the cached weights, also after an F that has filled the caches.
+        fills = first and not self.domain.recomputing
+        result: Tensor = layer(hidden, is_first_microbatch=fills, **self._given)
+        return result
+
+    def _recomputed(self, layer: torch.nn.Module, hidden: Tensor, first: bool) -> Tensor:
+        result: Tensor = checkpoint(
+            partial(self._through, layer, first=first),
+            hidden,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(self.domain.around_recomputation, layer),
+        )
+        return result
 
     def warm(self) -> None:
         """

@@ -22,6 +22,7 @@ from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
+from ...backends.heads import HEADS
 from ...backends.protocol import BackendError
 from ...ranks.membership import Member, all_gather, join, launcher_ranks
 from ...ranks.processes import mute_unless_speaker
@@ -87,6 +88,19 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         "always accumulates in bf16, so its bits are compared with bf16 only (default bf16)",
     )
     parser.add_argument(
+        "--head",
+        choices=HEADS,
+        default="bf16",
+        help="what computes the model's head in the runs of this runtime and of native: bf16 "
+        "products, Transformer Engine's FP8 products (te) or TorchAO's (torchao); Megatron's head "
+        "is always bf16 (default bf16)",
+    )
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="also measure this runtime with every stage recomputing its activations in dI",
+    )
+    parser.add_argument(
         "--megatron",
         nargs="+",
         default=[],
@@ -107,7 +121,8 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure every model; the outcome is `refused` if a row failed or a bit differs.
+    Measure every model; the outcome is `refused` if a row (one model under one schedule) failed or
+    a bit differs.
 
     Raises:
         UnusableError: The ranks cannot run the models.
@@ -117,7 +132,13 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
     _require_replicas(args)
     _require_size(args)
     rows = model_rows(
-        args.cells, args.schedules, args.pp, device=args.device, main_grad=args.main_grad
+        args.cells,
+        args.schedules,
+        args.pp,
+        device=args.device,
+        main_grad=args.main_grad,
+        head=args.head,
+        recompute=args.recompute,
     )
     try:
         for row in rows:  # refuses before anything is measured
@@ -192,6 +213,8 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
         "cells": args.cells,
         "schedules": args.schedules,
         "main_grad": args.main_grad,
+        "head": args.head,
+        "recompute": args.recompute,
         "device": args.device,
         "backend": backend_on(args.device),
         "rounds": args.rounds,
@@ -284,8 +307,9 @@ def _measure_replicas(
     findings: Findings,
 ) -> None:
     """
-    Measure every row with its replicas; each rank calls this function. A row takes its shape, cut
-    and part times from the measurement with one replica.
+    Measure every row (one model under one schedule) with its replicas; each rank calls this
+    function. The model's shape, its cut into stages and the times of its parts come from the
+    measurement with one replica.
     """
     member = join(args.device)
     alone = dict(rows)
@@ -302,7 +326,7 @@ def _measure_replicas(
 
 
 def _measure(args: argparse.Namespace, rows: Sequence[ModelRow], findings: Findings) -> None:
-    """Measure every row; each rank calls this function."""
+    """Measure every row (one model under one schedule); each rank calls this function."""
     member = join(args.device)
     cell = ""
     parts: dict[str, Any] = {}
@@ -335,7 +359,8 @@ def _shape(row: ModelRow) -> dict[str, int]:
 def _measure_row(
     member: Member, args: argparse.Namespace, row: ModelRow, native: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Measure one row, with digests of this rank's state after its first steps."""
+    """Measure one row (one model under one schedule), with digests of this rank's state after its
+    first steps."""
     run = RankRun.of(member, row.make)
     side = run.side
     run.settle(row.settling_steps)

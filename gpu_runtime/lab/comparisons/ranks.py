@@ -76,7 +76,8 @@ class PipelineComparison:
         comparison: The result of the comparison, by category.
         losses: The guarded losses of this rank, by step and microbatch.
         native_losses: The losses of torch's pipeline, by step and microbatch.
-        slots: Slots of each stage of this rank.
+        slots: Number of slots (sets of buffers for one microbatch's tape) of each stage of this
+            rank.
     """
 
     comparison: Comparison
@@ -182,7 +183,8 @@ def native_pipeline(
     """
     A job's native pipeline before its first step; every rank calls this function.
 
-    The pipeline's process groups last as long as the process.
+    Native stages keep all activations, also if the job's own stages recompute some. The pipeline's
+    process groups last as long as the process.
 
     Args:
         member: This process.
@@ -209,9 +211,12 @@ def native_pipeline(
         look(gradients)
         return scale
 
+    keeping = attrs.evolve(job, recompute=())
     run = NativePipeline(
         job.cls_name,
-        job.stages(order.stages, member.device, backend, loss=False, fuse=fuse, replica=replica),
+        keeping.stages(
+            order.stages, member.device, backend, loss=False, fuse=fuse, replica=replica
+        ),
         job.num_stages,
         order,
         job.microbatches,
@@ -242,7 +247,8 @@ def compare_pipelines(
     event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
 ) -> PipelineComparison:
     """
-    Run both sides of a job and compare every bit; every rank calls this function.
+    Run a job on both sides, native and guarded, and compare every bit; every rank calls this
+    function.
 
     Args:
         member: This process.

@@ -182,7 +182,8 @@ def stream_lines(report: Report) -> list[str]:
 
 
 def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
-    """The host table: a row per kind of call and column, and a row for the mean action."""
+    """The table of host times: a row for each kind of call in each column (a way to run a step),
+    and a row for the mean action."""
     rows: list[tuple[str, ...]] = []
     for name, column in host.items():
         for kind, entry in column["kinds"].items():
@@ -228,7 +229,8 @@ HOST_HEADER = (
 
 
 def table_lines(derived: Raw) -> list[str]:
-    """A line for every row, then the goals."""
+    """A line for every row of the report (one cell under one schedule, run by one side), then the
+    goals."""
     rows = [
         (
             row["cell"],
@@ -270,14 +272,19 @@ def table_lines(derived: Raw) -> list[str]:
 
 
 def model_lines(report: Report) -> list[str]:
-    """A line for every row, then the failed sides."""
+    """A line for every row of the report (one model under one schedule), then the sides that
+    failed."""
     derived = report["derived"]
     main_grad = report["configuration"].get("main_grad", "bf16")
 
     def side(row: Raw) -> str:
-        """The side's name. The gradient type is added, except for bf16 and for the native side."""
+        """
+        The side's name, and whether it recomputes. The gradient type is added, except for bf16 and
+        for the native side.
+        """
         named = main_grad != "bf16" and row["side"] != "native"
-        return f"{row['side']}, {main_grad} gradients" if named else str(row["side"])
+        again = ", recomputed" if row.get("recompute") else ""
+        return f"{row['side']}{again}{f', {main_grad} gradients' if named else ''}"
 
     rows = [
         (
@@ -334,7 +341,8 @@ def product_lines(products: Sequence[Raw]) -> list[str]:
 
 
 def group_lines(derived: Raw) -> list[str]:
-    """Lines for every row, the best group of each set, the digests, failed rows and goals."""
+    """Lines for every row of the report (one cell, schedule and group size), the best group of each
+    set, the digests, failed rows and goals."""
     sets = {tuple(one[name] for name in _SET): one for one in derived["sets"]}
     rows = []
     for row in derived["rows"]:
@@ -384,7 +392,7 @@ def gigabytes(value: float | None) -> str:
 
 
 def peer_lines(derived: Raw) -> list[str]:
-    """A row for every side, the modes that work, and goals."""
+    """A line for every side (a framework in one mode), then the modes that work, and goals."""
     rows = []
     for row in derived["rows"]:
         if row["error"] is not None:

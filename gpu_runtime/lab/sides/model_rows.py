@@ -2,7 +2,8 @@
 The rows of the table of whole models: common decoders, at usual training lengths.
 
 Layers have RMSNorm, SwiGLU, rotary positions and grouped-query attention, without biases. The
-layers' matrix products are FP8 with delayed scaling. The head and everything else are bf16.
+layers' matrix products are FP8 with delayed scaling. The head is bf16, or one of the FP8 heads;
+everything else is bf16.
 Gradients are bf16, or fp32 with fp32 master weights.
 """
 
@@ -80,36 +81,43 @@ CELLS = ("1b-s4096-m8", "3b-s4096-m8", "8b-s4096-m8", "1b-s8192-m8", "3b-s8192-m
 @attrs.frozen
 class ModelRow(NamedRow):
     """
-    One row of the report, to be measured.
+    One row of the report, to be measured: one model under one schedule, run by one side.
 
     Args:
-        cell: Name of the cell, one of `CELLS`.
-        side: `native`, `replays` or `one launch`.
+        cell: Model, sequence length and number of microbatches, such as `1b-s4096-m8`; one of
+            `CELLS`.
+        side: The way to run a step: `native`, `replays` or `one launch`.
         schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
         pp: Number of ranks, with two stages each.
         cut: Layers of each stage; None for an even division.
         replicas: Replicas of the pipeline, whose gradients are reduced.
         main_grad: Data type of accumulated gradients, a name of `MAIN_GRADS`.
+        head: What computes the head, one of `heads.HEADS`.
+        recompute: Whether every stage recomputes the activations of its layers in dI.
     """
 
     pp: int = 2
     cut: tuple[int, ...] | None = None
     replicas: int = 1
     main_grad: str = "bf16"
+    head: str = "bf16"
+    recompute: bool = False
     settling_steps = 3
     copies = split = False
 
     @property
     def name(self) -> dict[str, Any]:
-        """Cell, side and schedule, and the number of replicas if there are several."""
-        return {**super().name, **({"replicas": self.replicas} if self.replicas > 1 else {})}
+        """Cell, side and schedule, and what differs from most rows: replicas, recomputation."""
+        several = {"replicas": self.replicas} if self.replicas > 1 else {}
+        return {**super().name, **several, **({"recompute": True} if self.recompute else {})}
 
     @property
     def label(self) -> str:
         """The name of this row in progress lines."""
         several = f", {self.replicas} replicas" if self.replicas > 1 else ""
         fp32 = ", fp32 gradients" if self.main_grad == "fp32" else ""
-        return f"{self.cell}, {self.side}, {self.schedule}{several}{fp32}"
+        again = ", recomputed" if self.recompute else ""
+        return f"{self.cell}, {self.side}, {self.schedule}{several}{again}{fp32}"
 
     @property
     def shape(self) -> ModelShape:
@@ -124,7 +132,8 @@ class ModelRow(NamedRow):
     def job(self) -> DrawnLanguage:
         """The pipeline job that this row describes."""
         sequence = int(self.cell.split("-")[1].removeprefix("s"))
-        cut = self.cut or even_cut(self.shape.layers, self.pp * VPP)
+        stages = self.pp * VPP
+        cut = self.cut or even_cut(self.shape.layers, stages)
         return DrawnLanguage(
             schedule=self.schedule,
             pp=self.pp,
@@ -136,7 +145,8 @@ class ModelRow(NamedRow):
             rule="accumulate",
             vocabulary=self.shape.vocabulary,
             cut=cut,
-            head="bf16",
+            head=self.head,
+            recompute=tuple(range(stages)) if self.recompute else (),
         )
 
     def make(self, member: Member) -> NativeSide | GuardedSide:
@@ -167,11 +177,18 @@ def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]
 
 
 def model_rows(
-    cells: Sequence[str], schedules: Sequence[str], pp: int, *, device: str, main_grad: str = "bf16"
+    cells: Sequence[str],
+    schedules: Sequence[str],
+    pp: int,
+    *,
+    device: str,
+    main_grad: str = "bf16",
+    head: str = "bf16",
+    recompute: bool = False,
 ) -> list[ModelRow]:
     """
     The rows of some models, in the order of measuring: native first, then guarded rows under each
-    schedule.
+    schedule, then the guarded rows that recompute activations.
 
     Native accumulates gradients in bf16 only, so its row is the same with fp32.
 
@@ -181,10 +198,16 @@ def model_rows(
         pp: Number of pipeline ranks.
         device: `cuda`, where guarded steps are one launch each, or `cpu`, where they are eager.
         main_grad: A name of `MAIN_GRADS`.
+        head: What computes the head, one of `heads.HEADS`.
+        recompute: Whether the guarded rows are measured a second time, with recomputation.
     """
     side = "one launch" if device == "cuda" else "replays"
     rows = []
     for cell in cells:
-        rows.append(ModelRow(cell, "native", "il", pp))
-        rows += [ModelRow(cell, side, name, pp, main_grad=main_grad) for name in schedules]
+        rows.append(ModelRow(cell, "native", "il", pp, head=head))
+        rows += [
+            ModelRow(cell, side, name, pp, main_grad=main_grad, head=head, recompute=again)
+            for again in ((False, True) if recompute else (False,))
+            for name in schedules
+        ]
     return rows

@@ -52,7 +52,8 @@ def step_flops(shape: Raw) -> int:
 
 
 def _fastest_megatron(raw: Raw) -> dict[str, float]:
-    """Milliseconds per step of the fastest Megatron mode whose loss is right, by cell."""
+    """Milliseconds per step of the fastest Megatron mode whose loss is right, by cell (model,
+    sequence length and microbatches)."""
     good = [row for row in raw["rows"] if row["error"] is None]
     native = {row["cell"]: row.get("loss") for row in good if row["side"] == "native"}
     found: dict[str, float] = {}
@@ -77,7 +78,8 @@ def _kinds(row: Raw) -> dict[str, float] | None:
 
 def derive_models(raw: Raw) -> dict[str, Any]:
     """
-    Derive every row's rate, its time relative to native's and Megatron's, and its memory.
+    Derive the rate of every row (one model under one schedule), its time relative to native's and
+    Megatron's, and its memory.
 
     Returns:
         `rows` and `errors`. A row has: whether the last rounds agree (None if no rounds may be
@@ -86,6 +88,7 @@ def derive_models(raw: Raw) -> dict[str, Any]:
         under native's schedule, how many tensors differ from native's weights, moments and scales.
         `kinds` is the busiest GPU's time by kind of work, in milliseconds per step (None if nothing
         was profiled). Rows of native and of Megatron also have the loss of the initial weights.
+        `recompute` is present, and true, if dI recomputed the activations of layers.
         `megatron_over_this` is the time of Megatron's fastest mode whose loss is native's (within
         `LOSS_WITHIN`), divided by the row's time. A row of several replicas has the ratio of one
         replica's time to the row's own time; the row's tokens are the tokens of all replicas.
@@ -93,9 +96,11 @@ def derive_models(raw: Raw) -> dict[str, Any]:
     rows, errors = [], []
     theirs = _fastest_megatron(raw)
     native: dict[str, Raw] = {}
-    alone: dict[tuple[str, ...], float] = {}
+    alone: dict[tuple[object, ...], float] = {}
     for row in raw["rows"]:
         name = {key: row[key] for key in ("cell", "side", "schedule")}
+        if row.get("recompute"):
+            name["recompute"] = True
         if row["error"] is not None:
             errors.append({**name, "error": row["error"]})
             continue
