@@ -1,10 +1,11 @@
 """
 CUDA graphs of every slot's F, dI and dW, and of every stage's cache refresh.
 
-Graphs that share a memory pool are correct only if they are replayed in the order of their capture:
-memory that one graph frees during its capture becomes scratch memory of the next graph. The
-library's backward frees memory that its forward saved. So each slot has a private pool. Within a
-slot the order is always F, dI, dW; the contract's ownership clauses enforce this order.
+Graphs that share a memory pool are correct only if they are replayed in the order of their capture.
+The reason is that memory which one graph frees during its capture becomes scratch memory of the
+next graph. The library's backward frees memory that its forward saved. So each slot has a private
+pool. Within a slot the order is always F, dI, dW; the contract's ownership clauses enforce this
+order.
 
 Warmup runs before capture on the same stream, because libraries allocate and choose kernels on
 first use. Warmup moves numerical state and writes destinations; both are restored afterwards.
@@ -35,7 +36,8 @@ from .streams import GraphStream, Handoff
 
 @attrs.define(eq=False)
 class SlotGraphs:
-    """One slot's graphs of F and dI, with the reports and results that the capture recorded."""
+    """The graphs of F and dI of one slot (one microbatch's buffers), with the reports and results
+    that the capture recorded."""
 
     forward: torch.cuda.CUDAGraph
     dgrad: torch.cuda.CUDAGraph
@@ -49,7 +51,8 @@ class Product(NamedTuple):
     Identifies one captured dW.
 
     Args:
-        slots: The slots that the dW reads, as the contract counts them.
+        slots: The slots (sets of buffers) that the dW reads, by their indices in the process's
+            pool.
         variant: Where and how the dW writes.
     """
 
@@ -63,7 +66,7 @@ class WgradGraph:
     The graph of a dW, with the evidence and results that the capture recorded.
 
     Args:
-        graph: The graph.
+        graph: The captured CUDA graph.
         covered: The matrices whose gradient the graph computes.
         wgrads: Gradients in the library's memory, under `copied`.
     """
@@ -228,14 +231,14 @@ class GraphExecutor:
 
 
 def product_of(slot: Slot, variant: WgradVariant, others: Sequence[Slot]) -> Product:
-    """Identify a dW of one slot, or of several slots as one product."""
+    """Identify a dW of one slot (one microbatch's buffers), or of several slots as one product."""
     return Product((slot.index, *(other.index for other in others)), variant)
 
 
 def product_at(memory: StageMemory, microbatch: int) -> Product | None:
     """
-    Identify a microbatch's dW in an epoch's first walk (pass over the order); None if another
-    microbatch's dW includes it.
+    Identify a microbatch's dW in an epoch's first walk (pass over the rank's actions); None if
+    another microbatch's dW includes it.
     """
     if not (group := memory.groups[microbatch]):
         return None
@@ -258,8 +261,10 @@ def capture(
     Args:
         domain: The state domain; the capture closes its set of modules.
         memories: Physical memory by stage.
-        plan: The slot plan.
-        handoff: The graph stream.
+        plan: The plan: how many slots (sets of buffers) each stage has, and which slot each
+            microbatch uses.
+        handoff: The stream on which graphs are captured and run, and its waits for the caller's
+            stream.
         shared_pool: If not None, all slots share one memory pool, and all F are captured first,
             then all dI, then all dW. Only the test that shows the corruption uses it.
         counters: Counters that every graph increments when its action runs; the capture leaves them
@@ -287,6 +292,8 @@ def capture(
             counters.warm()
         with report.phase("warmup drain"):
             handoff.synchronize()
+            # The graphs' private pools cannot use the memory that the warmup leaves in the cache.
+            torch.cuda.empty_cache()
         report.warmup_seconds = time.perf_counter() - started
         started = time.perf_counter()
         recorder = _Recorder(handoff, report, kept=nested)
@@ -377,7 +384,7 @@ class _Recorder:
 
 
 class _SlotCapture:
-    """Captures F, dI and dW of one slot, in the given memory pools."""
+    """Captures F, dI and dW of one slot (one microbatch's buffers), in the given memory pools."""
 
     def __init__(
         self,
@@ -451,7 +458,7 @@ class _WgradCapture:
         Capture one dW.
 
         Args:
-            product: The dW.
+            product: Which dW to capture: the slots that it reads, and where and how it writes.
             pool: The memory pool of its intermediate results.
             keep: Whether the deferred work stays on the tapes, for another capture.
         """

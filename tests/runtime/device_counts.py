@@ -35,7 +35,7 @@ class Replays:
     Attributes:
         ran: Kind, position and replay of every requested graph, in order.
         instead: Replacements of some replays, by their position in `ran`.
-        variants: The graphs of each slot's dW, by how each writes.
+        variants: The graphs of each slot's dW, by whether the dW overwrites or adds.
     """
 
     def __init__(self, executor: GraphExecutor) -> None:
@@ -176,7 +176,7 @@ class DeviceCountsCases:
     def test_a_dw_that_writes_in_another_way(
         self, writes: int, injected: Injection, replays: Replays, undisturbed: Recording
     ) -> None:
-        """The slot's graph that adds in place of the one that overwrites, or the reverse."""
+        """The slot's graph that adds runs in place of the graph that overwrites, or the reverse."""
         place, other = next(
             (n, graphs[writes])
             for n in replays.places("dW")

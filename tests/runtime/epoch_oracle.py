@@ -1,5 +1,6 @@
 """
-An oracle for scales that move once per epoch: plain torch, written from the recipe's description.
+An oracle for scales that are updated once per epoch: plain torch, written from the recipe's
+description.
 
 The oracle runs one microbatch after another, F and then a full backward, and has no stages, slots,
 tapes, runtimes or backends. Its quantization is its own code:
@@ -192,7 +193,7 @@ class Oracle:
         return MOST_WALKS
 
     def step(self, batches: Sequence[Callable[[Oracle], None]]) -> None:
-        """Run one epoch: all microbatches, AdamW, and the single move of the scales."""
+        """Run one epoch: all microbatches, AdamW, and the single update of the scales."""
         self.run(batches)
         for linear in self.linears.values():
             linear.weight.grad = linear.total

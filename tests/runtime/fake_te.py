@@ -3,16 +3,16 @@ A stand-in for Transformer Engine 2.18 to 2.20 on a CPU: it has the library's st
 behaviour, but no kernels.
 
 With the stand-in, the backend's own code runs in a test without a GPU: which stores are installed
-when, what is drained, where a destination is bound, and which stage owns which state. Each
-behaviour below is one of the real library: stores are read at F and filled at dI; `main_grad` is
-read at dI; `LayerNormMLP` queues FC2 before FC1 in one store; leaving autocast updates every
-registered forward history, and the backward of the first FP8 module updates every backward history
-(here all histories roll, as in the real unfused update; the real fused update skips histories
-without a new entry); a workspace is made on first use. No such behaviour differs between 2.18 and
-2.20 (see the runtime's README); `Graphs` has the differences. The arithmetic is that of the
-reference backend, with two differences of the model: the rows of the fused product are ordered head
-by head (queries, keys and values of each head), and GELU is the approximation. The stand-in proves
-nothing about the real library's numerics.
+when, what is drained, where a destination is bound, and which stage owns which state. The stand-in
+copies these behaviours of the real library. Stores are read at F and filled at dI. `main_grad` is
+read at dI. `LayerNormMLP` queues FC2 before FC1 in one store. Leaving autocast updates every
+registered forward history, and the backward of the first FP8 module updates every backward history.
+A workspace is made on first use. In an update all histories roll (shift by one entry), as in the
+library's unfused update; the library's fused update skips histories without a new entry. No such
+behaviour differs between 2.18 and 2.20 (see the runtime's README); `Graphs` has the differences.
+The arithmetic is that of the reference backend, with two differences. The rows of the fused product
+are ordered head by head (queries, keys and values of each head). GELU is the approximation. The
+stand-in proves nothing about the real library's numerics.
 """
 
 from __future__ import annotations
@@ -190,8 +190,12 @@ class Float8TensorStorage:
             found._data = None
         return found
 
-    def update_usage(self, *, columnwise_usage: bool) -> None:
-        """Create the transpose, as the library does for a product that reads the transpose."""
+    def update_usage(
+        self, *, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Create or drop data, as the library does for a product that reads the transpose."""
+        if rowwise_usage is False:
+            self._data = None
         if columnwise_usage and (self._transpose is None or self._transpose_invalid):
             assert self._data is not None
             self._transpose, self._transpose_invalid = self._data.t().contiguous(), False

@@ -82,7 +82,7 @@ class Injection:
         self.done.append(step)
 
     def ref(self, stage: int, microbatch: int) -> TapeRef:
-        """The reference of a live tape."""
+        """The reference of a live tape (the data that one F left)."""
         return self.run._refs[self.run.runtime.key(stage, microbatch)]
 
     def go_on(self, undisturbed: Recording) -> None:
@@ -123,8 +123,8 @@ class Injection:
 
     def row(self, name: str, action: Callable[[], object]) -> None:
         """
-        Run a row of the fault table: its clause must refuse, in its transition, and nothing may
-        change.
+        Inject one violation of the fault table: its clause must refuse, in its transition, and
+        nothing may change.
         """
         refusal = self.refused(ROWS[name]["clause"], action)
         assert ROWS[name]["transition"] == refusal.transition

@@ -1,4 +1,5 @@
-"""Orders to run: rank rows of torch's own schedule tables, and random non-LIFO ones."""
+"""Orders of actions to run: those of ranks in torch's own schedule tables, and random non-LIFO
+ones."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ SCHEDULES = (
 
 @cache
 def table_order(name: str, rank: int, *, pp: int = 2, microbatches: int = 4) -> Order:
-    """One rank's row of one of torch's tables, with two chunks per rank."""
+    """The actions of one rank in the order of one of torch's tables, with two chunks per rank."""
     return Order.of_rank(torch_schedule(name, pp=pp, vpp=2, microbatches=microbatches), rank)
 
 

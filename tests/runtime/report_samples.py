@@ -67,7 +67,7 @@ def column(
     facts: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A column's raw record with the given step of each round."""
+    """The raw record of a column (a way to run a step) with the given step of each round."""
     trace = {"steps": 2, "device_us": 2e3 * (kernel_ms or 1.0), "device_events": 10}
     return {
         "title": "a column",
@@ -108,7 +108,7 @@ def column(
 
 
 def cell_record(cell: BenchCell, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell's raw record."""
+    """The raw record of a cell (a workload)."""
     order = cell.order()
     return {
         "cell": cell.to_json(),
@@ -142,7 +142,7 @@ def host_actions(over_us: float) -> dict[str, Any]:
 
 
 def bench_columns(cell: BenchCell) -> dict[str, Any]:
-    """Every column of the step table with chosen numbers."""
+    """Every column (a way to run a step) of the step table, with chosen numbers."""
     unit = 2 * cell.hidden * cell.hidden
     made = {}
     for spec in (*SPECS, UNGUARDED, COUNTED, LATE):
@@ -381,7 +381,8 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
 
 
 def table_row(side: str, ms: float, **more: Any) -> dict[str, Any]:
-    """A row of a trial: by default the language model over two ranks at the large cell."""
+    """One result of a trial (a workload run in one way): by default the language model over two
+    ranks with the large layers."""
     own = side not in ("native", "eager")
     fact = {"handoffs": 2, "replays": 52, "slots": [4, 2], "arena_bytes": 1000}
     return {
@@ -502,7 +503,8 @@ def peer_row(
     main_grad: str = "bf16",
     group: int | None = None,
 ) -> dict[str, Any]:
-    """A row of `report peers` at the large cell."""
+    """One result of `report peers` (a workload run by one framework in one mode) with the large
+    layers."""
     return {
         "cell": "h4096-s256-m8",
         "side": side,
@@ -563,7 +565,7 @@ def peers_report() -> dict[str, Any]:
 
 
 def model_row(side: str, schedule: str, ms: list[float], **more: Any) -> dict[str, Any]:
-    """A row of a model of 1 billion parameters over two ranks."""
+    """The result of one model of 1 billion parameters over two ranks."""
     shape = {
         **{"hidden": 2048, "ffn": 8192, "heads": 32, "kv_heads": 8, "layers": 16},
         **{"vocabulary": 128_256, "sequence": 4096, "microbatches": 8},
@@ -597,7 +599,7 @@ def models_report() -> dict[str, Any]:
 def group_row(
     schedule: str, dtype: str, group: int, ms: list[float], **more: Any
 ) -> dict[str, Any]:
-    """A row over two ranks; group 0 is the row `today`."""
+    """The result of one group size over two ranks; group 0 is the row `today`, without groups."""
     place = {"arena_bytes": 10, "capture_s": 1.0 + group}
     facts = [
         {**place, "slots": [4, 2], "slots_of": {"0": 4, "2": 2}},

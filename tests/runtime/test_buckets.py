@@ -1,6 +1,6 @@
 """
-Gradients that leave in buckets, while other stages still run: what is trained is bit for bit what
-one reduction a stage at the end trains, and what may not be reduced yet is refused.
+Gradients that are reduced in buckets, while other stages still run. The training has the same bits
+as with one reduction per stage at the end. A gradient that may not be reduced yet is refused.
 """
 
 from __future__ import annotations

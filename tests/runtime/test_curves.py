@@ -202,7 +202,8 @@ class TestTimeToALoss:
 
 class TestRuns:
     def test_the_ends_of_a_run_are_means_of_ten(self) -> None:
-        """The paper's short run is told by the ratio of the last ten losses to the first ten."""
+        """The report has the means of a run's first ten and last ten losses, and their ratio, as
+        the paper does for its short run."""
         run = derived(curve_run(steps=20, held_out=[(20, 1.0)]))["runs"][0]
         assert (run["first_ten"], run["last_ten"]) == (4.55, 3.55)
         assert run["last_over_first"] == pytest.approx(3.55 / 4.55, abs=1e-6)
@@ -310,7 +311,8 @@ class TestPicture:
             assert ("one launch per step" in told) is there
 
     def test_the_file_is_drawn_from_the_report(self, tmp_path: Path) -> None:
-        """The same report gives the same bytes, another loss others; what is no number is a gap."""
+        """The same report gives the same bytes, and another loss gives other bytes. A value that is
+        not a number leaves a gap."""
         drawn = []
         for n, last in enumerate((1.1, 1.1, None)):
             folder = tmp_path / str(n)

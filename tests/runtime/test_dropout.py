@@ -158,7 +158,7 @@ def test_a_log_has_the_positions() -> None:
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan"), True, False, "0.1", None])
 def test_dropout_is_a_probability_below_one(dropout: Any) -> None:
-    """A stage that drops everything computes nothing; text and truth values are no numbers."""
+    """A stage that drops everything computes nothing. Text and truth values are refused."""
     said = f"dropout: expected a number of at least 0 and below 1, found {dropout!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         ReferenceStage(0, ReferenceDomain(4), TINY, dropout=dropout)

@@ -98,7 +98,8 @@ def test_the_log_of_a_run_with_evaluations_replays() -> None:
 
 
 def test_an_evaluation_that_changes_scales_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that puts its scaling state elsewhere cannot get it back; the kernel is told."""
+    """If a backend keeps scaling state elsewhere, the evaluation cannot restore it, and the kernel
+    refuses the evaluation."""
     run = evaluated_run()
     stage = next(iter(run.runtime.stages.values()))
     native = type(stage).native_forward

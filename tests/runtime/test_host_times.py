@@ -142,7 +142,8 @@ class TestMeasured:
         assert {1000} == {ns for times in found["bare_ns"].values() for ns in times}
 
     def test_nothing_bare_without_graphs(self) -> None:
-        """An eager column has no replay to compare with, and the table says so."""
+        """An eager column (a way to run a step) has no replay to compare with, and the table shows
+        this."""
         made = Ours(TINY, SETTINGS, "accumulate", "live", "eager")
         made.build()
         made.warm()

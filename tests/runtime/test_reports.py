@@ -198,7 +198,8 @@ class TestCheckedIn:
     def test_the_library_that_is_installed_is_recorded(
         self, installed: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A report says which Transformer Engine it ran under, or that there is none."""
+        """A report records the version of Transformer Engine under which it ran, or that the
+        library is not installed."""
 
         def version(package: str) -> str:
             if package.replace("_", "-") != "transformer-engine":
@@ -341,7 +342,8 @@ class TestDerived:
         assert third["columns"]["ours_copied"]["matrix_copies"]["ambiguous"]
 
     def test_device_counts_cost_the_ratio_of_the_same_step(self) -> None:
-        """The step that the device counts, over the one that it does not, in one run."""
+        """The price is the time of the step with device counts over the time of the same step
+        without them, in one run."""
         report = samples.bench_report()
         counts = report["derived"]["cells"][0]["device_counts"]
 

@@ -83,7 +83,8 @@ def test_every_room_is_listed() -> None:
 
 
 def users_of_the_laboratory() -> list[tuple[str, str]]:
-    """Modules of other rooms that import the laboratory, and what of it."""
+    """Modules of other rooms (folders) that import the laboratory, each with the names that it
+    imports."""
     return [
         (str(path.relative_to(ROOT)), name)
         for path in sorted(ROOT.rglob("*.py"))

@@ -222,7 +222,7 @@ class TestFaults:
 
 class TestScales:
     def test_another_tapes_scales_are_refused(self, undisturbed: Recording) -> None:
-        """A dI that read the latest F's scales says so."""
+        """A dI that used the scales of the latest F, instead of its own F, is refused."""
         injected = Injection()
         with live_scales(injected), pytest.raises(Refused, match=r"^order\.wrong-scales") as caught:
             injected.run.actions()

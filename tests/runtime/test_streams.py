@@ -49,8 +49,8 @@ def test_the_kernel_hears_of_both_halves() -> None:
 
 def test_the_update_runs_on_the_graph_stream_and_replays_wait_for_it() -> None:
     """
-    The optimizer steps where replays do, behind its caller, and is told so: a refresh on any
-    caller's link is accepted after it.
+    The optimizer's update runs on the graph stream, after the caller's work. The contract knows
+    this: after the update, a refresh on any caller's link is accepted.
     """
     run = guarded_run(ORDER)
     runtime = run.runtime

@@ -264,7 +264,7 @@ def taped(
     count: int,
     destinations: dict[str, torch.Tensor] | None,
 ) -> list[Tape]:
-    """Tapes of as many microbatches, after F and dI."""
+    """The given number of tapes (the data that each F leaves), after F and dI."""
     tapes = [stage.new_tape(slot) for slot in range(count)]
     for n, tape in enumerate(tapes):
         drawn = torch.Generator().manual_seed(n)
@@ -594,6 +594,28 @@ class TestStage:
         with pytest.raises(BackendError, match="queued 0 deferred products"):
             run.step()
 
+    def test_from_dgrad_to_wgrad_a_tape_keeps_transposes_alone(self) -> None:
+        """The rows of each operand are gone once dI has used them; a plain tensor stays whole."""
+        stage = stages_of(FUSED, fuse_wgrad_accumulation=True)[0]
+        assert isinstance(stage, TransformerEngineStage)
+        with preserving(stage.domain):
+            stage.warm()
+        tape = stage.new_tape(0)
+        (output,) = stage.forward(tape, [stage.inputs[0].buffer()])
+        stage.bind(tape, {unit.name: torch.zeros(unit.shape) for unit in stage.units})
+        stage.dgrad(tape, [torch.ones_like(output)])
+
+        operands = [operand for work in tape.work for operand in work.operands]
+        assert len(operands) == 8
+        for operand in operands:
+            assert operand._data is None
+            assert operand._transpose is not None
+
+        plain = torch.ones(2)
+        store = tape.stores[0]
+        store.put([plain, plain], len)
+        assert store.context.get() == [[plain, plain], len]
+
     def test_a_product_built_otherwise_is_named(self) -> None:
         """A deferred product that is built differently is named, instead of written nowhere."""
         with pytest.raises(BackendError, match="use a tested version of the library"):
@@ -761,7 +783,8 @@ def drop(reached: ImportedName, monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestInternals:
     def test_nothing_is_missing(self) -> None:
-        """The stand-in has every name, so that each test below shows the one that it drops."""
+        """The stand-in has every name, so each test below shows the effect of the name that it
+        removes."""
         layer = stages_of(FUSED)[0].layers[0]  # type: ignore[attr-defined]
 
         assert [] == missing_imports((*IMPORTED, *BASELINE))

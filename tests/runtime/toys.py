@@ -1,5 +1,6 @@
 """
-Columns and workers that a test scripts, so that the tests check the harness and not the clock.
+Columns (ways to run a step) and workers that a test scripts, so that the tests check the harness
+and not the clock.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SETTINGS = Settings(
 
 @attrs.define
 class Toy:
-    """A column that counts its steps, and fails or dies where a test requests."""
+    """A column (a way to run a step) that counts its steps, and fails or dies where a test
+    requests."""
 
     fail_in: str = ""
     die_in: str = ""
@@ -64,7 +66,7 @@ def make(cell: BenchCell, settings: Settings, **options: Any) -> Toy:
 def spec(
     name: str, *, family: Family = "native", rule: SumRule = "grad", **options: Any
 ) -> ColumnSpec:
-    """A toy column."""
+    """The description of a toy column (a way to run a step), as its process receives it."""
     return ColumnSpec(name, f"toy {name}", family, rule, f"{__name__}:make", options)
 
 
@@ -74,9 +76,9 @@ class Scripted:
     A worker that records its requests and answers from a script.
 
     Args:
-        log: List of (column, method) entries that all workers share.
-        name: The column.
-        wall_s: Wall time of a turn, by round.
+        log: List of pairs that all workers share: the column's name and the called method.
+        name: The name of the column (the way to run a step) that the worker pretends to run.
+        wall_s: Wall time of each round, in seconds.
         fails: The method in which the worker fails, and the number of the call.
     """
 

@@ -24,7 +24,8 @@ from qeffect.gpu_runtime.step.plan.order import ComputeAction, Kind, Order
 
 @attrs.define(eq=False)
 class UnguardedRun:
-    """Split training over some stages, one tape for each microbatch."""
+    """Split training over some stages without guards. Each microbatch has a tape (the data that its
+    F leaves) of its own."""
 
     stages: Sequence[StageBackend]
     order: Order

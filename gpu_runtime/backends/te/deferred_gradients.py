@@ -7,6 +7,8 @@ without key or owner. Its own `backward_dw` pops the entries of the module's cur
 overwrites `.grad` and loses the gradients of split QKV. In this backend, the end of dI takes every
 entry out of the slot's stores and matches the entry with its unit. Later, dW runs the entry into
 the bound destination, alone or joined with entries of the same unit in other slots (`joining`).
+From dI to dW an entry keeps only what its product reads: on GPUs whose FP8 products read
+transposes, the rows of an output gradient are freed once dI has used them (`tape_store`).
 This module does not import the library: it only needs a queue with `empty` and `get`, and closures
 over a dictionary of GEMM arguments.
 """
@@ -14,6 +16,7 @@ over a dictionary of GEMM arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +28,30 @@ GEMM_ARGUMENTS = "wgrad_gemm_kwargs"
 """Suffix of the closure variable that holds a deferred product's arguments."""
 
 _REBOUND = ("out", "out_dtype", "accumulate")
+
+
+@cache
+def tape_store(library_store: Any) -> Any:
+    """
+    Return a subclass of the library's store that drops the rows of operands with a transpose.
+
+    The library puts an entry into the store after the entry's own dI, and only the product of dW
+    reads the operands from then on. On GPUs whose FP8 products read transposes, dW reads the
+    transposes alone; on other GPUs operands have no transposes.
+
+    Args:
+        library_store: The class `WeightGradStore`.
+    """
+
+    class TapeStore(library_store):  # type: ignore[misc]
+        def put(self, operands: Sequence[Any], compute: Callable[..., Any]) -> None:
+            for operand in operands:
+                transpose = getattr(operand, "_transpose", None)
+                if transpose is not None and not operand._transpose_invalid:
+                    operand.update_usage(rowwise_usage=False)
+            super().put(operands, compute)
+
+    return TapeStore
 
 
 def take(store: Any, units: Sequence[WgradUnit]) -> list[DeferredWork]:

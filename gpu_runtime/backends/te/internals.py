@@ -152,7 +152,7 @@ EPOCH = (
     ImportedName(_QUANTIZATION, f"{_MANAGER}.reduce_and_update_fp8_tensors", ("forward",)),
     ImportedName(_QUANTIZATION, f"{_MANAGER}.quantization_state.is_first_fp8_module"),
 )
-"""Additional names for scales that move once an epoch."""
+"""Additional names for scales that move once an epoch, and for stages that recompute."""
 
 LAYER = (
     MemberName("hidden_dropout", (_WHOLE,)),

@@ -46,8 +46,10 @@ from .domain import (
     refuse_missing,
 )
 from .internals import (
+    EPOCH,
     STATE,
     STORES,
+    missing_imports,
     missing_in_head,
     missing_members,
     missing_state,
@@ -175,6 +177,8 @@ class TransformerEngineStage:
             )
             refuse_missing(self._lib.version, missing_in_head(self.head))
         refuse_missing(self._lib.version, missing_members(self.layers[0]))
+        if recompute:
+            refuse_missing(self._lib.version, missing_imports(EPOCH))
         self.inputs, self.outputs = stage_ends(
             config, domain.device, ends, first=first, loss=loss is not None, extra=extra_inputs
         )
@@ -260,7 +264,8 @@ class TransformerEngineStage:
     def new_tape(self, slot: int) -> Tape:
         """Make a tape with its own stores."""
         last = () if self.split_head is None else (deque[Any](),)
-        return Tape(slot, (*(self._lib.WeightGradStore(True) for _ in self._holders), *last))
+        store = deferred_gradients.tape_store(self._lib.WeightGradStore)
+        return Tape(slot, (*(store(True) for _ in self._holders), *last))
 
     def _install(self, stores: Sequence[Any]) -> None:
         if self.split_head is not None:  # without a store the library's own backward runs
