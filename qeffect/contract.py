@@ -149,7 +149,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
                 late=late,
             )
         self.observer = observer
-        self._entered = False  # True while a call is under way
+        self._entered = False
         self._weighed = {config.stage: config.counted for config in self.stages}
         self._shares = any(config.tied for config in self.stages)
         self._pool = Pool(laid.memory, laid.slots)

@@ -41,7 +41,7 @@ class ConcurrentCallError(RuntimeError):
 
 
 class _Entered(Protocol):
-    _entered: bool
+    _entered: bool | None
 
 
 S = TypeVar("S", bound=_Entered)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -18,6 +19,7 @@ from qeffect.refusals import Refused, refused
 from qeffect.schedule.pairing import Work
 
 __all__ = [
+    "VERSION",
     "BackwardPasses",
     "ForwardCalls",
     "GradientWrites",
@@ -33,6 +35,10 @@ __all__ = [
     "not_run",
     "work_name",
 ]
+
+
+#: Gets a tensor's version counter; `map` calls it for many tensors without frames of Python.
+VERSION = attrgetter("_version")
 
 
 def not_run(call: str, action: str) -> Refused:
@@ -116,12 +122,14 @@ class BackwardPasses:
     Counts the backward passes through the outputs of each forward.
 
     Attributes:
+        counts: By the name of a forward whose outputs have a graph, a list of one number: how many
+            passes went through the outputs.
         total: Number of passes through the outputs of all forwards.
         last: Name of the forward through whose outputs the last pass went.
     """
 
     def __init__(self) -> None:
-        self._passes: dict[Hashable, list[int]] = {}
+        self.counts: dict[Hashable, list[int]] = {}
         self._nodes: dict[Hashable, int] = {}
         self.total = 0
         self.last: Hashable = None
@@ -138,7 +146,7 @@ class BackwardPasses:
         nodes = _nodes(outputs) if node is None else [node]
         if not nodes:
             return
-        passes = self._passes[work] = [0]
+        passes = self.counts[work] = [0]
         self._nodes[work] = len(nodes)
 
         def count(_: Any) -> None:
@@ -151,7 +159,7 @@ class BackwardPasses:
 
     def of(self, work: Hashable) -> int | None:
         """Return how many passes went through a forward's outputs; None if none has a graph."""
-        passes = self._passes.get(work)
+        passes = self.counts.get(work)
         return None if passes is None else passes[0]
 
     def nodes(self, work: Hashable) -> int:
@@ -160,7 +168,7 @@ class BackwardPasses:
 
     def clear(self) -> None:
         """Forget every forward."""
-        self._passes.clear()
+        self.counts.clear()
         self._nodes.clear()
 
 
@@ -289,10 +297,17 @@ class Weights:
     writes by itself in its forward (`torch.nn.Embedding` with ``max_norm``), and all parameters of
     a module that FSDP shards, because FSDP puts gathered parameters in their place.
 
+    Where each frame of Python counts, a guard compares the `VERSION` of `counters` with `expected`
+    itself, and calls `check` if they differ.
+
     Args:
         module: The module; None has no weights.
         watched: Whether a parameter is watched; by default every trained one.
         shards: For a sharded module, the parameters in its optimizer, by name.
+
+    Attributes:
+        counters: The tensors whose version counters are watched.
+        expected: The versions of `counters` when they were recorded.
     """
 
     def __init__(
@@ -302,36 +317,34 @@ class Weights:
         shards: Mapping[str, Any] | None = None,
     ) -> None:
         self._module, self._shards = module, shards or {}
-        self._counters: list[Any] = []
+        self.counters: list[Any] = []
+        self.expected: list[int] = []
         own: list[Any] = []
         sharded = is_sharded(module)
         for part in () if sharded else module.modules():
-            listed = own if vars(part).get("max_norm") is not None else self._counters
+            listed = own if vars(part).get("max_norm") is not None else self.counters
             listed += [p for p in part._parameters.values() if p is not None and p.requires_grad]
         if own:
             left_out = set(map(id, own))
-            self._counters = [p for p in self._counters if id(p) not in left_out]
+            self.counters = [p for p in self.counters if id(p) not in left_out]
         if watched is not None:
-            self._counters = list(filter(watched, self._counters))
+            self.counters = list(filter(watched, self.counters))
         if sharded:
-            self._counters = [each for shard in self._shards.values() for each in counters(shard)]
-        self._expected = self._versions()
+            self.counters = [each for shard in self._shards.values() for each in counters(shard)]
+        self.renew()
 
     def renew(self) -> None:
         """Record the weights' current versions; later checks compare with them."""
-        self._expected = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [counter._version for counter in self._counters]
+        self.expected = [*map(VERSION, self.counters)]
 
     def written(self) -> Written | None:
         """Return the first weight written since the versions were recorded; None if none was."""
-        found = self._versions()
-        if found == self._expected:
+        found = [*map(VERSION, self.counters)]
+        if found == self.expected:
             return None
         counter, now, before = next(
             three
-            for three in zip(self._counters, found, self._expected, strict=True)
+            for three in zip(self.counters, found, self.expected, strict=True)
             if three[1] != three[2]
         )
         return Written(self._name(counter), now, before)
@@ -351,7 +364,7 @@ class Weights:
         Raises:
             Refused: ``version.wrong-epoch``.
         """
-        if [counter._version for counter in self._counters] == self._expected:
+        if [*map(VERSION, self.counters)] == self.expected:
             return  # nearly always: each action comes here
         if (written := self.written()) is not None:
             raise refused(

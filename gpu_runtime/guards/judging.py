@@ -101,21 +101,39 @@ class Judge:
             self.at = action
         try:
             return call(*args)
-        except Refused as refusal:
-            advised(refusal, self._advice)
+        except Exception as error:
+            self.failed(error, step=step)
+        return None
+
+    def failed(self, error: Exception, *, step: int | None = None) -> None:
+        """
+        Raise or report a refusal, or an error of the guard itself; an `except` clause calls this.
+
+        A caller for which each frame of Python counts asks the contract itself, where `judges` is
+        set, and passes what is raised to this method.
+
+        Args:
+            error: What asking the contract has raised.
+            step: The action's index in the rank's row of the schedule, from 0.
+
+        Raises:
+            Refused: The error is a refusal, and violations are not reported.
+            Exception: Any other error, if violations are not reported.
+        """
+        if isinstance(error, Refused):
+            advised(error, self._advice)
             if self.reports is None:
                 place = "" if step is None else f", step {step} of its row"
-                refusal.add_note(f"at pipeline rank {self._rank()}{place}: {self.at}")
-                raise
+                error.add_note(f"at pipeline rank {self._rank()}{place}: {self.at}")
+                raise error
             self.judges = False  # also while the violation is reported to the user's callable
-            self.reports.add(Violation.of(refusal, self._rank(), self.step, self.at))
-        except Exception as error:
+            self.reports.add(Violation.of(error, self._rank(), self.step, self.at))
+        else:
             if self.reports is None:
-                raise
+                raise error
             self.judges = False
             self.reports.fail(error, self.at)
         self._stop()
-        return None
 
     def report_schedule(self, reports: Reports, finding: Finding, source: str, step: int) -> None:
         """

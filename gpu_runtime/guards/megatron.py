@@ -43,8 +43,8 @@ from .judging import ContractLogs, Judge
 from .megatron_caches import Caches, is_plain
 from .megatron_library import Library, Patches, library
 from .megatron_plan import LOOPS, LoopPlan, UnguardedScheduleError, chunks_of, plan_of, unguarded
-from .megatron_step import LoopStep, Norm, bucket_groups
-from .megatron_updates import Gradients, Saves, Updates
+from .megatron_step import LoopStep, Norm, action_name, bucket_groups
+from .megatron_updates import Gradients, Saves, Updates, gradient_buffers
 from .recurring import RecurringSteps
 from .releases import check_release
 from .reports import LOGGER, Manner, OnViolation, Reports, Violation
@@ -312,7 +312,8 @@ class GuardedMegatron:
     ) -> None:
         self._rank, self._judge.step = plan.rank, self._loops
         self._loops += 1
-        quantizes = [self._caches.quantizes(chunk, config) for chunk in chunks]
+        quantizing = self._caches.quantizing(chunks, config)
+        quantizes = [*map(bool, quantizing)]
         buckets = [bucket_groups(chunk) for chunk in chunks]
         numbers = [*map(len, buckets)]
         shape = plan, quantizes, numbers
@@ -324,26 +325,31 @@ class GuardedMegatron:
             self._recurring = RecurringSteps(self._contract(plan, any(quantizes), numbers))
         assert self._recurring is not None
         self._left = self._judge.judges = True
+        buffers = [*map(gradient_buffers, chunks)]
         self._step = LoopStep(
             plan,
             self._recurring,
+            self._judge,
             chunks,
             self._caches,
             [self._weights_of(chunk) for chunk in chunks],
-            dict(zip(plan.stages, quantizes, strict=True)),
+            quantizing,
             buckets,
+            [own or () for own in buffers],
             # Some microbatches are recomputed, and others are not.
             scales=getattr(config, _PARTIAL, None) is None,
             norms=self._norms,
         )
         self._updates.begin(chunks)
-        self._judge("the beginning of the loop", self._check_beginning, plan, chunks)
+        self._judge("the beginning of the loop", self._check_beginning, plan, chunks, buffers)
 
-    def _check_beginning(self, plan: LoopPlan, chunks: list[Any]) -> None:
+    def _check_beginning(
+        self, plan: LoopPlan, chunks: list[Any], buffers: list[list[Any] | None]
+    ) -> None:
         if plan.wrong is not None:
             found = f"{plan.source}: {plan.wrong}"
             raise refused(plan.wrong.clause, "post_receive", found, plan.wrong.expected)
-        self._gradients.check(chunks)
+        self._gradients.check(chunks, buffers)
 
     def _follows(self, step: LoopStep | None) -> bool:
         """Whether the contract may go on: the last loop was updated, or commits without."""
@@ -403,14 +409,23 @@ class GuardedMegatron:
                 self._missed(kwargs)
                 return run(*args, **kwargs)
             stage = step.plan.stages[kwargs.get("vp_stage") or 0]
-            work = stage, kwargs["current_microbatch"]
-            at = f"F of stage {stage}, microbatch {work[1]}"
+            event: Event = "F", stage, kwargs["current_microbatch"]
+            at = action_name(*event)
             given = args[4] if len(args) > 4 else kwargs["input_tensor"]
-            event = self._judge(at, step.forward, work, given)
+            checked, judge = False, self._judge
+            if judge.judges:
+                judge.at = at
+                try:
+                    step.forward(event, given)
+                    checked = True
+                except Exception as error:
+                    judge.failed(error)
             function = args[0] if args else kwargs["forward_step_func"]
 
             def entered(*inner: Any, **options: Any) -> Any:
-                step.entered(stage)
+                step.runs += 1
+                if step.first:
+                    step.entered_first(stage)
                 return function(*inner, **options)
 
             before = self._scaling_updates
@@ -419,9 +434,13 @@ class GuardedMegatron:
             else:
                 kwargs["forward_step_func"] = entered
             found = run(*args, **kwargs)
-            if event is not None:
-                updates = self._scaling_updates - before
-                self._judge(at, step.commit_forward, event, found[0], updates)
+            output, updates = found[0], self._scaling_updates - before
+            if checked and judge.judges:
+                judge.at = at
+                try:
+                    step.commit_forward(event, output, updates)
+                except Exception as error:
+                    judge.failed(error)
             return found
 
         return guarded_forward_step
@@ -445,26 +464,28 @@ class GuardedMegatron:
             tensors = args[:3]
             if len(tensors) < 3:
                 tensors += tuple(kwargs[name] for name in _BACKWARD[len(tensors) :])
-            event = self._judge("a backward", self._check_backward, step, *tensors)
-            before, at = self._scaling_updates, self._judge.at
+            event, judge = None, self._judge
+            if judge.judges:
+                judge.at = "a backward"
+                try:
+                    event = step.backward(*tensors)
+                except Exception as error:
+                    judge.failed(error)
+            before, at = self._scaling_updates, judge.at
             try:
                 found = run(*args, **kwargs)
             except BaseException:
                 step.leave_backward()
                 raise
-            if event is not None:
-                updates = self._scaling_updates - before
-                # A reduction within the backward was judged since.
-                self._judge(at, step.commit_backward, event, found, updates)
+            if event is not None and judge.judges:
+                judge.at = at  # a reduction within the backward was judged since
+                try:
+                    step.commit_backward(event, found, self._scaling_updates - before)
+                except Exception as error:
+                    judge.failed(error)
             return found
 
         return guarded_backward_step
-
-    def _check_backward(self, step: LoopStep, given: Any, output: Any, gradient: Any) -> Event:
-        owners = step.owners(given, output, gradient)
-        work = step.backward_of(owners)
-        self._judge.at = f"B of stage {work[0]}, microbatch {work[1]}"
-        return step.backward(work, owners)
 
     def _exchange(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
@@ -476,9 +497,20 @@ class GuardedMegatron:
             output, gradient = get("tensor_send_next"), get("tensor_send_prev")
             before, behind = get("recv_prev"), get("recv_next")
             at = _exchange_of(output is not None, gradient is not None, before, behind)
-            self._judge(at, step.post, output, gradient, before, behind)
+            judge = self._judge
+            if judge.judges:
+                judge.at = at
+                try:
+                    step.post(output, gradient, before, behind)
+                except Exception as error:
+                    judge.failed(error)
             found = run(communicator, *args, **kwargs)
-            self._judge(at, step.posted, found, get("wait_on_reqs", True))
+            if judge.judges:
+                judge.at = at
+                try:
+                    step.posted(found, get("wait_on_reqs", True))
+                except Exception as error:
+                    judge.failed(error)
             return found
 
         return guarded_exchange
@@ -489,7 +521,11 @@ class GuardedMegatron:
         @wraps(run)
         def guarded_start(group: Any, *args: Any, **kwargs: Any) -> Any:
             step = self._step
-            if self._off or step is None or _repeats(group):
+            if self._off or step is None:
+                return run(group, *args, **kwargs)
+            if step.inside is None and id(group) not in step.buckets:
+                return run(group, *args, **kwargs)  # not reduced, and no backward runs
+            if _repeats(group):
                 return run(group, *args, **kwargs)
             self._judge("start_grad_sync", step.start_reduction, group)
             found = run(group, *args, **kwargs)
@@ -503,8 +539,9 @@ class GuardedMegatron:
         @wraps(run)
         def guarded_finish(group: Any, *args: Any, **kwargs: Any) -> Any:
             found = run(group, *args, **kwargs)
-            if not self._off and self._step is not None:
-                self._judge("finish_grad_sync", self._step.finish_reduction, group)
+            step = self._step
+            if not self._off and step is not None and id(group) in step.buckets:
+                self._judge("finish_grad_sync", step.finish_reduction, group)
             return found
 
         return guarded_finish

@@ -10,6 +10,7 @@ writes; this module records the last value of the flag, and which graphs were re
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["Caches", "innermost", "is_plain"]
@@ -37,6 +38,8 @@ class Caches:
     """
     The caches of quantized weights of a rank's chunks.
 
+    The modules of a chunk are listed once, at the chunk's first step.
+
     Attributes:
         skips: The flag of the graphs: True skips quantization; None if it was never written.
     """
@@ -45,6 +48,9 @@ class Caches:
         self.skips: bool | None = None
         self._modules: weakref.WeakKeyDictionary[Any, list[tuple[str, Any]]]
         self._modules = weakref.WeakKeyDictionary()
+        #: By chunk, the attributes of its modules.
+        self._every: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]]
+        self._every = weakref.WeakKeyDictionary()
         self._replayed: list[bool | None] = []
         self._kept: list[str] | None = None
 
@@ -61,18 +67,20 @@ class Caches:
             ]
         return found
 
-    def quantizes(self, chunk: Any, config: Any) -> bool:
-        """Whether a chunk is to quantize its weights once in a step."""
-        asked = ("fp8", "fp4", "use_kitchen", "quant_recipe")
-        return any(getattr(config, name, None) for name in asked) and bool(self.of(chunk))
+    def quantizing(self, chunks: Sequence[Any], config: Any) -> list[list[tuple[str, Any]]]:
+        """Return the modules of each chunk that are to quantize their weights once in a step."""
+        for name in ("fp8", "fp4", "use_kitchen", "quant_recipe"):
+            if getattr(config, name, None):
+                return [self.of(chunk) for chunk in chunks]
+        return [[] for _ in chunks]
 
     def begin(self) -> None:
         """Forget what the last forward showed."""
         self._replayed, self._kept = [], None
 
-    def entered(self, chunk: Any) -> None:
+    def entered(self, modules: Sequence[tuple[str, Any]]) -> None:
         """Record which modules would use their old cache; called where the forward begins."""
-        self._kept = [name for name, module in self.of(chunk) if not module.is_first_microbatch]
+        self._kept = [name for name, module in modules if not module.is_first_microbatch]
 
     def replayed(self, runner: Any) -> None:
         """Record the replay of a layer's forward graph."""
@@ -86,18 +94,15 @@ class Caches:
         The result is the number of local graphs that it replayed, and the number of layers to which
         Megatron has given graphs of Transformer Engine.
         """
-        layers, seen, todo = 0, set(), [chunk]
-        while todo:  # less than half the time of `chunk.modules()`
-            module = todo.pop()
-            if module is not None and module not in seen:
-                seen.add(module)
-                layers += bool(vars(module).get("cuda_graphs"))
-                todo += module._modules.values()
+        modules = self._every.get(chunk)
+        if modules is None:
+            modules = self._every[chunk] = [vars(module) for module in chunk.modules()]
+        layers = len([1 for attributes in modules if attributes.get("cuda_graphs")])
         return len(self._replayed), layers
 
     def stale(self) -> str | None:
         """Return why the last forward used an old cache; None if it filled the cache."""
-        if any(skip is not None for skip in self._replayed):
+        if self._replayed and any(skip is not None for skip in self._replayed):
             kept = sum(map(bool, self._replayed))
             if kept == 0:
                 return None

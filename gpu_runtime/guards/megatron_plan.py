@@ -14,6 +14,7 @@ from qeffect.schedule.actions import Action, Kind, ScheduleError
 from qeffect.schedule.check import check
 from qeffect.schedule.findings import Finding
 from qeffect.schedule.megatron import megatron_schedule
+from qeffect.schedule.pairing import Work
 
 from .megatron_library import Library
 from .reports import LOGGER
@@ -80,6 +81,11 @@ class LoopPlan:
             kind = action.kind.value
             found.setdefault(kind, []).append((kind, action.stage, action.microbatch))
         return {kind: tuple(events) for kind, events in found.items()}
+
+    @cached_property
+    def backwards(self) -> tuple[Work, ...]:
+        """The stages and microbatches of the row's backwards, in order."""
+        return tuple((stage, microbatch) for _, stage, microbatch in self.events.get("B", ()))
 
     @cached_property
     def declared(self) -> Mapping[Any, list[tuple[str, Cell]]] | None:

@@ -1,31 +1,41 @@
-"""One guarded step of Megatron-core: a forward-backward loop and the update, as contract calls."""
+"""
+One guarded step of Megatron-core: a forward-backward loop and the update, as contract calls.
+
+Each F, each B and each exchange costs its frames of Python, about a microsecond each on a host that
+launches kernels. So the methods of `LoopStep` that run for every action look up themselves whose a
+tensor is, and compare weights' versions and calls with the recorded ones themselves, as `Weights`
+and `Works` describe.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NoReturn
 
 from qeffect.refusals import Refused, refused
 from qeffect.schedule.pairing import Work
 
-from .evidence import BackwardPasses, Weights, another_work, not_once, work_name
+from .evidence import VERSION, BackwardPasses, Weights, another_work, not_once, work_name
+from .judging import Judge
 from .megatron_caches import Caches
 from .megatron_plan import LoopPlan
 from .megatron_updates import BufferWrites
-from .recurring import RecurringSteps
+from .recurring import Call, RecurringSteps
 from .works import Event, Works
 
-__all__ = ["LoopStep", "bucket_groups"]
+__all__ = ["LoopStep", "action_name", "bucket_groups"]
 
-#: What the messages carry.
-_MESSAGES = {"SEND_F": "output", "SEND_B": "gradient", "RECV_F": "input", "RECV_B": "arrived"}
+#: The kinds of messages; each kind carries tensors of its own.
+_MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
 _WRAPPERS = (list, tuple)
+#: The passes through the outputs of a forward whose outputs have no graph.
+_UNCOUNTED = (None,)
 
-Owners = tuple[Work | None, Work | None, Work | None]
-"""The works that a backward's output, input and output gradient belong to; None if unknown."""
+Made = dict[int, tuple["weakref.ref[Any]", Work]]
+"""Whose tensors are: a reference to each tensor and its work, by the tensor's identity."""
 
 Norm = tuple[str, int, tuple[int, int]]
 """Actions that update the scaling state equally often: their kind, stage and `Caches.mode`."""
@@ -53,6 +63,12 @@ def _replicas(group: Any) -> int:
     return instances
 
 
+@cache
+def action_name(kind: str, stage: int, microbatch: int) -> str:
+    """Return the name of a forward (F) or a backward (B) in reports."""
+    return f"{kind} of {work_name((stage, microbatch))}"
+
+
 class LoopStep:
     """
     The forwards, backwards, messages and reductions of one loop, and the update after it.
@@ -60,54 +76,74 @@ class LoopStep:
     Every method that calls the contract raises `Refused` if an action breaks it.
 
     Args:
-        plan: What the loop declares.
+        plan: What the loop declares; also an attribute.
         steps: The steps of the rank's contract.
+        judge: Asks the contract; `backward` tells it which backward is checked.
         chunks: The model chunks of the rank.
         caches: The caches of quantized weights.
         weights: The weights of each chunk.
-        quantizes: By stage, whether its weights are quantized once in a step.
+        quantizing: The modules of each chunk that quantize their weights once in a step.
         buckets: For each chunk, the buckets that are reduced over more than one rank.
+        buffers: For each chunk, its gradient buffers; none if its gradients are not in buffers.
         scales: Whether all F of a stage must update the scaling state equally often, and all B too.
         norms: Number of scaling updates per action in earlier steps, for each `Norm`.
+
+    Attributes:
+        buckets: By the identity of a bucket that is reduced: its name and its stage.
+        inside: The work whose backward runs; None if none runs.
+        first: Whether the last forward that was checked is the first of its stage.
+        runs: How often the function of the last forward was called.
+        updates: How many updates were committed.
+        whole: Whether the loop has ended.
     """
 
     def __init__(
         self,
         plan: LoopPlan,
         steps: RecurringSteps,
+        judge: Judge,
         chunks: Sequence[Any],
         caches: Caches,
         weights: Sequence[Weights],
-        quantizes: Mapping[int, bool],
+        quantizing: Sequence[Sequence[tuple[str, Any]]],
         buckets: Sequence[Sequence[Any]],
+        buffers: Sequence[Sequence[Any]],
         *,
         scales: bool = True,
         norms: dict[Norm, int] | None = None,
     ) -> None:
+        stages = plan.stages
         self.plan, self._works, self._passes = plan, Works(steps), BackwardPasses()
-        self._chunks = dict(zip(plan.stages, chunks, strict=True))
-        self._caches, self._quantizes, self._scales = caches, quantizes, scales
-        self._weights = dict(zip(plan.stages, weights, strict=True))
-        self._writes = {stage: BufferWrites(chunk) for stage, chunk in self._chunks.items()}
-        self._watched: set[int] = set()  # the stages whose first forward has run
-        #: By what a tensor is: a reference to it and whose it is, by its identity.
-        self._made: dict[str, dict[int, tuple[weakref.ref[Any], Work]]]
-        self._made = {what: {} for what in _MESSAGES.values()}
-        self._due = deque((stage, mb) for _, stage, mb in plan.events.get("B", ()))
+        self._judge = judge
+        self._chunks = dict(zip(stages, chunks, strict=True))
+        self._caches, self._scales = caches, scales
+        self._quantizing = dict(zip(stages, quantizing, strict=True))
+        self._weights = dict(zip(stages, weights, strict=True))
+        self._writes = dict(zip(stages, map(BufferWrites, buffers), strict=True))
+        #: The weights of the stages whose first forward has run.
+        self._watched: dict[int, Weights] = {}
+        self._outputs: Made = {}
+        self._gradients: Made = {}
+        self._inputs: Made = {}
+        self._arrived: Made = {}  # gradients of outputs
+        #: By kind of message, whose tensors it carries, and the messages to come.
+        carried = self._outputs, self._gradients, self._inputs, self._arrived
+        self._carried = dict(zip(_MESSAGES, carried, strict=True))
+        self._due = deque(plan.backwards)
         self._messages = {kind: deque(plan.events.get(kind, ())) for kind in _MESSAGES}
         self._posting: list[tuple[int, Event]] = []  # receives, with their place in the result
         self._sent: list[Event] = []
-        self._forwards: Counter[int] = Counter()
-        self._backwards: Counter[int] = Counter()
-        self._runs = 0
+        self._forwards = dict.fromkeys(stages, 0)
+        self._backwards = dict.fromkeys(stages, 0)
+        self.first, self.runs = False, 0
         self._norms: dict[Norm, int] = {} if norms is None else norms
         self._scaling: dict[Norm, list[tuple[int, int]]] = {}
-        self._modes = dict.fromkeys(plan.stages, (0, 0))
-        self._inside: Work | None = None  # the backward that runs
+        self._modes = dict.fromkeys(stages, (0, 0))
+        self.inside: Work | None = None
         self._before: tuple[int | None, int] = None, 0  # passes when it began: its own, and all
-        self._buckets = {
+        self.buckets = {
             id(group): (f"{stage}/{n}", stage)
-            for stage, groups in zip(plan.stages, buckets, strict=True)
+            for stage, groups in zip(stages, buckets, strict=True)
             for n, group in enumerate(groups)
         }
         self._started: set[str] = set()
@@ -118,52 +154,67 @@ class LoopStep:
 
     # Forward and backward
 
-    def forward(self, work: Work, given: Any) -> Event:
+    def forward(self, event: Event, given: Any) -> None:
         """
-        Check a forward; return it as an action of the contract.
+        Check a forward.
 
         Args:
-            work: The forward's stage and microbatch.
+            event: The forward: its kind, stage and microbatch.
             given: The input that was received for it; None on the first stage.
         """
-        stage, microbatch = work
-        event = "F", stage, microbatch
-        self._check_weights("check_forward", stage)
-        owner = self._maker("input", given)
-        if owner is not None and owner != work:
-            raise another_work("check_forward", "input", owner, work)
-        if self._forwards[stage]:
-            self._works.check(event)
+        _, stage, microbatch = event
+        weights = self._watched.get(stage)
+        if weights is not None and [*map(VERSION, weights.counters)] != weights.expected:
+            weights.check("check_forward", stage)
+        if given is not None:
+            tensor = _first(given) if isinstance(given, _WRAPPERS) else given
+            found = self._inputs.get(id(tensor))
+            owner = found[1] if found is not None and found[0]() is tensor else None
+            if owner is not None and owner != (stage, microbatch):
+                raise another_work("check_forward", "input", owner, (stage, microbatch))
+        self.first = not self._forwards[stage]
+        refresh = {"refresh": any(self._quantizing.values())} if self.first else None
+        works, call = self._works, ("check", (event,), refresh)
+        if works.script[works.place] == call:
+            works.place += 1
         else:
-            self._works.check(event, refresh=any(self._quantizes.values()))
+            works.make(call)
+        if self.first:
             self._caches.begin()
-        self._runs = 0
-        return event
+        self.runs = 0
 
     def commit_forward(self, event: Event, output: Any, updates: int) -> None:
         """Commit a forward, given its output and its number of scaling updates."""
         _, stage, microbatch = event
         work = stage, microbatch
-        before = self._maker("output", output)
-        if self._runs != 1 or before is not None:
-            runs = 0 if before is not None else self._runs
+        tensor = _first(output) if isinstance(output, _WRAPPERS) else output
+        known = self._outputs.get(id(tensor))
+        old = known is not None and known[0]() is tensor
+        if self.runs != 1 or old:
+            runs = 0 if old else self.runs
             raise not_once("commit_forward", f"F of {work_name(work)}", runs)
-        if first := not self._forwards[stage]:
-            self._check_caches(work)
-        if self._scales:
-            self._check_scaling("F", work, updates)
-        self._works.commit(event)
-        self._forwards[stage] += 1
-        tensor = self._note("output", work, output)
-        self._passes.watch(work, tensor)
+        first = self.first
         if first:
-            self._weights[stage].renew()
-            self._watched.add(stage)
+            self._check_caches(work)
+        if self._scales and self._norms.get(("F", stage, self._modes[stage])) != updates:
+            self._check_scaling("F", work, updates)
+        works, call = self._works, ("commit", (event,), None)
+        if works.script[works.place] == call:
+            works.place += 1
+        else:
+            works.make(call)
+        self._forwards[stage] += 1
+        if tensor is not None:
+            self._outputs[id(tensor)] = weakref.ref(tensor), work
+            self._passes.watch(work, tensor)
+        if first:
+            weights = self._watched[stage] = self._weights[stage]
+            weights.renew()
 
     def _check_caches(self, work: Work) -> None:
         """Check that a stage's first forward quantized its weights; record its mode of graphs."""
         stage, _ = work
-        stale = self._caches.stale() if self._quantizes[stage] else None
+        stale = self._caches.stale() if self._quantizing[stage] else None
         if stale is not None:
             raise refused(
                 "version.stale-cache",
@@ -173,90 +224,92 @@ class LoopStep:
             )
         self._modes[stage] = self._caches.mode(self._chunks[stage])
 
-    def entered(self, stage: int) -> None:
-        """Record that the forward's own function was called."""
-        self._runs += 1
-        if self._forwards[stage] == 0 and self._quantizes[stage]:
-            self._caches.entered(self._chunks[stage])
+    def entered_first(self, stage: int) -> None:
+        """Record that the function of a stage's first forward was called."""
+        if self._quantizing[stage]:
+            self._caches.entered(self._quantizing[stage])
 
-    def owners(self, given: Any, output: Any, gradient: Any) -> Owners:
+    def backward(self, given: Any, output: Any, gradient: Any) -> Event:
         """
-        Return the work that each tensor of a backward belongs to.
+        Check a backward; return it as an action of the contract.
+
+        Usually the next backward of the declared order runs. If output, input and gradient all
+        belong to another backward, that other backward runs.
 
         Args:
             given: The input of the backward's forward.
             output: What that forward returned.
             gradient: The gradient of the output; None on the last stage.
         """
-        maker = self._maker
-        return maker("output", output), maker("input", given), maker("arrived", gradient)
-
-    def backward_of(self, owners: Owners) -> Work:
-        """
-        Return which backward runs.
-
-        Usually this is the next backward of the declared order. If output, input and gradient all
-        belong to another backward, that other backward runs.
-        """
+        owners: list[Work | None] = []
+        for made, value in (
+            (self._outputs, output),
+            (self._inputs, given),
+            (self._arrived, gradient),
+        ):
+            tensor = _first(value) if isinstance(value, _WRAPPERS) else value
+            found = made.get(id(tensor))
+            owners.append(found[1] if found is not None and found[0]() is tensor else None)
         known = [*filter(None, owners)]
-        due = self._due.popleft() if self._due else None
-        if due is None or (len(known) > 1 and known.count(known[0]) == len(known)):
-            return known[0] if known else (self.plan.stages[0], 0)
-        return due
-
-    def backward(self, work: Work, owners: Owners) -> Event:
-        """
-        Check a backward; return it as an action of the contract.
-
-        Args:
-            work: Stage and microbatch of the backward that runs.
-            owners: What `owners` returned for its tensors.
-        """
+        work = self._due.popleft() if self._due else None
+        if work is None or (len(known) > 1 and known.count(known[0]) == len(known)):
+            work = known[0] if known else (self.plan.stages[0], 0)
         stage, microbatch = work
-        used, given, arrived = owners
-        self._check_weights("check_dgrad", stage)
         event = "B", stage, microbatch
-        self._works.check(event, used)
+        self._judge.at = action_name(*event)
+        used, received, arrived = owners
+        weights = self._watched.get(stage)
+        if weights is not None and [*map(VERSION, weights.counters)] != weights.expected:
+            weights.check("check_dgrad", stage)
+        works, call = self._works, ("check", (event, used), None)
+        if works.script[works.place] == call:
+            works.place += 1
+        else:
+            works.make(call)
         if arrived is not None and arrived != work:
             raise another_work("check_dgrad", "gradient", arrived, work)
-        if given is not None and given != work:
-            raise another_work("check_dgrad", "input", given, work)
+        if received is not None and received != work:
+            raise another_work("check_dgrad", "input", received, work)
         self._writes[stage].before(work)
-        self._before = self._passes.of(work), self._passes.total
-        self._inside = work
+        passes = self._passes
+        self._before = passes.counts.get(work, _UNCOUNTED)[0], passes.total
+        self.inside = work
         return event
 
     def leave_backward(self) -> None:
         """Record that the backward raised: what follows is not within it."""
-        self._inside = None
+        self.inside = None
 
     def commit_backward(self, event: Event, gradient: Any, updates: int) -> None:
         """Commit a backward, given its input's gradient and its number of scaling updates."""
         _, stage, microbatch = event
         work = stage, microbatch
-        self._inside = None
+        self.inside = None
         before, total = self._before
-        passed = self._passes.of(work)
+        passes = self._passes
+        passed = passes.counts.get(work, _UNCOUNTED)[0]
         if before is not None and passed is not None:
             own = passed - before
-            if self._passes.total - total > own:
-                raise another_work("commit_dgrad", "output", self._passes.last, work)
+            if passes.total - total > own:
+                raise another_work("commit_dgrad", "output", passes.last, work)
             if own != 1:
                 raise not_once("commit_dgrad", f"B of {work_name(work)}", own)
         self._writes[stage].after(work)
-        if self._scales:
+        if self._scales and self._norms.get(("B", stage, self._modes[stage])) != updates:
             self._check_scaling("B", work, updates)
-        self._works.commit(event)
+        works, call = self._works, ("commit", (event,), None)
+        if works.script[works.place] == call:
+            works.place += 1
+        else:
+            works.make(call)
         self._backwards[stage] += 1
-        self._note("gradient", work, gradient)
+        tensor = _first(gradient) if isinstance(gradient, _WRAPPERS) else gradient
+        if tensor is not None:
+            self._gradients[id(tensor)] = weakref.ref(tensor), work
         if self._postponed:
             postponed, self._postponed = self._postponed, []
-            for call in postponed:
-                call()
-
-    def _check_weights(self, call: str, stage: int) -> None:
-        if stage in self._watched:
-            self._weights[stage].check(call, stage)
+            for end in postponed:
+                end()
 
     def _check_scaling(self, kind: str, work: Work, updates: int) -> None:
         """
@@ -296,24 +349,6 @@ class LoopStep:
         for norm, seen in self._scaling.items():
             self._norms.setdefault(norm, seen[0][1])
 
-    # Whose a tensor is
-
-    def _note(self, what: str, work: Work, value: Any) -> Any:
-        """Record whose a tensor is; return the tensor without Megatron's wrapper."""
-        tensor = _first(value) if isinstance(value, _WRAPPERS) else value
-        if tensor is not None:
-            self._made[what][id(tensor)] = weakref.ref(tensor), work
-        return tensor
-
-    def _maker(self, what: str, value: Any) -> Work | None:
-        if value is None:
-            return None
-        tensor = _first(value) if isinstance(value, _WRAPPERS) else value
-        if (found := self._made[what].get(id(tensor))) is None:
-            return None
-        kept, work = found
-        return work if kept() is tensor else None
-
     # Messages
 
     def post(self, output: Any, gradient: Any, before: bool | None, behind: bool | None) -> None:
@@ -328,26 +363,40 @@ class LoopStep:
         """
         if not self.plan.messages:
             return
-        if output is not None:
-            self._send("SEND_F", output)
-        if gradient is not None:
-            self._send("SEND_B", gradient)
+        works = self._works
+        for kind, value in (("SEND_F", output), ("SEND_B", gradient)):
+            if value is not None:
+                tensor = _first(value) if isinstance(value, _WRAPPERS) else value
+                found = self._carried[kind].get(id(tensor))
+                maker = found[1] if found is not None and found[0]() is tensor else None
+                queue = self._messages[kind]
+                event = queue.popleft() if queue else self._unplanned(kind, maker)
+                call: Call = "post_message", (event, None, maker), None
+                if works.script[works.place] == call:
+                    works.place += 1
+                else:
+                    works.make(call)
+                self._sent.append(event)
         self._posting.clear()
-        if before:
-            self._receive("RECV_F", 0)
-        if behind:
-            self._receive("RECV_B", 1)
+        for kind, place, wanted in (("RECV_F", 0, before), ("RECV_B", 1, behind)):
+            if wanted:
+                queue = self._messages[kind]
+                event = queue.popleft() if queue else self._unplanned(kind, None)
+                self._posting.append((place, event))
+                call = "post_message", (event,), None
+                if works.script[works.place] == call:
+                    works.place += 1
+                else:
+                    works.make(call)
 
-    def _send(self, kind: str, value: Any) -> None:
-        maker = self._maker(_MESSAGES[kind], value)
-        event = self._next(kind, maker)
-        self._works.post_message(event, used=maker)
-        self._sent.append(event)
-
-    def _receive(self, kind: str, place: int) -> None:
-        event = self._next(kind, None)
-        self._posting.append((place, event))
-        self._works.post_message(event)
+    def _unplanned(self, kind: str, maker: Work | None) -> NoReturn:
+        """Refuse a message that the plan does not have."""
+        raise refused(
+            "order.reordered",
+            "read" if kind.startswith("SEND") else "post_receive",
+            f"one more {kind}" + ("" if maker is None else f", of {work_name(maker)}"),
+            f"no more {kind} than {self.plan.source} has",
+        )
 
     def posted(self, found: Any, ended: bool) -> None:
         """
@@ -360,36 +409,28 @@ class LoopStep:
         if not self.plan.messages:
             return
         for place, (kind, stage, microbatch) in self._posting:
-            self._note(_MESSAGES[kind], (stage, microbatch), found[place])
-        if ended:
-            self._finish_sends()
-
-    def _next(self, kind: str, maker: Work | None) -> Event:
-        queue = self._messages[kind]
-        if queue:
-            return queue.popleft()
-        raise refused(
-            "order.reordered",
-            "read" if kind.startswith("SEND") else "post_receive",
-            f"one more {kind}" + ("" if maker is None else f", of {work_name(maker)}"),
-            f"no more {kind} than {self.plan.source} has",
-        )
-
-    def _finish_sends(self) -> None:
-        if self._sent:
-            self._works.finish_sends(tuple(self._sent))
+            value = found[place]
+            tensor = _first(value) if isinstance(value, _WRAPPERS) else value
+            if tensor is not None:
+                self._carried[kind][id(tensor)] = weakref.ref(tensor), (stage, microbatch)
+        if ended and self._sent:
+            works, call = self._works, ("finish_sends", (tuple(self._sent),), None)
+            if works.script[works.place] == call:
+                works.place += 1
+            else:
+                works.make(call)
             self._sent.clear()
 
     # Reductions
 
     def start_reduction(self, group: Any) -> None:
         """Check the reduction of a bucket of gradients, before it starts."""
-        if self._inside is not None:
-            self._writes[self._inside[0]].reducing()
-        if (found := self._buckets.get(id(group))) is None:
+        if self.inside is not None:
+            self._writes[self.inside[0]].reducing()
+        if (found := self.buckets.get(id(group))) is None:
             return
         name, stage = found
-        if self._inside is not None and self._inside[0] == stage:
+        if self.inside is not None and self.inside[0] == stage:
             last = self._backwards[stage] == self.plan.microbatches - 1
             unready = _unready(group)
             if not last or unready:
@@ -398,7 +439,7 @@ class LoopStep:
                     "reduction.incomplete",
                     "start_reduction",
                     f"the reduction of bucket {name} during the backward of microbatch "
-                    f"{self._inside[1]}, after {self._backwards[stage]} other backwards{also}",
+                    f"{self.inside[1]}, after {self._backwards[stage]} other backwards{also}",
                     f"a reduction of the gradients of all {self.plan.microbatches} backwards",
                 )
             if name in self._started:
@@ -415,14 +456,14 @@ class LoopStep:
 
     def finish_reduction(self, group: Any) -> None:
         """Record that a bucket's reduction has ended, or was waited for."""
-        if (found := self._buckets.get(id(group))) is None:
+        if (found := self.buckets.get(id(group))) is None:
             return
         name, stage = found
         if name in self._reduced or name not in self._started:
             return
         self._reduced.add(name)
         finish = partial(self._works.finish_reduction, name)
-        if self._inside is not None and self._inside[0] == stage:
+        if self.inside is not None and self.inside[0] == stage:
             self._postponed.append(finish)
         else:
             finish()
@@ -431,17 +472,20 @@ class LoopStep:
 
     def finish(self) -> None:
         """End the loop: Megatron has waited for every send, and every backward has run."""
-        self._finish_sends()
+        self._posting.clear()
+        self.posted((), ended=True)
         self._check_few_scalings()
         for stage in self.plan.stages:
-            self._check_weights("finalize", stage)
+            if stage in self._watched:
+                self._watched[stage].check("finalize", stage)
             self._works.finalize(stage)
         self.whole = True
 
     def check_update(self) -> bool:
         """Check the update; return True."""
         for stage in self.plan.stages:
-            self._check_weights("check_update", stage)
+            if stage in self._watched:
+                self._watched[stage].check("check_update", stage)
         self._works.check_update()
         return True
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 from qeffect.refusals import refused
 from qeffect.schedule.pairing import Work
 
-from .evidence import work_name
+from .evidence import VERSION, work_name
 from .megatron_library import Library, Patches
 
-__all__ = ["BufferWrites", "Gradients", "Saves", "Updates"]
+__all__ = ["BufferWrites", "Gradients", "Saves", "Updates", "gradient_buffers"]
 
 
 class Updates:
@@ -77,9 +77,9 @@ class Updates:
             self._parameters = {id(p) for chunk in chunks for p in chunk.parameters()}
         self._trained = True
 
-    def chunks(self) -> Iterator[Any]:
-        """Yield the chunks that the last loop trained."""
-        yield from (chunk for ref in self._chunks if (chunk := ref()) is not None)
+    def chunks(self) -> list[Any]:
+        """Return the chunks that the last loop trained."""
+        return [chunk for ref in self._chunks if (chunk := ref()) is not None]
 
     def _enter(self, optimizer: Any) -> Any:
         """Check an update, if it is the first since a loop, or a second one of one optimizer."""
@@ -152,29 +152,35 @@ class Gradients:
     def __init__(self) -> None:
         self._left: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-    def left(self, chunks: Iterator[Any]) -> None:
+    def left(self, chunks: Sequence[Any]) -> None:
         """Record the gradients of chunks after the update."""
         self._left = {
             id(tensor): (weakref.ref(tensor), tensor._version)
             for chunk in chunks
-            for _, tensor in _gradients(chunk)
+            for tensor in _gradients(chunk, gradient_buffers(chunk))
         }
 
-    def check(self, chunks: Sequence[Any]) -> None:
+    def check(self, chunks: Sequence[Any], buffers: Sequence[Sequence[Any] | None]) -> None:
         """
         Check that the gradients of the last step are gone.
+
+        Args:
+            chunks: The chunks.
+            buffers: For each chunk, what `gradient_buffers` returned.
 
         Raises:
             Refused: ``arena.stale-accumulation``.
         """
-        for chunk in chunks if self._left else ():
-            for name, tensor in _gradients(chunk):
+        if not self._left:
+            return
+        for chunk, own in zip(chunks, buffers, strict=True):
+            for tensor in _gradients(chunk, own):
                 ref, version = self._left.get(id(tensor), (None, -1))
                 if ref is not None and tensor._version == version and ref() is tensor:
                     raise refused(
                         "arena.stale-accumulation",
                         "check_wgrad",
-                        f"{name} still holds the gradient of the last update",
+                        f"{_name(tensor, chunk, own)} still holds the gradient of the last update",
                         "zero_grad_buffer() or zero_grad() before the step",
                     )
 
@@ -189,11 +195,11 @@ class BufferWrites:
     so what this backward writes later is not judged.
 
     Args:
-        chunk: The chunk; without `DistributedDataParallel` it has no such buffers.
+        buffers: The buffers; a chunk without `DistributedDataParallel` has none.
     """
 
-    def __init__(self, chunk: Any) -> None:
-        self._buffers = _buffers(chunk) or []
+    def __init__(self, buffers: Sequence[Any]) -> None:
+        self._buffers = buffers
         self._expected: list[int] | None = None
         self._before: list[int] = []
         self._reduced = False  # whether a reduction began during the backward that runs
@@ -207,7 +213,7 @@ class BufferWrites:
         Raises:
             Refused: ``arena.overwrite``.
         """
-        self._before, self._reduced = [buffer._version for buffer in self._buffers], False
+        self._before, self._reduced = [*map(VERSION, self._buffers)], False
         if self._expected is not None and self._before != self._expected:
             raise refused(
                 "arena.overwrite",
@@ -220,7 +226,7 @@ class BufferWrites:
     def reducing(self) -> None:
         """Record that a reduction starts during the backward."""
         if not self._reduced:
-            self._writes |= [buffer._version for buffer in self._buffers] != self._before
+            self._writes |= [*map(VERSION, self._buffers)] != self._before
             self._reduced = True
 
     def after(self, work: Work) -> None:
@@ -230,7 +236,7 @@ class BufferWrites:
         Raises:
             Refused: ``epoch.device-count``.
         """
-        self._expected = [buffer._version for buffer in self._buffers]
+        self._expected = [*map(VERSION, self._buffers)]
         if not self._reduced:
             wrote = self._expected != self._before
             self._writes |= wrote
@@ -244,7 +250,7 @@ class BufferWrites:
             )
 
 
-def _buffers(chunk: Any) -> list[Any] | None:
+def gradient_buffers(chunk: Any) -> list[Any] | None:
     """Return the gradient buffers of a chunk; None if its gradients are not in buffers."""
     module = chunk
     while module is not None:
@@ -255,14 +261,23 @@ def _buffers(chunk: Any) -> list[Any] | None:
     return None
 
 
-def _gradients(chunk: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the buffers of gradients of a chunk, or the gradients of its parameters."""
-    if (buffers := _buffers(chunk)) is not None:
-        yield from ((f"gradient buffer {n}", each) for n, each in enumerate(buffers))
-        return
-    for name, parameter in chunk.named_parameters():
-        if parameter.grad is not None:
-            yield f"the gradient of {name}", parameter.grad
+def _gradients(chunk: Any, buffers: Sequence[Any] | None) -> Sequence[Any]:
+    """Return the buffers of gradients of a chunk, or the gradients of its parameters."""
+    if buffers is not None:
+        return buffers
+    return [parameter.grad for parameter in chunk.parameters() if parameter.grad is not None]
+
+
+def _name(tensor: Any, chunk: Any, buffers: Sequence[Any] | None) -> str:
+    """Return the name of one of a chunk's `_gradients`."""
+    for n, buffer in enumerate(buffers or ()):
+        if buffer is tensor:
+            return f"gradient buffer {n}"
+    return next(
+        f"the gradient of {name}"
+        for name, parameter in chunk.named_parameters()
+        if parameter.grad is tensor
+    )
 
 
 class Saves:

@@ -14,7 +14,6 @@ one by one, and then the call that differs, which the contract accepts or refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Final, Protocol
 
@@ -23,8 +22,8 @@ from qeffect.steps import RecordedStep, Recording
 
 __all__ = ["Call", "RecurringSteps", "Script"]
 
-Call = tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]
-"""A call of the guard: the function that makes the call, and its arguments."""
+Call = tuple[str, tuple[Any, ...], dict[str, Any] | None]
+"""A call of the guard: the method of `Works`, its arguments, and the named ones (None if none)."""
 
 Script = tuple[Call | None, ...]
 """The calls of a recorded step, and None behind the last call."""

@@ -48,6 +48,9 @@ class _References(dict[Work, TapeRef]):
 
 _P = ParamSpec("_P")
 
+#: By the name of a method of `Works`, the function that makes its call of the contract.
+_MAKES: dict[str, Callable[..., None]] = {}
+
 
 def _compared(
     make: Callable[Concatenate[Works, _P], None],
@@ -57,14 +60,16 @@ def _compared(
 
     A guarded step calls these methods often, and each frame of Python costs it a microsecond.
     """
+    name = make.__name__
+    _MAKES[name] = make
 
     @wraps(make)
     def call(self: Works, /, *given: _P.args, **named: _P.kwargs) -> None:
-        called = make, given, named
-        if self._script[self._place] == called:
-            self._place += 1
+        called = name, given, named or None
+        if self.script[self.place] == called:
+            self.place += 1
         else:
-            self._differs(called)
+            self.make(called)
 
     return call
 
@@ -78,9 +83,16 @@ class Works:
     A step that repeats a recorded one only compares its calls with the recorded calls; see
     `recurring`. Every method raises `Refused` if its action breaks the contract.
 
+    Where each frame of Python counts, a guard compares a call itself: if ``script[place]`` equals
+    the call, the guard adds 1 to `place`; otherwise the guard passes the call to `make`.
+
     Args:
         steps: The steps of the rank's contract; also an attribute.
         whole: Whether the step begins an epoch; only such a step is recorded or compared.
+
+    Attributes:
+        script: The calls that the step is compared with.
+        place: The index of the next call in `script`.
     """
 
     def __init__(self, steps: RecurringSteps, *, whole: bool = True) -> None:
@@ -91,14 +103,19 @@ class Works:
         self._update: Ticket | None = None
         self._posted: set[Event] = set()
         self._reading: set[Event] = set()
-        self._script, self._place = _NOTHING, 0
+        self.script, self.place = _NOTHING, 0
         self._whole, self._begun = whole, False
         self._calls: list[Call] | None = None  # the calls of a step that is recorded
 
     # Calls that repeat a recorded step
 
-    def _differs(self, call: Call) -> None:
-        """Make a call that does not repeat the recorded one."""
+    def make(self, call: Call) -> None:
+        """
+        Make a call that does not repeat the recorded one.
+
+        Args:
+            call: The name of a method, its positional arguments, and its named arguments if any.
+        """
         if not self._begun:
             self._begun = True
             script = None
@@ -107,17 +124,17 @@ class Works:
             else:
                 self.steps.settle()
             if script:
-                self._script = script
+                self.script = script
                 if script[0] == call:
-                    self._place = 1
+                    self.place = 1
                     return
             elif script is not None:
                 self._calls = []
-        if self._script is not _NOTHING:
+        if self.script is not _NOTHING:
             self.catch_up()
-        make, given, named = call
+        name, given, named = call
         try:
-            make(self, *given, **named)
+            _MAKES[name](self, *given, **named or {})
         except BaseException:
             self.catch_up()  # a step with a refused call is not recorded
             raise
@@ -130,21 +147,21 @@ class Works:
         if self._calls is not None:
             self._calls = None
             self.steps.drop()
-        script, place = self._script, self._place
+        script, place = self.script, self.place
         if script is _NOTHING:
             return
-        self._script, self._place = _NOTHING, 0
+        self.script, self.place = _NOTHING, 0
         self.steps.differ()
         for call in script[:place]:
             assert call is not None
-            make, given, named = call
-            make(self, *given, **named)
+            name, given, named = call
+            _MAKES[name](self, *given, **named or {})
 
     def end(self) -> None:
         """End the step, whose last call has committed its epoch."""
-        if self._script is not _NOTHING:
+        if self.script is not _NOTHING:
             if self.steps.commit():
-                self._script, self._place = _NOTHING, 0
+                self.script, self.place = _NOTHING, 0
             else:
                 self.catch_up()
         elif self._calls is not None:

@@ -101,7 +101,8 @@ class Checks(ContractParts):
 
         Args:
             key: Key of the stage execution (epoch, stage, microbatch, block, invocation).
-            slot: Slot to use; by default the slot that the key reserved, or a free slot.
+            slot: Slot (set of buffers for one microbatch) to use; by default the slot that the key
+                reserved, or a free slot.
             token: Effect token (the domain's count of F and dI) that the caller expects; by default
                 the domain's current token.
             link: Index of the link between the calling stream and the domain's graph stream.
@@ -224,7 +225,8 @@ class Checks(ContractParts):
         first tape's dW. The commit counts a dW for each tape; the abort aborts every tape.
 
         Args:
-            key: Key of the stage execution, whose tape the reference must name.
+            key: The key of the tape that the reference must name: epoch, stage, microbatch and,
+                where the stage uses them, block and invocation.
             ref: Reference that the forward's commit returned.
             destination: The destinations to be written; by default the configured destinations.
             first: Whether the write overwrites its destination (True) or adds to it (False); by
@@ -234,9 +236,9 @@ class Checks(ContractParts):
                 these destinations in an epoch; the same as ``first`` if the stage shares no
                 destination.
             link: Index of the link between the calling stream and the domain's graph stream.
-            group: Keys and references of the further tapes that the same product takes. Their
-                gradients go to the same destination, and their F ran with the same scales
-                (``scales="epoch"``).
+            group: Keys and references of the further tapes (data of one F each) that the same
+                product takes. Their gradients go to the same destination, and their F ran with the
+                same scales (``scales="epoch"``).
 
         Raises:
             Refused: A guard of ownership, version, order, arena, capture or completion refused the

@@ -56,7 +56,10 @@ class ContractParts:
     #: By stage, how a reported weight of a gradient is counted.
     _weighed: Mapping[int, Callable[[Any], tuple[int, int]]]
     #: Whether a call is under way.
-    _entered: bool
+    #: True while a call is under way; None if the last call was a `check_step` that accepted its
+    #: step; otherwise False. Each call that may change the state sets True and then False, so None
+    #: shows that the state is as the check has seen it.
+    _entered: bool | None
     #: Whether a stage shares gradient destinations with another.
     _shares: bool
 

@@ -5,7 +5,7 @@ Calls that record a whole optimizer step once, and later commit each repetition 
 from __future__ import annotations
 
 from ..steps import Difference, RecordedStep, Recording, StepState
-from ..threads import exclusive_call
+from ..threads import ConcurrentCallError, exclusive_call
 from .queries import Queries
 
 __all__ = ["StepCalls"]
@@ -56,7 +56,6 @@ class StepCalls(Queries):
         """
         return Recording(self)
 
-    @exclusive_call
     def check_step(self, step: RecordedStep, *, guards_alone: bool = False) -> Difference | None:
         """
         Ask whether `commit_step` would be accepted now; no state changes and nothing is logged.
@@ -83,7 +82,15 @@ class StepCalls(Queries):
         Raises:
             TypeError, ValueError: The argument is not a recorded step, or not of this contract.
         """
-        return self._steps.differs(step, guards_alone=guards_alone)
+        if self._entered:
+            raise ConcurrentCallError("check_step")
+        self._entered, accepted = True, False
+        try:
+            found = self._steps.differs(step, guards_alone=guards_alone)
+            accepted = found is None
+            return found
+        finally:
+            self._entered = None if accepted else False
 
     @exclusive_call
     def withdraw_step(self) -> None:
@@ -95,14 +102,13 @@ class StepCalls(Queries):
         """
         self._steps.withdraw()
 
-    @exclusive_call
     def commit_step(self, step: RecordedStep) -> int:
         """
         Commit every action of a recorded step, and its epoch, at once.
 
         Afterwards the state is the same as after checking and committing the actions one by one, in
-        the recorded slots. The state is compared again first, since calls may have come after
-        `check_step`.
+        the recorded slots. If any call that may change the state has come since `check_step`
+        accepted the step, the state is compared again first.
 
         Returns:
             The new epoch.
@@ -112,5 +118,12 @@ class StepCalls(Queries):
             TypeError, ValueError: The argument is not a recorded step of this contract, or one of
                 its transitions would be refused; nothing was changed.
         """
-        self._steps.commit(step)
-        return self._epochs.current
+        if self._entered:
+            raise ConcurrentCallError("commit_step")
+        unchanged = self._entered is None
+        self._entered = True
+        try:
+            self._steps.commit(step, unchanged=unchanged)
+            return self._epochs.current
+        finally:
+            self._entered = False

@@ -24,10 +24,11 @@ class TapeCalls(ContractParts):
         enqueue the copy before any other call, and `join` the link before F.
 
         Args:
-            key: Key of the stage execution.
-            slot: Slot to use; by default a free slot.
-            link: Link of the stream that will fill the buffer; that stream must have waited for the
-                work of the slot's previous tape.
+            key: The key of the tape: epoch, stage, microbatch and, where the stage uses them, block
+                and invocation.
+            slot: Slot (set of buffers for one microbatch) to use; by default a free slot.
+            link: Link (caller stream and graph stream) of the stream that will fill the buffer;
+                that stream must have waited for the work of the slot's previous tape.
 
         Raises:
             Refused: A guard of ownership, version or completion refused.
@@ -74,7 +75,8 @@ class TapeCalls(ContractParts):
         The slot stays reserved for the message until `finish_receive`, also if the tape is aborted.
 
         Args:
-            key: Key of the stage execution; for an input, the key must have reserved the slot.
+            key: The key of the tape: epoch, stage and microbatch. For an input, the key must have
+                reserved the slot.
             ref: The reference that `reserve` or the forward's commit returned.
             gradient: Whether the message is the gradient of the output (True) or the input (False).
             link: Link of the stream that receives.
@@ -96,7 +98,7 @@ class TapeCalls(ContractParts):
         call `finish_receive` to free the slot.
 
         Args:
-            key: Key of the stage execution.
+            key: The key of the tape: epoch, stage and microbatch.
             ref: The reference that the receive was posted with.
             gradient: Whether the message was the gradient of the output (True) or the input
                 (False).
@@ -133,7 +135,7 @@ class TapeCalls(ContractParts):
         Record that the read of a tape's output (or input gradient) has ended.
 
         Args:
-            key: Key of the stage execution.
+            key: The key of the tape: epoch, stage and microbatch.
             ref: The reference that the read began with.
             gradient: Whether the input gradient (True) or the output (False) was read.
             link: Link of a stream that has waited for the end of the read. The slot's next forward

@@ -27,7 +27,7 @@ class RecordedSteps:
         counted: Expected counts of the devices; None if devices count no actions.
     """
 
-    __slots__ = ("_checked", "_counted", "_pool", "_runner")
+    __slots__ = ("_checked", "_counted", "_pool", "_runner", "_same")
 
     def __init__(self, runner: Runner, pool: Pool, counted: ExpectedCounts | None) -> None:
         self._runner = runner
@@ -35,6 +35,8 @@ class RecordedSteps:
         self._counted = counted
         #: The incarnation and serial at which a step was checked and may be under way; or None.
         self._checked: tuple[int, int] | None = None
+        #: The step from whose recorded state the last check found no difference; or None.
+        self._same: RecordedStep | None = None
 
     def step_state(self) -> StepState:
         """Return a copy of the state that a step may change."""
@@ -56,11 +58,12 @@ class RecordedSteps:
             TypeError: The argument is not a recorded step.
             ValueError: The step was recorded by a contract with other relations.
         """
-        self._checked = None
-        found = self._asked(step, guards_alone=guards_alone)
+        self._checked = self._same = None
+        found = self._impeded(step) or self._asked(step, guards_alone=guards_alone)
         if isinstance(found, Difference):
             return found
         self._checked = self._moment()
+        self._same = step if found is None else None
         return None
 
     def _moment(self) -> tuple[int, int]:
@@ -85,8 +88,8 @@ class RecordedSteps:
                 "commit_step after the step was enqueued, or withdraw_step if it was not",
             )
 
-    def _asked(self, step: RecordedStep, *, guards_alone: bool) -> Difference | StepState | None:
-        """Return why a step is refused; None if the step recurs; or the state after a trial run."""
+    def _impeded(self, step: RecordedStep) -> Difference | None:
+        """Return why no step can be committed whatever the contract's state is, or None."""
         if not isinstance(step, RecordedStep):
             raise TypeError(f"expected a RecordedStep, got {shown(step)}")
         runner = self._runner
@@ -101,13 +104,17 @@ class RecordedSteps:
             if not self._counted.late:
                 found = "at the commit"
                 return Difference("when counts are compared", found, "after it: late=True")
-        now = StepState(runner.memory, self._free(), self._pool.reserved, None)
-        difference = step.differs(now)
+        return None
+
+    def _asked(self, step: RecordedStep, *, guards_alone: bool) -> Difference | StepState | None:
+        """Return why a step is refused; None if the step recurs; or the state after a trial run."""
+        memory = self._runner.memory
+        difference = step.differs(StepState(memory, {}, self._pool.reserved, None))
         tried = None
         if difference is not None:
-            if not step.is_of(runner.memory):
+            if not step.is_of(memory):
                 return difference
-            outcome = attempt(step, now)
+            outcome = attempt(step, StepState(memory, self._free(), self._pool.reserved, None))
             if not isinstance(outcome, StepState):
                 return evolve(difference, clause=outcome)
             tried = outcome
@@ -117,21 +124,27 @@ class RecordedSteps:
             )
         return tried
 
-    def commit(self, step: RecordedStep) -> None:
+    def commit(self, step: RecordedStep, *, unchanged: bool = False) -> None:
         """
         Write the state with which a recorded step ends.
+
+        Args:
+            step: The recorded step.
+            unchanged: Whether the state has not changed since the last call of `differs`.
 
         Raises:
             Refused: ``epoch.uncounted``: the counts of the last commit were not presented.
             TypeError, ValueError: The argument is not a step of this contract, or a transition of
                 the step would be refused.
         """
-        found = self._asked(step, guards_alone=True)
+        found: Difference | StepState | None = self._impeded(step)
+        if found is None and not (unchanged and step is self._same):
+            found = self._asked(step, guards_alone=True)
         if isinstance(found, Difference):
             raise ValueError(f"commit_step: {found}; ask check_step before the step is run")
         if self._counted is not None:
             self._counted.require_commit(None)
-        self._checked = None
+        self._checked = self._same = None
         memory, end = self._runner.memory, step.end
         if found is None:
             step.write(memory)

@@ -1,5 +1,5 @@
 """
-Entries of many columns of a memory, compared and written in few calls.
+Entries of many columns of a memory, compared in one call and written in one call.
 
 If every entry of a column is selected, the column is compared whole, list with list or dictionary
 with dictionary; otherwise the selected entries are picked first. Both compare the same entries.
@@ -8,7 +8,6 @@ with dictionary; otherwise the selected entries are picked first. Both compare t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from ..engine.concrete_memory import Memory
@@ -30,11 +29,18 @@ class Entries:
             amounts.
         still: Position, in the list of amounts, of the amount for entries that do not move; this
             amount is always 0.
+
+    Attributes:
+        stand_in: Given a memory and how far each counter rose: whether the memory's selected
+            entries equal these values after each counter rose by its amount.
+        write: Given a memory and how far each counter rose: writes the selected entries into the
+            memory, each counter raised by its amount.
     """
 
-    __slots__ = ("_made", "_make", "_moved_by", "_parts", "_wholes")
+    __slots__ = ("stand_in", "write")
 
-    _moved_by: tuple[int, ...] | None
+    stand_in: Callable[[Memory, tuple[int, ...]], bool]
+    write: Callable[[Memory, tuple[int, ...]], None]
 
     def __init__(
         self,
@@ -43,76 +49,35 @@ class Entries:
         counter: Callable[[str, Any, Any], int],
         still: int,
     ) -> None:
-        every = {name: {*_every(getattr(memory, name))} for name in indices}
-        whole = [name for name, own in indices.items() if {*own} == every[name]]
-        part = [name for name in indices if name not in whole]
-        self._wholes = _columns(whole)
-        self._parts = [(_columns([name]), tuple(indices[name])) for name in part]
         held: list[Any] = []
-        texts = []
-        for name in (*whole, *part):
+        picked: list[tuple[Any, ...]] = []
+        same, writes = [], []
+        for name, selected in indices.items():
             column = getattr(memory, name)
-            own = indices[name] if name in part else [*_every(column)]
-            held.append(column.copy() if name in whole else [column[index] for index in own])
+            every = [*_every(column)]
+            whole = {*selected} == {*every}
+            own = every if whole else selected
+            held.append(column.copy() if whole else [column[index] for index in own])
+            picked.append(tuple(own))
             entries = [(column[index], counter(name, index, column[index])) for index in own]
-            texts.append(_text(f"held[{len(held) - 1}]", held[-1], entries, still))
-        self._make = _function(texts, still, held)
-        self._moved_by = None
-        self._made: tuple[Any, ...] = ()
-
-    def at(self, amounts: tuple[int, ...]) -> tuple[Any, ...]:
-        """
-        Return the values of the columns after counters have moved; whole columns come first.
-
-        Args:
-            amounts: How far each counter has moved.
-        """
-        if amounts != self._moved_by:
-            self._made = self._make(*amounts)
-            self._moved_by = amounts
-        return self._made
-
-    def stand_in(self, memory: Memory, amounts: tuple[int, ...]) -> bool:
-        """
-        Whether a memory's selected entries equal these values after each counter rose by its
-        amount.
-        """
-        wanted, found = self.at(amounts), self._wholes(memory)
-        if not self._parts:
-            return bool(found == wanted)
-        picked = [
-            [column[index] for index in indices]
-            for get, indices in self._parts
-            for column in get(memory)
-        ]
-        return bool((*found, *picked) == wanted)
-
-    def write(self, memory: Memory, amounts: tuple[int, ...]) -> None:
-        """Write the selected entries into the memory, each counter raised by its amount."""
-        made = iter(self.at(amounts))
-        for column in self._wholes(memory):
-            if column.__class__ is dict:
-                column.update(next(made))
+            text = _text(f"held[{len(held) - 1}]", held[-1], entries, still)
+            place, places = f"memory.{name}", f"picked[{len(picked) - 1}]"
+            if not whole:
+                same.append(f"[*map({place}.__getitem__, {places})] == {text}")
+                writes.append(f"for n, value in zip({places}, {text}): {place}[n] = value")
+            elif isinstance(column, dict):
+                same.append(f"{place} == {text}")
+                writes.append(f"{place}.update({text})")
             else:
-                column[:] = next(made)
-        for (get, indices), values in zip(self._parts, made, strict=True):
-            for column in get(memory):
-                for index, value in zip(indices, values, strict=True):
-                    column[index] = value
+                same.append(f"{place} == {text}")
+                writes.append(f"{place}[:] = {text}")
+        names = {"held": held, "picked": picked}
+        self.stand_in = _function(["return " + (" and ".join(same) or "True")], still, names)
+        self.write = _function(writes, still, names)
 
 
 def _every(column: Any) -> Iterable[Any]:
     return column if isinstance(column, dict) else range(len(column))
-
-
-def _columns(names: Sequence[str]) -> Callable[[Memory], tuple[Any, ...]]:
-    """Return a function that gets several columns at once."""
-    if not names:
-        return lambda memory: ()
-    if len(names) == 1:
-        one = attrgetter(*names)
-        return lambda memory: (one(memory),)
-    return attrgetter(*names)
 
 
 def _text(name: str, held: Any, entries: Sequence[tuple[int, int]], still: int) -> str:
@@ -126,11 +91,20 @@ def _text(name: str, held: Any, entries: Sequence[tuple[int, int]], still: int) 
     return f"[{numbers[0]}] * {len(numbers)}" if same else every
 
 
-def _function(
-    texts: Sequence[str], still: int, held: Sequence[Any]
-) -> Callable[..., tuple[Any, ...]]:
-    """Return one function that moves all columns, because a call per column would cost too much."""
-    every = ", ".join(f"a{n}" for n in range(still + 1))
-    text = f"lambda {every}: ({''.join(f'{own}, ' for own in texts)})"
-    made: Callable[..., tuple[Any, ...]] = eval(text, {"held": held, "fromkeys": dict.fromkeys})
+def _function(lines: Sequence[str], still: int, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """
+    Return a function of a memory and amounts.
+
+    One function over all columns costs less than a call per column.
+
+    Args:
+        lines: The function's statements, in which ``a0``, ``a1`` and so on are the amounts.
+        still: Position of the last amount.
+        names: The values that the statements name.
+    """
+    every = "".join(f"a{n}, " for n in range(still + 1))
+    text = "\n    ".join(["def made(memory, amounts):", f"{every} = amounts", *lines])
+    found = {"fromkeys": dict.fromkeys, **names}
+    exec(text, found)
+    made: Callable[..., Any] = found["made"]
     return made

@@ -5,7 +5,7 @@ A recorded step: compared with a contract's state, then written over it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence, Set
-from itertools import chain
+from itertools import chain, filterfalse
 from operator import sub
 from typing import Any, Final
 
@@ -303,12 +303,21 @@ class RecordedStep:
         if not self.is_of(found.memory):  # also of another contract, whose columns may be shorter
             own, other = self.start.memory.incarnation[0], found.memory.incarnation[0]
             return Difference("incarnation[0]", other, own)
-        amounts = self._amounts(found.memory)
+        memory = found.memory
+        amounts = self._amounts(memory)
+        if (
+            min(amounts) >= 0
+            and self._still.stand_in(memory, self._unmoved)
+            and self._moving.stand_in(memory, amounts)
+            and self._highest + max(amounts) < memory.generation_max[0]
+            and found.reserved == self.start.reserved
+        ):
+            return None  # nearly always, and without the frames of the methods below
         odd = (
-            self._fallen(found.memory, amounts)
-            or self._changed(found.memory)
-            or self._unlike_counter(found.memory, amounts)
-            or self._exhausted(found.memory, amounts)
+            self._fallen(memory, amounts)
+            or self._changed(memory)
+            or self._unlike_counter(memory, amounts)
+            or self._exhausted(memory, amounts)
         )
         return odd or self._outside_memory(found)
 
@@ -387,7 +396,7 @@ class RecordedStep:
         """
         if tuple(free) == self.start.free[stage]:
             return self.end.free[stage]
-        return (*(slot for slot in free if slot not in self._used), *self._freed[stage])
+        return (*filterfalse(self._used.__contains__, free), *self._freed[stage])
 
     def recurs(self, other: RecordedStep) -> bool:
         """Whether another step is the same: its start and events differ only in risen counters."""

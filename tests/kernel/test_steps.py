@@ -363,6 +363,60 @@ def test_a_commit_looks_again() -> None:
     assert "(ownership.repeated-forward)" in str(found)
 
 
+def test_a_commit_compares_the_state_unless_nothing_has_come_since_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any call that may change the state brings the comparison back; so does another step."""
+    rig = Rig()
+    first, second = recorded(rig), recorded(rig)
+    contract, compared, differs = rig.contract, list[RecordedStep](), RecordedStep.differs
+
+    def counted(step: RecordedStep, found: Any) -> Any:
+        compared.append(step)
+        return differs(step, found)
+
+    monkeypatch.setattr(RecordedStep, "differs", counted)
+
+    assert contract.check_step(first) is None
+    contract.commit_step(first)
+    assert [first] == compared
+    contract.commit_step(first)  # a check is good for one commit
+    assert [first] * 2 == compared
+
+    compared.clear()
+    assert contract.check_step(first) is None
+    contract.withdraw_step()
+    contract.commit_step(first)
+    assert [first] * 2 == compared
+
+    compared.clear()
+    assert contract.check_step(first) is None
+    contract.commit_step(second)
+    assert [first, second] == compared
+
+
+def test_a_failure_between_the_check_and_the_commit_is_refused() -> None:
+    """It issues no ticket; nothing is written."""
+    rig = Rig()
+    step = recorded(rig)
+    assert rig.contract.check_step(step) is None
+    rig.contract.fail(0, rig.contract.epoch)
+    before = rig.contract.snapshot()
+    with pytest.raises(ValueError, match=r"commit_step: spoiled\[0\] is"):
+        rig.contract.commit_step(step)
+    assert before == rig.contract.snapshot()
+
+
+def test_an_observer_between_the_check_and_the_commit_is_refused() -> None:
+    """An observer that keeps no step would miss the step's calls."""
+    rig = Rig()
+    step = recorded(rig)
+    assert rig.contract.check_step(step) is None
+    rig.contract.observer = lambda *_: None
+    with pytest.raises(ValueError, match=r"commit_step: the observer is"):
+        rig.contract.commit_step(step)
+
+
 def test_a_step_is_of_one_contract_and_incarnation() -> None:
     """Another contract of the same configuration is another incarnation; so is a restored one."""
     rig, other = Rig(), Rig()

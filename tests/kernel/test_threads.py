@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -246,6 +247,17 @@ def test_every_call_looks(call: str) -> None:
 
     assert found == [call]
     contract.join()  # and the way is free again
+
+
+@pytest.mark.parametrize("call", _CALLS)
+def test_a_commit_after_any_call_compares_the_state_again(call: str) -> None:
+    """A call ends what an accepted `check_step` has shown, even if the call raises."""
+    contract = Contract([stage(reduces=True)])
+    contract._entered = None  # as an accepted `check_step` leaves it
+    with suppress(Refused, TypeError, ValueError):
+        getattr(contract, call)(*_CALLS[call])
+
+    assert contract._entered is False
 
 
 @pytest.mark.parametrize("call", _CALLS)

@@ -137,7 +137,7 @@ def exchanged_microbatches(run: Any, undo: Undo) -> None:
 
 
 def skipped_refresh(run: Any, undo: Undo) -> None:
-    """No module is told that the first microbatch of the step runs."""
+    """No module learns that the first microbatch of the step runs."""
     for chunk in run.model:
         own = chunk.module
         tell = own.set_is_first_microbatch
@@ -370,13 +370,14 @@ class Fault:
     A fault of a run.
 
     Args:
-        put: Puts it into a run.
-        ranks: Where it happens.
-        clause: What the guard says.
-        at: The action at which the guard says so.
+        put: Function that injects the fault into a run.
+        ranks: The ranks on which the fault happens.
+        clause: The clause that the guard names.
+        at: The action at which the guard reports the fault.
         case: The set-up; see `tests.megatron.rank`.
-        above: Whether it replaces what the guard has put in place, instead of what is below.
-        step: The step in which the guard says so.
+        above: Whether the fault replaces the guard's own wrapper of a function, instead of the
+            function below the wrapper.
+        step: The step in which the guard reports the fault.
         harmless: Whether the run keeps the right bits; None if that depends on what comes first.
         racing: Whether the wrong bits differ from run to run.
         stand_in: Whether it changes the bits of the stand-in too.

@@ -5,10 +5,12 @@ Guarded steps that repeat a recorded step: committed in one call, and judged as 
 from __future__ import annotations
 
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +27,10 @@ from qeffect.stage_config import Bucket, StageConfig
 from tests.megatron.faults import FAULTS, STEPS
 from tests.megatron.stand_in import StandIn, installed
 from tests.megatron.test_guard import LEGAL, put, steps
+
+#: The most frames of Python for each F and each B, with their messages and their part of the
+#: step's beginning and end.
+FRAMES = 18
 
 
 @pytest.fixture
@@ -121,6 +127,32 @@ class TestMegatron:
 
         assert found[0]
         assert found[0] == found[1]
+
+    def test_a_repeated_step_enters_few_frames(self, made: dict[str, ModuleType]) -> None:
+        """A frame of Python costs about a microsecond on a host that launches kernels."""
+        run = StandIn(made, LEGAL["interleaved, quantized"], 0)
+        guarded = megatron.guard(manner="refuse")
+        steps(run)
+        run.zero()
+        begun: Counter[str] = Counter()
+
+        def entered(frame: FrameType, event: str, _: Any) -> None:
+            code = frame.f_code
+            # Later releases of Python enter no frame for a comprehension.
+            if event == "call" and not code.co_name.endswith("comp>"):
+                begun[Path(code.co_filename).parent.name] += 1
+
+        sys.setprofile(entered)
+        try:
+            run.loop()
+            run.update()
+        finally:
+            sys.setprofile(None)
+
+        assert guarded._recurring is not None
+        assert STEPS - 1 == guarded._recurring.repeated
+        own = sum(begun[name] for name in ("guards", "qeffect", "calls", "ledgers", "steps"))
+        assert 16 * FRAMES >= own, begun
 
     def test_a_log_has_every_call(self, made: dict[str, ModuleType], tmp_path: Path) -> None:
         run = StandIn(made, {}, 0)
