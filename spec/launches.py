@@ -6,6 +6,10 @@ rank's contract is one step ahead of the votes that the host has read. A rank's 
 the rank starts from a checkpoint or rebuilds in place. Epochs are counted from the epoch in which
 the job first launched. `spec/ranks.py` states how the ranks of an attempt meet. ``r`` and ``q`` are
 any ranks.
+
+A launch replays the graph that its rank captured in the round. The graph has the rank's sends and
+receives of one step, in a fixed order for each channel. A message is named by its stage, microbatch
+and direction.
 """
 
 from __future__ import annotations
@@ -99,6 +103,33 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "the first rank of the round that published that its host failed or its contract refused",
     ),
     "cause_no": (("attempt",), "1 if the rank that the round's cause names only read a no vote"),
+    "graph_sends": (
+        ("rank", "rank"),
+        "sends to the second rank in the graph that the first rank captured in its round",
+    ),
+    "graph_receives": (
+        ("rank", "rank"),
+        "receives from the second rank in the graph that the first rank captured in its round",
+    ),
+    "graph_out": (
+        ("rank", "rank", "entry"),
+        "the message that the graph of the first rank sends to the second (its stage, microbatch "
+        "and direction as one number); entry is the send's number in the graph",
+    ),
+    "graph_into": (
+        ("rank", "rank", "entry"),
+        "the message that the graph of the first rank expects from the second (its stage, "
+        "microbatch and direction as one number); entry is the receive's number in the graph",
+    ),
+    "sends_run": (
+        ("rank", "rank"),
+        "sends to the second rank that have ended in the first rank's current launch",
+    ),
+    "receives_run": (
+        ("rank", "rank"),
+        "receives from the second rank that have ended in the first rank's current launch",
+    ),
+    "messages": RANK_COLUMNS["messages"],
     **{name: RANK_COLUMNS[name] for name in _OF_STOPS},
 }
 
@@ -192,6 +223,50 @@ def cause_before_no(st: Any, n: Any) -> Any:
     died, ran into a deadline or was ended by the launcher."""
     found = (st.miscounted[n] == 1) | (st.gone[n] == 1)
     return implies((st.halted[n] == 1) & (st.cause_no[n] == 1), found)
+
+
+# Messages
+
+
+def _messages_ended(st: Any, r: Any, q: Any) -> Any:
+    """Whether a launch of the first rank has ended every message of its step with the second."""
+    sent = st.sends_run[r, q] == st.messages[r, q]
+    return sent & (st.receives_run[r, q] == st.messages[q, r])
+
+
+@LAUNCH_PROMISES("launches.messages-before-vote", r="rank", q="rank")
+def messages_before_vote(st: Any, r: Any, q: Any) -> Any:
+    """
+    A device votes on a step only after its launch has sent and received every message of the step,
+    except messages with a rank whose connections are closed.
+    """
+    both_open = (st.round[r] == st.round[q]) & (st.cut[r] == 0) & (st.cut[q] == 0)
+    return implies((st.voted[r] > st.ran[r]) & both_open, _messages_ended(st, r, q))
+
+
+@LAUNCH_PROMISES("launches.messages-before-update", r="rank", q="rank")
+def messages_before_update(st: Any, r: Any, q: Any) -> Any:
+    """
+    When a device has received a rank's yes to its current step, it has ended all messages of the
+    step with this rank. So no device updates its weights with a message missing.
+    """
+    yes = (st.word[r, q] == st.ran[r] + 1) & (st.round[r] == st.round[q])
+    return implies(yes, _messages_ended(st, r, q))
+
+
+@LAUNCH_STEPS("launches.message-meets-its-own", "transfer_launched")
+def message_meets_its_own(st: Any, r: Any, q: Any) -> Any:
+    """
+    In a launch, every receive meets the send of the same stage, microbatch and direction, in the
+    same step and round.
+    """
+    k = st.sends_run[r, q]
+    return (
+        (st.graph_out[r, q, k] == st.graph_into[q, r, k])
+        & (k == st.receives_run[q, r])
+        & (st.ran[r] == st.ran[q])
+        & (st.round[r] == st.round[q])
+    )
 
 
 @LAUNCH_STEPS("launches.commit-confirmed", "commit_launched")

@@ -66,6 +66,9 @@ _VOTES: Final = (
     "differ)"
 )
 
+#: The kind of the field with the messages of a graph.
+_ORDERS: Final = "[peer, digest of the sends to it, digest of the receives from it], each"
+
 #: The kinds of fields, each with a function that tells whether a parsed value is of the kind.
 FIELD_KINDS: Final[Mapping[str, Any]] = {
     "a number": _natural,
@@ -78,6 +81,7 @@ FIELD_KINDS: Final[Mapping[str, Any]] = {
     "[sending stage, microbatch, whether it is a gradient]": _message,
     _VOTES: _naturals,
     "[sender, receiver, messages per step], each": _channels,
+    _ORDERS: _channels,
 }
 
 _NUMBER: Final = "a number"
@@ -149,6 +153,10 @@ RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
         "both launches of a step are enqueued and not yet compared",
     ),
     "captured": (_EPOCH, "all ranks captured the step"),
+    "order": (
+        {**_EPOCH, "messages": _ORDERS},
+        "the messages that the next launch posts, in the order in which its graph was captured",
+    ),
     "launch": (_EPOCH, "the host launches the step"),
     "votes": (
         {

@@ -52,9 +52,9 @@ def agree_on_attempt(
     Agree with the other ranks on a name for this attempt that no other attempt has.
 
     Args:
-        store: The launcher's key-value store. Earlier attempts may have written to the store, and
+        store: The launcher's key-value store. Earlier attempts may have written to this store, and
             processes left over from them may still write.
-        rank: The global rank.
+        rank: The global rank of this process.
         world: Number of ranks.
         deadline: Timeout in seconds for all ranks to agree.
         events: A list to which this function appends this rank's steps, as pairs of a rank log's
@@ -81,7 +81,7 @@ def agree_on_attempt(
 
 
 class _Meeting:
-    """One rank's part in the agreement."""
+    """The share of one rank in the agreement on a name."""
 
     def __init__(self, store: Any, rank: int, world: int, events: list[tuple[str, str]]) -> None:
         self.store, self.rank, self.world, self.events = store, rank, world, events

@@ -23,7 +23,8 @@ __all__ = ["calibrate_pipeline"]
 
 
 class _CalibratingRun(SecondRun):
-    """A walk (pass over the row) that drops its gradients: nothing is summed or reduced."""
+    """A walk (a pass over the rank's actions) that drops its gradients: nothing is summed or
+    reduced."""
 
     def finalize_stage(self, stage: int) -> None:
         """Drop the stage's gradients."""

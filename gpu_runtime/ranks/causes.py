@@ -126,7 +126,7 @@ class Cause:
         rank: The rank that the cause names, usually the rank where the cause began
             (`Verdicts.cause`).
         stage: Stage of the action at which the cause began; None if there is no such action.
-        action: That action in the table's notation, or `commit`.
+        action: That action in the notation of schedule tables, such as ``1W2``, or `commit`.
         clause: The clause that refused the action, or None.
         text: The whole cause in one line.
         recoverable: Whether every rank still runs and can rebuild the epoch from the last commit.
@@ -166,10 +166,10 @@ class Verdicts:
 
     Args:
         said: The verdicts from `verdict_of`, by rank, without ranks that published none. A verdict
-            also has the entry `row`: the index of the rank's row in the table, or None.
+            also has the entry `row`: the index of the rank's line in the schedule table, or None.
         world: Number of ranks.
         every: Every channel between two ranks of the job, in the same order on all ranks.
-        table: The schedule table, of which each rank runs one row.
+        table: The schedule table, which has one line of actions and messages for each rank.
     """
 
     said: Mapping[int, dict[str, Any]]
@@ -256,7 +256,8 @@ class Verdicts:
         return found
 
     def _skipped(self, v: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the first send in a rank's row that the rank has passed but not posted."""
+        """Return the first send in a rank's line of the schedule table that the rank has passed but
+        not posted."""
         if v["row"] is None:
             return None
         posted = {number for numbers in v["posted"].values() for number in numbers}
@@ -275,8 +276,8 @@ class Verdicts:
         Args:
             spoken: The verdicts of the ranks that the cause may name, in ascending order. The cause
                 names the sender if the sender is among these ranks, else the first of these ranks.
-            whole: Whether sender and receiver both completed their rows. If not, different numbers
-                of posted messages are no difference.
+            whole: Whether sender and receiver both completed all their actions and messages. If
+                not, different numbers of posted messages are no difference.
         """
         said = self.said
         for ends in self.every:
@@ -307,7 +308,8 @@ class Verdicts:
         return None
 
     def _place_of_awaited(self, v: Mapping[str, Any]) -> int:
-        """Return the index, in the peer's row, of the action that a rank waited for."""
+        """Return the index, in the peer's line of the schedule table, of the action that a rank
+        waited for."""
         owed = self._awaited_of(v)["action"]
         for atoms in self.table.atoms:
             for place, atom in enumerate(atoms):
@@ -345,10 +347,12 @@ def verdict_of(
     Describe why a rank stopped, as plain data for the store.
 
     Args:
-        error: The reason.
+        error: The error that stopped the rank.
         epoch: The epoch of the error.
-        atom: The entry of the rank's row that raised the error; None if no entry raised it.
-        passed: Number of entries of its row that the rank has completed.
+        atom: The action or message of the rank that raised the error; None if none of them raised
+            it.
+        passed: Number of actions and messages of its line in the schedule table that the rank has
+            completed.
         posted: By channel, the `Message.number` of each message that the rank posted in this step.
         at: Description of what the rank was doing, if `atom` is None.
     """
@@ -379,7 +383,7 @@ def verdict_of(
 
 
 def action_name(atom: Atom) -> str:
-    """Return an entry of a row in a table's notation, such as ``1W2``."""
+    """Return an action or message of a rank in the notation of schedule tables, such as ``1W2``."""
     return f"{atom.stage}{atom.kind.value}{atom.microbatch if atom.microbatch >= 0 else ''}"
 
 

@@ -1,5 +1,6 @@
 """
-Messages of one rank, sent from and received into slot memory, with one communicator per direction.
+Messages of one rank, sent from and received into the memory of slots (the buffers of one
+microbatch), with one communicator per direction.
 
 A channel carries messages from one rank to another. Each channel has its own process group, and
 therefore its own communicator and stream, so that a receive that waits never delays a send. Under
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qeffect.log.rank_log import RankLog
+from qeffect.log.rank_log import RankLog, order_digest
 from qeffect.schedule.actions import SENDS, Kind, Schedule
 
 from .attempt import first_line
@@ -48,8 +49,6 @@ __all__ = [
     "transport_of",
 ]
 
-_PRIME = (1 << 61) - 1
-_BASE = 1_000_003
 _STAGES = 1 << 20
 #: Largest number of thread blocks of an NCCL kernel. NCCL's own choice for a message is twice as
 #: many. While the blocks wait for the other rank, no kernel of a stage can run in their place.
@@ -85,12 +84,14 @@ class Message(NamedTuple):
 
     @property
     def sent(self) -> str:
-        """The action that sends the message, in a table's notation."""
+        """The entry that sends the message, in the notation of schedule tables, such as
+        ``1SEND_F2``."""
         return f"{self.stage}{'SEND_B' if self.gradient else 'SEND_F'}{self.microbatch}"
 
     @property
     def received(self) -> str:
-        """The action that receives the message, in a table's notation."""
+        """The entry that receives the message, in the notation of schedule tables, such as
+        ``2RECV_F2``."""
         to = self.stage - 1 if self.gradient else self.stage + 1
         return f"{to}{'RECV_B' if self.gradient else 'RECV_F'}{self.microbatch}"
 
@@ -131,20 +132,17 @@ class _Channel:
 
     def roll(self) -> int:
         """Return the digest of all messages, including those since the last commit."""
-        digest = self.digest
-        for number in self.posted:
-            digest = (digest * _BASE + number) % _PRIME
-        return digest
+        return order_digest(self.posted, self.digest)
 
 
 def channels_of(table: Schedule, ranks: Sequence[int]) -> list[ChannelEnds]:
     """
-    Return the channels of a table: every directed pair of ranks with messages, in the same order on
-    all ranks.
+    Return the channels of a schedule table: every directed pair of ranks with messages, in the same
+    order on all ranks.
 
     Args:
-        table: The table.
-        ranks: The global rank of each rank of the table.
+        table: The schedule table of all ranks, with messages.
+        ranks: The global rank of each rank of the table, by its index in the table.
     """
     return sorted(messages_of(table, ranks))
 
@@ -191,7 +189,7 @@ class Channels:
     Point-to-point transfers of one rank.
 
     Args:
-        rank: The global rank.
+        rank: The global rank of this process.
         groups: By channel, the process group, for each channel on which this rank sends or
             receives.
         host: True for gloo: the host waits for a transfer, and tags are used. False for NCCL: the
@@ -389,6 +387,25 @@ class Channels:
         """The numbers of the messages posted since the last commit, by channel."""
         return {ends: tuple(channel.posted) for ends, channel in self._channels.items()}
 
+    def orders(self, before: Mapping[ChannelEnds, tuple[int, ...]]) -> list[list[int]]:
+        """
+        Return the messages posted since an earlier call of `posted`, in the form of a rank log.
+
+        Args:
+            before: What `posted` returned.
+
+        Returns:
+            For each rank with a channel to or from this rank: that rank, the digest of the sends to
+            it, and the digest of the receives from it. The digests depend on the messages' order.
+        """
+        found: dict[int, list[int]] = {}
+        for ends, channel in self._channels.items():
+            sends = ends.source == self.rank
+            peer = ends.to if sends else ends.source
+            digest = order_digest(channel.posted[len(before[ends]) :])
+            found.setdefault(peer, [peer, 0, 0])[1 if sends else 2] = digest
+        return [found[peer] for peer in sorted(found)]
+
     def commit(self) -> None:
         """
         Fold the step's messages into the digests, once both ranks of each channel agree.
@@ -466,7 +483,7 @@ def gloo_group(ranks: list[int], seconds: float) -> Any:
     Make a gloo group of ranks on the CPU; every rank of the job calls this function.
 
     Args:
-        ranks: The ranks.
+        ranks: The global ranks of the members of the group.
         seconds: Timeout in seconds for making the group, and for each of its collectives.
 
     Raises:
@@ -498,7 +515,7 @@ def device_group(ranks: list[int], device: torch.device, seconds: float) -> Any:
     ranks take part. So this function runs a first collective, with a timeout.
 
     Args:
-        ranks: The ranks.
+        ranks: The global ranks of the members of the group.
         device: Device of the tensors; it decides the transport.
         seconds: Timeout in seconds for making the group; under gloo also for each of its
             collectives.

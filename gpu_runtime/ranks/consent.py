@@ -123,11 +123,11 @@ class Consent:
         store: A key-value store that outlives every rank, such as the store of torchrun's agent,
             with keys for this attempt only.
         group: A gloo group of all ranks, used only for consent; None with one rank.
-        rank: The global rank.
+        rank: The global rank of this process.
         world: Number of ranks.
         every: Every channel between two ranks of the job, in the same order on all ranks.
         channels: The channels that end on this rank.
-        table: The schedule table, of which each rank runs one row.
+        table: The schedule table, which has one line of actions and messages for each rank.
         ranks: Global rank of each of the table's ranks, in this replica.
         deadline: Timeout in seconds for all ranks to reach the commit.
         grace: Timeout in seconds for the other ranks to publish why they stopped.
@@ -179,8 +179,9 @@ class Consent:
 
         Args:
             epoch: The epoch that ends.
-            parts: The sum of squared gradients of each part of the model on this rank; either all
-                ranks give parts or no rank does. The same all-reduce exchanges these sums.
+            parts: The sum of squared gradients of each part of the model (embedding, layer, rest of
+                a stage) on this rank. Either all ranks give these sums or no rank does. The
+                all-reduce of the consent also exchanges the sums.
             places: Every part of the model, in the model's order; the same on all ranks.
 
         Returns:
@@ -287,10 +288,12 @@ class Consent:
         Publish why this rank cannot continue, wake its peers, and agree on one cause.
 
         Args:
-            error: The reason.
+            error: The error for which this rank stops.
             epoch: The epoch of the error.
-            atom: The entry of the rank's row that raised the error; None if no entry raised it.
-            passed: Number of entries of its row that this rank has completed.
+            atom: The action or message of this rank that raised the error; None if none of them
+                raised it.
+            passed: Number of actions and messages of its line in the schedule table that this rank
+                has completed.
             at: What the rank was doing, if `atom` is None.
         """
         if isinstance(error, StoppedError):
@@ -347,7 +350,7 @@ class Consent:
         No connection is closed. If the store does not answer in time, the call returns.
 
         Args:
-            error: The reason.
+            error: The error for which this rank stops.
             epoch: The epoch of the error.
             at: What the rank was doing.
             seconds: Timeout in seconds.
@@ -450,7 +453,8 @@ def _of_bits(word: int) -> float:
 
 def _one_of_replicas(told: Sequence[Sequence[float]], places: Sequence[Part]) -> list[float]:
     """
-    Return the common sum of each part; if a replica's sum is not finite, that sum is returned.
+    Return the sum of squares that all replicas have in common, for each part of the model
+    (embedding, layer, rest of a stage). If a replica's sum is not finite, return that sum.
 
     Raises:
         DisagreementError: Two replicas have different finite sums: their reduced gradients differ.

@@ -51,7 +51,7 @@ def first_of(word: int, count: int) -> tuple[int, int]:
     the number of gradients that differ.
 
     Args:
-        word: The published number, at least `WORD`.
+        word: The published 64-bit number, at least `WORD`.
         count: Number of gradients of the rank.
 
     >>> first_of(3, 10), first_of(3 + 4 + 2 * 10, 10)
@@ -84,7 +84,7 @@ def compared(runtime: Runtime, gradients: Sequence[tuple[int, str]]) -> list[tup
     runs.
 
     Args:
-        runtime: The rank's runtime.
+        runtime: The guarded runtime of this rank, after the first run of the step.
         gradients: The stage and the name of each gradient of the rank.
     """
     weights = [(stage, WEIGHT + name) for stage, name in _weights(runtime)]
@@ -105,7 +105,7 @@ class Walk(Protocol):
     program: list[Any]
 
     def run_actions(self) -> None:
-        """Run every action and message of the rank's row."""
+        """Run every action and message of this rank, in the order of the schedule table."""
 
 
 class DoubleRun:
@@ -113,17 +113,17 @@ class DoubleRun:
     The two runs of one rank's step.
 
     Args:
-        runtime: The rank's runtime.
+        runtime: The guarded runtime of this rank, which makes the first run.
         every: N, if every N-th step runs twice.
         names: By rank, the names that `compared` returned on that rank.
-        rank: This rank.
+        rank: The global rank of this process.
         log: Takes the gradients' digests for the training log, from the second run; None if the log
             has no digests.
 
     Attributes:
         differs: Float64 scalar on the device, valid after the second run. 0 if no gradient differs,
-            otherwise 1 + i + n * k: `i` is the index of the first gradient that differs, `n` the
-            number of all gradients, and `k` the number of further gradients that differ.
+            otherwise 1 + i + n * k. Here `i` is the index of the first gradient that differs, `n`
+            the number of all gradients, and `k` the number of further gradients that differ.
         between: Called between the two runs of a guarded step; for tests.
     """
 
@@ -215,7 +215,7 @@ class DoubleRun:
         self.forget()
 
     def again(self, pipeline: Walk) -> Gradients:
-        """Run the row's actions and the reductions once more, and return the gradients."""
+        """Run the rank's actions and the reductions once more, and return the gradients."""
         with self._repeating(pipeline):
             self.repeat.begin()
             pipeline.run_actions()
@@ -245,7 +245,7 @@ class DoubleRun:
         Run a guarded step a second time; the device compares both runs, and no host waits.
 
         Args:
-            pipeline: The pipeline.
+            pipeline: The pipeline of this rank, whose step runs twice.
             gradients: The gradients of the first run.
 
         Returns:

@@ -115,9 +115,9 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
             differ from the first replica's; below -1 if the rank's two runs of the step differ.
         skip: Scalar of float32 on the device; set to 1 if any rank did not vote yes on this step,
             else 0.
-        ring: Rows of int64 in pinned memory. Each row has a step's number, its counters, and a
-            number for each rank: 0 for a yes on this step, 1 minus the vote if the vote is below 0,
-            otherwise 1.
+        ring: Lines of int64 numbers in pinned memory, one line per step: the step's number, its
+            counters, and a number for each rank. A rank's number is 0 for a yes on this step, 1
+            minus the vote if the vote is below 0, otherwise 1.
         number: Scalar of int64 on the device: the step's number, advanced in place.
     """
     size, world = values.numel(), heard.numel()
@@ -139,12 +139,12 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
 
 def stamp(ring: Tensor, number: Tensor, place: int) -> None:
     """
-    Write the device's clock, in nanoseconds, into the row of a step.
+    Write the device's clock, in nanoseconds, into the line of a step in a ring of stamps.
 
     Args:
-        ring: Rows of stamps; int64, pinned.
+        ring: Lines of stamps, one line per step; int64, pinned.
         number: Scalar of int64 on the device: the step's number.
-        place: Index in the row.
+        place: Index within the step's line.
     """
     rows, width = ring.shape
     with torch.cuda.device_of(number):  # type: ignore[no-untyped-call]

@@ -185,7 +185,7 @@ class Job:
 
         Args:
             indices: Indices of the stages.
-            device: Their device.
+            device: Device of the stages' tensors.
             backend: `reference` or `transformer-engine`.
             loss: Whether the last stage ends in the loss.
             fuse: Whether the library itself accumulates into `main_grad`; None lets the library

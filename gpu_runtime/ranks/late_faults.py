@@ -28,7 +28,7 @@ def record_fault(runtime: Runtime, error: BaseException, epoch: int, rank: int) 
     fail, unless a device's gate has already skipped the step's update.
 
     Args:
-        runtime: The rank's runtime.
+        runtime: The guarded runtime of this rank, whose contract gets the report.
         error: Why the rank stops.
         epoch: The epoch of the error.
         rank: This rank's number; differences on other ranks are not faults of this rank.

@@ -33,7 +33,7 @@ class LaunchDraws:
     Advances the position of a device's generator after launches.
 
     Args:
-        device: The rank's device.
+        device: The device whose random generator is advanced.
 
     Attributes:
         a_run: Count of random numbers per thread that one run of the step's work takes.

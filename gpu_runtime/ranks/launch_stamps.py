@@ -60,7 +60,8 @@ class LaunchStamps:
         Return an executor for one step, which stamps around the first dW of each stage.
 
         Args:
-            executor: Runs the actions.
+            executor: The executor that runs the step's actions, around whose first dW the stamps
+                are made.
         """
         return _StampedExecutor(executor, self)
 

@@ -28,7 +28,7 @@ class LaunchWaits:
     The launches of one rank that have no verdict yet.
 
     Args:
-        worker: The rank's worker.
+        worker: The worker (the pipeline of this rank) that launches the steps.
         gate: The gate, which publishes the device's counts and the votes.
 
     Attributes:

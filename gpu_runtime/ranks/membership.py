@@ -243,7 +243,7 @@ def leave() -> None:
 
     A thread of gloo may hold the tensors of its last collective for a while after the collective.
     If the thread releases these tensors while the interpreter ends, the thread waits for a lock
-    that it never gets, and the process ends in `std::terminate` although all its work is done
+    that it never gets. The process then ends in `std::terminate`, although all its work is done
     (pytorch/pytorch#190489). A group ends with its last reference, and then waits for its threads,
     at most for its own timeout. No rank waits for another rank in this function, because all
     messages have been sent. If groups on GPUs remain, the driver ends them, and the group of all

@@ -23,9 +23,9 @@ graph, so no host acts between two actions. These checks are made:
   rank voted no, the training ends on all ranks with the same cause, and no rank has updated its
   weights since that vote.
 
-A step that runs twice (`double_run.py`) is two launches: the first runs the work of the step and
-keeps the digests of its gradients; the second restores the state, runs the work again, compares the
-digests, and then runs the vote and the update. A rank whose gradients differ votes no.
+A step that runs twice (`double_run.py`) is two launches. The first launch runs the work of the step
+and keeps the digests of its gradients. The second launch restores the state, runs the work again,
+compares the digests, and then runs the vote and the update. A rank whose gradients differ votes no.
 
 If no rank is gone, `OneLaunch.rebuild` then restarts the epoch, from the weights and scales after
 the last update that all devices ran; each device has kept this state. The slots' graphs stay valid.
@@ -80,7 +80,8 @@ class OneLaunch:
         worker: The rank's worker, in mode ``one launch``.
 
     Attributes:
-        host_ms: The host's time in the latest launch, in milliseconds, by the parts in `PARTS`.
+        host_ms: The host's time in the latest launch, in milliseconds, by the kind of work in
+            `PARTS`, such as the launch itself.
         rehearsal: Runs the contract's checks without device work. It counts rehearsed steps and
             steps checked in one call, and says why the latest rehearsed step could not be checked
             in one call.
@@ -104,6 +105,7 @@ class OneLaunch:
         self.feed = StagedFeed(self.pipeline.feed)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.twice: tuple[torch.cuda.CUDAGraph, ...] = ()  # both launches of a step that runs twice
+        self._messages: list[list[int]] = []  # what each graph posts, for the rank log
         self.between: Callable[[], None] = lambda: None  # called between these; for tests
         if self.pipeline.double is not None:
             self.pipeline.double.forget()
@@ -200,6 +202,7 @@ class OneLaunch:
             captured = self._capture.run(self._release)
             self.capture_seconds, self._captured = captured.seconds, captured.optimizer
             self.graph, self.twice = captured.graph, captured.twice
+            self._messages = captured.messages
             at.append(time.perf_counter())
         else:
             try:
@@ -213,6 +216,7 @@ class OneLaunch:
                 raise
         assert self.graph is not None
         at.append(time.perf_counter())
+        log_event(self.pipeline, "order", messages=self._messages)
         log_event(self.pipeline, "launch")
         runs = self._runs()
         if runs == 2:

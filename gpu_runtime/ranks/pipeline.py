@@ -59,16 +59,16 @@ class Passage:
     One microbatch's way through one local stage, from F to dW.
 
     Args:
-        stage: The stage.
-        microbatch: The microbatch.
+        stage: The stage that the microbatch passes through.
+        microbatch: The number of the microbatch.
         upstream: The microbatch's passage through the local stage that feeds this stage; None if no
             local stage does.
         reader: The microbatch's passage through the local stage that this stage feeds; None if this
             stage feeds no local stage.
         source: The rank that sends the input by message; None without a message.
         target: The rank that receives the output by message; None without a message.
-        others: The passages whose dW run as one product with this passage's dW. Empty if this
-            passage's dW runs alone, or as part of an earlier passage's product.
+        others: The passages whose dW is computed with this passage's dW as one product. Empty if
+            this passage's dW is computed alone, or with the dW of an earlier passage.
     """
 
     stage: StageBackend
@@ -94,8 +94,8 @@ class Passage:
 
 class Entry(NamedTuple):
     """
-    One entry of a rank's program: a function, the passage that is its argument, and the entry of
-    the row.
+    One entry of a rank's program: a function, the passage (a microbatch in a stage) that is its
+    argument, and the action or message of the schedule table that the function carries out.
     """
 
     act: Callable[[Passage], None]
@@ -108,11 +108,12 @@ class Pipeline:
     Training steps of one rank.
 
     Args:
-        runtime: The guarded runtime of the row's stages, made with `row=`.
-        row: The row.
+        runtime: The guarded runtime of this rank's stages, made with the same `row=`.
+        row: This rank's line of the schedule table (its actions and messages in order), with the
+            slots (buffers) that they use.
         channels: Posts the rank's messages.
         feed: Supplies the data and receives the losses.
-        ranks: Global rank of each of the table's ranks, in this replica.
+        ranks: Global rank of each rank of the schedule table, in this replica.
         consent: The agreement of all ranks to a commit or a stop; with None (a single rank), errors
             are raised unchanged.
         clipping: How the update uses the norm of all gradients; the same on every rank. If the
@@ -215,8 +216,8 @@ class Pipeline:
     @contextmanager
     def unlogged_walks(self, run: Runtime) -> Iterator[None]:
         """
-        A context for walks (passes over the row) that are not training steps, so that neither logs
-        nor subclasses record them.
+        A context for walks (passes over the rank's actions) that are not training steps, so that
+        neither logs nor subclasses record them.
 
         Args:
             run: The object that replaces the runtime.
@@ -395,7 +396,8 @@ class Pipeline:
     # Forward
 
     def receive_input(self, p: Passage) -> None:
-        """RECV_F: post the receive of the input; from now on the message uses the slot."""
+        """RECV_F: post the receive of the input. From now on the message uses the slot (the
+        microbatch's buffers)."""
         actions, stage = self.runtime.actions, p.stage.index
         p.ref = actions.reserve(p.key)
         into = actions.post_receive(p.key, p.ref)[0]
@@ -436,7 +438,7 @@ class Pipeline:
             actions.finish_outputs(key, p.ref)
 
     def _copy_data(self, p: Passage) -> None:
-        """Copy a microbatch's data into its slot, on the feed's stream."""
+        """Copy a microbatch's data into its slot (its buffers), on the feed's stream."""
         actions, key, feeder = self.runtime.actions, p.key, self.runtime.config.feeder
         assert feeder is not None
         actions.await_graph(feeder)

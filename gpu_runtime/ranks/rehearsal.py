@@ -38,7 +38,8 @@ class CaptureRecord(Protocol):
 
     @property
     def slots(self) -> Mapping[int, Any]:
-        """By slot, the recorded reports of F and dI."""
+        """For each slot (the buffers of one microbatch), by its index: the recorded reports of F
+        and dI."""
 
     @property
     def wgrads(self) -> Mapping[Product, Any]:

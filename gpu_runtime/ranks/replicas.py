@@ -115,7 +115,7 @@ class Replicas:
         return started
 
     def largest(self, words: Tensor) -> _BucketCollectives:
-        """Begin to replace int32 words in place by their maximum over all replicas."""
+        """Begin to replace int32 numbers in place by their maximum over all replicas."""
         started = self._begun("amax ", ())
         try:
             work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group, async_op=True)

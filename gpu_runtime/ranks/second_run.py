@@ -30,7 +30,7 @@ __all__ = ["SecondRun"]
 
 
 class _Place:
-    """The slot of a microbatch, in place of a reference from the contract."""
+    """The index of a microbatch's slot (its buffers), in place of a reference from the contract."""
 
     def __init__(self, slot: int) -> None:
         self.slot, self.generation = slot, 0
@@ -70,11 +70,11 @@ class _Actions:
         """Do nothing: the second run declares nothing to the contract."""
 
     def fill_inputs(self, key: TapeKey, inputs: Sequence[Tensor]) -> None:
-        """Copy the inputs into the key's slot, on the current stream."""
+        """Copy the inputs of a microbatch into its slot (its buffers), on the current stream."""
         self.performer.fill(self.input_buffers(key), inputs)
 
     def reserve(self, key: TapeKey, *, caller: Hashable = "main") -> _Place:
-        """Return the slot of a key."""
+        """Return the slot (the buffers) of a key (an epoch, stage and microbatch)."""
         return _Place(self._slots[key.stage, key.microbatch].index)
 
     def input_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
@@ -113,7 +113,7 @@ class _Actions:
         memory.keep(key.microbatch, slot)
 
     def wgrad(self, key: TapeKey, ref: Any, *, group: Sequence[tuple[TapeKey, Any]] = ()) -> None:
-        """Run dW, which adds to the gradients in later walks (passes over the row)."""
+        """Run dW, which adds to the gradients in later walks (passes over the rank's actions)."""
         memory, slot = self._of(key)
         variants = memory.later_variants if self._run.walk else memory.variants
         others = [self._of(other)[1] for other, _ in group]
@@ -138,13 +138,13 @@ class _Actions:
 
 class SecondRun:
     """
-    A replacement for the runtime in a walk (a pass over the rank's row), without the contract.
+    A replacement for the runtime in a walk (a pass over the rank's actions), without the contract.
 
     Args:
         runtime: The runtime whose contract has accepted the step's actions.
 
     Attributes:
-        walk: Number of walks (passes over the row) that this run has completed.
+        walk: Number of walks (passes over the rank's actions) that this run has completed.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -168,7 +168,7 @@ class SecondRun:
         return self.runtime.key(stage, microbatch)
 
     def next_walk(self) -> None:
-        """Begin the next walk (pass over the row), in which gradients accumulate."""
+        """Begin the next walk (a pass over the rank's actions), in which gradients accumulate."""
         self.walk += 1
 
     def finalize_stage(self, stage: int) -> None:

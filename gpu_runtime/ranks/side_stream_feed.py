@@ -70,7 +70,8 @@ class SideStreamFeed:
         microbatch: int,
     ) -> None:
         """
-        Make the inner feed's inputs, and copy them into a slot on a separate stream.
+        Make the inner feed's inputs, and copy them into a slot (the buffers of one microbatch) on a
+        separate stream.
 
         The data are made on the side stream, so that no copy from the host waits for the slot. The
         caller's stream waits for the data. The copying stream waits for the caller's stream, on
@@ -105,8 +106,8 @@ def feed_data(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[T
     Get several tensors of a step's data from a feed, ready for use on the current stream.
 
     Args:
-        feed: The feed.
-        step: The step.
+        feed: The feed, which supplies the data of each step.
+        step: The number of the step.
         places: For each request: `inputs` or `output_gradients`, the stage, and the microbatch.
     """
     if isinstance(feed, SideStreamFeed):
@@ -122,13 +123,14 @@ def feed_into(
     microbatch: int,
 ) -> None:
     """
-    Copy a microbatch's inputs into a slot, on the feed's own stream if it has one.
+    Copy a microbatch's inputs into a slot (its buffers), on the feed's own stream if the feed has
+    one.
 
     Args:
-        feed: The feed.
+        feed: The feed, which supplies the data of each step.
         put: Function that copies inputs into the slot, on the current stream.
-        stage: The stage.
-        step: The step.
+        stage: The stage that the inputs enter.
+        step: The number of the step.
         microbatch: The number of the microbatch in the step's data.
     """
     if isinstance(feed, SideStreamFeed):

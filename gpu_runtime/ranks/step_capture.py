@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..backends.epoch_scales import move_scales
+from ..backends.protocol import BackendError
 from ..step.graphs import no_collection
 from ..step.optimizer import Gradients
 from .baked_optimizer import BakedOptimizer
@@ -40,12 +41,14 @@ class CapturedStep:
         graph: The graph of the step.
         twice: The graphs of both launches of a step that runs twice; empty if no step runs twice.
         optimizer: The optimizer's addresses and numbers, as captured in the graph.
+        messages: The messages that each graph posts (`Channels.orders`).
         seconds: Host time of the capture.
     """
 
     graph: torch.cuda.CUDAGraph
     twice: tuple[torch.cuda.CUDAGraph, ...]
     optimizer: BakedOptimizer
+    messages: list[list[int]]
     seconds: float
 
 
@@ -55,7 +58,7 @@ class StepCapture:
     Captures the step of one rank, over the rank's current connections.
 
     Args:
-        worker: The rank's worker.
+        worker: The worker (the pipeline of this rank) whose step is captured.
         feed: The step's data, at the addresses from which the graph reads.
         gate: Exchanges the votes on the update.
         waits: Waits for the device.
@@ -102,14 +105,18 @@ class StepCapture:
         self.epoch = runtime.epoch
         log_event(pipeline, "capture")
         began = time.perf_counter()
-        graph = _recorded(self._whole)
+        graph, messages = self._with_messages(self._whole)
         double = pipeline.double
         twice: tuple[torch.cuda.CUDAGraph, ...] = ()
         if double is not None:
-            twice = (
-                _recorded(partial(self._first_run, double)),
-                _recorded(partial(self._second_run, double)),
-            )
+            first, of_first = self._with_messages(partial(self._first_run, double))
+            second, of_second = self._with_messages(partial(self._second_run, double))
+            twice = first, second
+            if messages != of_first or messages != of_second:
+                raise BackendError(
+                    "the two runs of a step that runs twice must post the messages of a step that "
+                    "runs once, in the same order; their graphs have recorded other messages"
+                )
         seconds = time.perf_counter() - began
         contract.check_commit(caller="main")
         log_event(pipeline, "finish")
@@ -121,7 +128,13 @@ class StepCapture:
         self.waits.quiet()
         optimizer = BakedOptimizer(self.worker.optimizer)
         post_by_graph(pipeline, True)
-        return CapturedStep(graph, twice, optimizer, seconds)
+        return CapturedStep(graph, twice, optimizer, messages, seconds)
+
+    def _with_messages(self, work: Callable[[], None]) -> tuple[Any, list[list[int]]]:
+        """Capture work as one graph; return the graph and the messages that it posts."""
+        channels = self.pipeline.channels
+        before = channels.posted()
+        return _recorded(work), channels.orders(before)
 
     def _whole(self) -> None:
         """Run the work of a step, the vote and the update, and ask the contract."""

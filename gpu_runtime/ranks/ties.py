@@ -149,8 +149,8 @@ class Reducers:
 
     def largest(self, words: Tensor) -> Any:
         """
-        Begin to replace int32 words by their maximum over all replicas; with one replica, the words
-        already are the maximum.
+        Begin to replace int32 numbers by their maximum over all replicas; with one replica, the
+        numbers already are the maximum.
         """
         return None if self.replicas is None else self.replicas.largest(words)
 

@@ -49,8 +49,8 @@ class Span:
     A span of time on a rank, in microseconds since the barrier.
 
     Args:
-        lane: Name of the rank's lane (a row of the trace viewer) that shows the span.
-        name: The action in a table's notation.
+        lane: Name of the lane (a line of the trace viewer) that shows the span.
+        name: The action in the notation of schedule tables, such as ``1W2``.
         start: Begin of the span.
         end: End of the span.
         stage: The stage of a computation, otherwise -1.
@@ -70,7 +70,7 @@ class Span:
 
 
 class _Clock:
-    """Takes marks in time, and converts them to microseconds after the step."""
+    """Reads points in time, and converts them to microseconds since time zero of the step."""
 
     def __init__(self, member: Member, seconds: float) -> None:
         self.cuda = member.device.type == "cuda"
@@ -180,7 +180,7 @@ class Tracer:
         self._noted: list[tuple[str, str, Any, Any, dict[str, Any]]] = []
 
     def note(self, lane: str, name: str, began: Any, ended: Any, **more: Any) -> None:
-        """Record a span between two marks."""
+        """Record a span between two points in time that `mark` returned."""
         self._noted.append((lane, name, began, ended, more))
 
     @contextmanager
@@ -297,9 +297,9 @@ def measured_durations(ranks: Sequence[Sequence[Span]]) -> Durations:
     Return the durations for a simulation of one pipeline's step, in microseconds.
 
     The duration of each stage's F, I, W and refresh is the median of the measured times. The
-    duration of a message is the median time from the moment when both ranks have posted it to the
-    end of the receiver's wait; this is an upper bound of the transfer time. Each rank's update has
-    its own duration.
+    duration of a message is the median time from the moment when both ranks have posted the message
+    to the end of the receiver's wait. This duration is an upper bound of the transfer time. Each
+    rank's update has its own duration.
 
     Args:
         ranks: The spans of each rank of the pipeline.

@@ -71,7 +71,8 @@ class Worker:
 
     Args:
         member: This process.
-        schedule: The table with messages; every rank checks it, with the same result.
+        schedule: The schedule table of all ranks, with messages; every rank checks it, with the
+            same result.
         pp: Number of ranks of one pipeline; the number of all ranks must be a multiple of `pp`.
         build: Function that builds the stages of this rank from their indices.
         feed: Function that builds a replica's data source from the replica's index.
@@ -182,7 +183,7 @@ class Worker:
 
     def _take_place(self, schedule: Schedule, config: RuntimeConfig) -> None:
         """
-        Select this rank's row of the table.
+        Select this rank's line of the schedule table.
 
         Raises:
             ScheduleError: The table is refused.
@@ -211,8 +212,8 @@ class Worker:
 
     def _completed(self, config: RuntimeConfig) -> RuntimeConfig:
         """
-        Return the configuration with those fields filled in that follow from this rank's row,
-        replicas and ties.
+        Return the configuration with the fields filled in that follow from the rank's actions, its
+        replicas and its tied weights.
         """
         copies = {tie.name: own for tie in self.ties if (own := tie.of(self.row.stages))}
         weights = config.weights_sum or (1, 1 if self.mean else self._replicas)
@@ -292,7 +293,8 @@ class Worker:
         return self.member.world // self.pp
 
     def _parts(self) -> tuple[Part, ...]:
-        """Return every part of the model, in the model's order, from all ranks of this replica."""
+        """Return every part of the model (embedding, layer, rest of a stage), in the model's order,
+        from all ranks of this replica."""
         named = {index: parameters(stage) for index, stage in self.runtime.stages.items()}
         own = list(parts_of(named, self.clipping.elsewhere))
         said = all_gather(self.member, own)

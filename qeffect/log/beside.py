@@ -220,9 +220,9 @@ def _first_unlike(
     """
     Return the first difference between an event log and a rank log of one worker.
 
-    If log rotation removed the beginning of a log, the logs may be aligned in several ways: each
-    way matches the first commit or restore of one log with an equal entry of the other log. The
-    alignment with the longest agreement gives the difference.
+    If log rotation removed the beginning of a log, the logs may be aligned in several ways. Each
+    way matches the first commit or restore of one log with an equal commit or restore of the other
+    log. The alignment with the longest agreement gives the difference.
     """
     found: list[_Unlike] = []
     for own, others in _alignments(spans, whole, told):
@@ -236,7 +236,8 @@ def _first_unlike(
 def _alignments(
     spans: Sequence[_Span], whole: bool, told: _RankRecord
 ) -> Iterator[tuple[Sequence[_Span], Sequence[_Span]]]:
-    """Yield, at least once, the parts of two logs that may record the same commits and restores."""
+    """Yield, at least once, the sections of two logs that may record the same commits and
+    restores."""
     others = told.spans
     yield spans, others if whole else others[max(0, len(others) - len(spans)) :]
     for log, other, late in ((others, spans, not whole), (spans, others, not told.first)):

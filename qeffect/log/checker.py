@@ -104,7 +104,7 @@ def check_closing(closing: Mapping[str, Any], columns: Mapping[str, Any], where:
 
     Args:
         closing: The parsed closing line.
-        columns: The columns of the replayed state, by name.
+        columns: The columns (arrays) of the replayed state, by name.
         where: The line's name in error messages.
 
     Raises:

@@ -195,7 +195,7 @@ class Field:
 
     Args:
         accepts: Function that returns whether a parsed value has the field's shape.
-        expected: The expected shape in words, for error messages.
+        expected: The expected shape as text, for error messages.
         spelled: Regular expression for the recorder's usual spelling. The pattern need not exclude
             leading zeros, because the line is already known to be JSON. The checker also accepts
             escapes, names beyond ASCII, and destinations in full; lines with these are read by

@@ -191,7 +191,7 @@ def compact(value: Any) -> str:
 
 
 def fingerprints(snapshot: Snapshot) -> dict[str, str]:
-    """Return a digest of each column of a state, by the column's name."""
+    """Return a digest of each column (array) of a state, by the column's name."""
     plain = cache(attrs.asdict)  # many cells share a destination
     return {
         name: blake2b(

@@ -69,7 +69,7 @@ class JointReport:
         message: The finding in one sentence.
         expected: What was expected.
         found: What was found.
-        remedy: What to do.
+        remedy: What a person should do about the refusal.
     """
 
     verdict: str

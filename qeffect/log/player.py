@@ -70,7 +70,7 @@ class Violation(Exception):  # noqa: N818 - it ends a replay with a report
     The refusal of a well-formed line.
 
     Args:
-        clause: The violated clause.
+        clause: The id of the violated clause, such as `log.chain`.
         line: Number of the line in its file, from 1.
         field: The field of the line that most likely shows the error.
         found: The value in the line, escaped and shortened.

@@ -20,7 +20,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -35,12 +35,14 @@ from .rank_place import RankPlace
 from .recorder import seal
 from .rotation import CONTINUES, Rotation
 
-__all__ = ["RANK_MAGIC", "RankLines", "RankLog", "is_rank_log"]
+__all__ = ["RANK_MAGIC", "RankLines", "RankLog", "is_rank_log", "order_digest"]
 
 RANK_MAGIC: Final = "rank-log"
 _VERSION: Final = 1
 #: After so many further commits of a rank, every rank has written the commit before them.
 _KNOWN_TO_ALL: Final = 2
+_PRIME: Final = (1 << 61) - 1
+_BASE: Final = 1_000_003
 
 
 class RankLog:
@@ -54,7 +56,8 @@ class RankLog:
 
     Attributes:
         lines: The lines, if they are kept in memory.
-        place: The buffer of the next posted message: its slot and generation.
+        place: The buffer of the next posted message: its slot (set of buffers) and the slot's
+            generation.
         ended: Whether the log was closed or could not be written. Later events are not written.
         problem: Why the log could not be written; empty if no write failed.
         ends: Function that is called once, with the write error that ended the log; or None.
@@ -271,6 +274,24 @@ def _check(
             raise LogError(
                 f"{path}: line {line}: {name} is malformed: expected {kind}, found {found[name]!r}"
             )
+
+
+def order_digest(numbers: Iterable[int], before: int = 0) -> int:
+    """
+    Return the digest of the messages of a channel, in their order.
+
+    Args:
+        numbers: The number of each message: its stage, microbatch and direction.
+        before: Digest of earlier messages of the channel.
+
+    >>> order_digest([3, 5]) == order_digest([5, 3])
+    False
+    >>> order_digest([5], order_digest([3])) == order_digest([3, 5])
+    True
+    """
+    for number in numbers:
+        before = (before * _BASE + number) % _PRIME
+    return before
 
 
 def is_rank_log(path: str | os.PathLike[str]) -> bool:

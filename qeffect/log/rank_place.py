@@ -19,11 +19,12 @@ class RankPlace:
     The state of a rank at one point of its log.
 
     Args:
-        epoch: The weight epoch.
+        epoch: The weight epoch (number of optimizer steps) that the rank is in.
         again: Number of the worker's restarts, in place or from a checkpoint.
         launches: Whether the rank runs each step as one launch of a CUDA graph. If so, after a
             commit the last launch is still running, and its votes are not yet read.
-        wrote: The epoch of the newest checkpoint part that the rank wrote; -1 before the first.
+        wrote: The epoch of the newest checkpoint of which the rank wrote its files; -1 before the
+            first.
         stepped: Whether a guarded step has begun since the worker began. If so, loading a
             checkpoint increases `again`.
 

@@ -23,7 +23,8 @@ __all__ = ["Converters", "Plan", "spelling"]
 
 
 class _Reused:
-    """One object that serves as key or reference of every line; transitions do not keep it."""
+    """One object that represents the key or the reference of every line, because transitions do not
+    keep it."""
 
     __slots__ = ("cell", "epoch", "generation", "incarnation", "slot", "stage")
 
@@ -188,7 +189,8 @@ class Converters:
 
     def allowed(self, transition: str, field: str) -> frozenset[int]:
         """
-        Return the values that a field may have. In calls that claim a slot, NO_SLOT is allowed too.
+        Return the values that a field may have. In calls that claim a slot (set of buffers),
+        NO_SLOT is allowed too.
         """
         claims = field == "slot" and transition in ("reserve", "check_forward")
         return self.members[field] | ({NO_SLOT} if claims else set())
@@ -200,7 +202,8 @@ class Converters:
         return key
 
     def claiming_key(self, raw: Any) -> Any:
-        """Convert the key of a call that has no reference, and check that the key is configured."""
+        """Convert the key (epoch, stage and microbatch) of a call that has no reference, and check
+        that the key is configured."""
         key = self.key(raw)
         if key.cell not in self.cells:
             raise ValueError(raw)

@@ -52,9 +52,9 @@ class Recorder:
     Writes a contract's event log while it is attached.
 
     A line is written after its transition was accepted. If writing fails, for example on a full
-    disk, the caller of the transition gets the error, although the transition has taken effect: the
-    ticket of a check is among ``Contract.outstanding()``, and the log is incomplete. If `ends` is
-    set, the caller gets no error, and the log ends at this line.
+    disk, the caller of the transition gets the error, although the transition has taken effect. The
+    ticket of a check is then among ``Contract.outstanding()``, and the log is incomplete. If `ends`
+    is set, the caller gets no error, and the log ends at this line.
 
     Args:
         contract: The contract to observe, before its first transition.
@@ -307,7 +307,7 @@ class Recorder:
 
 
 def _since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of an earlier state that differ in the later state."""
+    """Return the columns (arrays) of an earlier state that differ in the later state."""
     return {name: column for name, column in before.items() if now[name] != column}
 
 

@@ -87,7 +87,7 @@ class Rotation(os.PathLike[str]):
 
 def columns_of(memory: Memory, since: Mapping[str, list[Any]] | None = None) -> dict[str, Any]:
     """
-    Return a memory's state as plain data, with one list per column.
+    Return a memory's state as plain data, with one list per column (array of the state).
 
     Args:
         memory: The memory of a contract.
@@ -111,8 +111,8 @@ def load_columns(memory: Memory, columns: Mapping[str, Any], *, every: bool) -> 
     Args:
         memory: The memory of a contract; its columns are overwritten.
         columns: The state, as `columns_of` returns it.
-        every: If True, `columns` must have every column of the state. If False, the memory's other
-            columns stay unchanged.
+        every: If True, `columns` must have every column (array) of the state. If False, the
+            memory's other columns stay unchanged.
 
     Raises:
         ValueError: A column is missing or unknown, has the wrong length, or has an entry of the
@@ -139,7 +139,8 @@ def load_columns(memory: Memory, columns: Mapping[str, Any], *, every: bool) -> 
 
 
 def _fits(memory: Memory, sort: str, entry: Any, cells: set[Any]) -> bool:
-    """Return whether an entry is a valid value for the given sort of column."""
+    """Return whether an entry is a valid value for the given sort of column (array of the
+    state)."""
     if sort == "cell":
         return entry is None or entry in cells
     if type(entry) is not int or not -_MOST < entry < _MOST:
@@ -157,7 +158,8 @@ def _fits(memory: Memory, sort: str, entry: Any, cells: set[Any]) -> bool:
 
 
 def differing(one: Memory, other: Memory) -> str:
-    """Return the name of the first column in which two states differ; empty if they are equal."""
+    """Return the name of the first column (array) in which two states differ; empty if they are
+    equal."""
     for name in one._names:
         if name in STATE and getattr(one, name) != getattr(other, name):
             return name

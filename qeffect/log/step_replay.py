@@ -56,7 +56,7 @@ class StepReplay:
     The recorded steps of one log.
 
     Args:
-        contract: The replayed contract.
+        contract: The contract on which the log's calls are made again.
         arguments: Converts a well-formed event into the arguments of its transition.
         seq: Function that returns the sequence number of the current line.
 

@@ -241,8 +241,8 @@ def claimed_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.forward-once", "reserve", "check_forward")
 def forward_once(st: State, h: History, a: Args) -> Truth:
-    """A key gets a slot, or runs F, only if its F has not succeeded in this walk over the
-    microbatches."""
+    """A key gets a slot, or runs F, only if no F of the key has succeeded in this walk over the
+    microbatches. Clause `ownership.repeated-forward` also refuses a key whose F was aborted."""
     return h.ran_forward[a.key.cell] == 0
 
 

@@ -284,7 +284,7 @@ def _step(worker: Worker) -> dict[str, Any]:
 
 
 def parameters_of(worker: Worker) -> dict[str, str]:
-    """The part of `bits` that only an update changes."""
+    """The entries of `bits` that only an update changes."""
     state = live_state(worker.runtime.domain)
     return {name: value for name, value in bits(worker).items() if name not in state}
 
@@ -543,8 +543,8 @@ def _threads_of_groups() -> int:
 
 class _Kept:
     """
-    The reports of a slot's actions; one report for each dI, because each dI used the scales of
-    another F.
+    The reports of the actions in a slot (the buffers of one microbatch); one report for each dI,
+    because each dI used the scales of another F.
     """
 
     def __init__(self) -> None:
@@ -659,8 +659,8 @@ _MOVES = ("token", "ticket", "epoch", "scales", "fill_epoch")
 
 def _same(given: Any) -> Any:
     """
-    Reduce keys and references to what recurs: a key without its epoch, a reference without its
-    generation.
+    Reduce keys and references to the fields that recur in each step: a key without its epoch, a
+    reference without its generation.
     """
     if isinstance(given, TapeKey):
         return given.cell

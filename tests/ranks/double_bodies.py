@@ -18,7 +18,7 @@ from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from tests.ranks import recorded
-from tests.ranks.bodies import bits, parameters_of
+from tests.ranks.bodies import bits, exchanged, parameters_of
 
 LIMITS = Limits(start=60.0, message=15.0, commit=15.0, grace=4.0)
 
@@ -219,6 +219,33 @@ def launched(job: Job, steps: int, every: int, options: dict[str, Any]) -> dict[
         runner.close()
         worker.close()
     return {"same": found[0] == found[1], "of": len(found[0]["left"]), "twice": launches}
+
+
+def exchanged_again(job: Job, first: str, second: str) -> str:
+    """The second runs on rank 0 post two messages in the other order; return why all ranks stop."""
+    recorded.install()
+    worker = made(job, 2, "one launch")
+    runner = OneLaunch(worker)
+    runner.step()
+    if worker.member.rank == 0:
+        double = worker.double
+        assert double is not None
+        again = double.again
+
+        def other(pipeline: Any) -> Any:
+            program = list(pipeline.program)
+            exchanged(first, second)(worker)
+            try:
+                return again(pipeline)
+            finally:
+                pipeline.program[:] = program
+
+        double.again = other  # type: ignore[method-assign]
+    try:
+        runner.step()
+    except StoppedError as stopped:
+        return stopped.cause.text
+    return ""
 
 
 def _inside(runner: OneLaunch, launch: int, ends: list[int], draw: random.Random) -> list[int]:

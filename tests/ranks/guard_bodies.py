@@ -122,7 +122,7 @@ class Run:
         self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
     def alone(self) -> Run:
-        """Skip the exchange of shapes between stages if there is no other rank."""
+        """Skip the exchange of shapes between stages if the pipeline has only one rank."""
         modes: Any = getattr(torch_utils, "InferenceMode", None)
         for stage in self.stages:
             if modes is None:  # torch 2.11 asks each stage for its first messages
@@ -280,7 +280,8 @@ def begun_again(names: list[str], failing: int) -> dict[str, list[list[str]]]:
 
 
 def edit_row(run: Run, edit: Callable[[list[str]], object], rank: int | None = None) -> None:
-    """Edit the entries of a rank's row, by default this rank's, as texts."""
+    """Edit the entries of a rank's line in the schedule table, by default this rank's line, as
+    texts."""
     table, rank = run.schedule.pipeline_order_with_comms, rank or run.schedule.rank
     row = [str(action) for action in table[rank]]
     edit(row)
@@ -532,7 +533,8 @@ def rebuilt(name: str) -> dict[str, Any]:
 
 def inject_missing(run: Run) -> Any:
     """
-    Remove the last dW of rank 0's row, which follows its last message; return the complete row.
+    Remove the last dW, which follows the last message, from rank 0's line of the schedule table;
+    return the complete line.
     """
     if dist.get_rank():
         return None

@@ -199,8 +199,8 @@ _POSTING = threading.RLock()
 
 def _recorded(owner: type, name: str, *, posts: bool = True) -> None:
     """
-    Record a method that communicates with other ranks as one node of a tape; with `posts`, the
-    method only posts messages.
+    Record a method that communicates with other ranks as one node of the recording (`_Tape`); with
+    `posts`, the method only posts messages.
     """
     real = getattr(owner, name)
 
@@ -290,8 +290,8 @@ class RecordingExecutor(EagerExecutor):
 
 def captured(*_: Any, counters: Any = None, **__: Any) -> RecordingExecutor:
     """
-    A replacement of `graphs.capture` that captures nothing, because the tape of a step records what
-    its actions run.
+    A replacement of `graphs.capture` that captures nothing, because the recording of a step
+    (`_Tape`) holds the operations that its actions run.
     """
     return RecordingExecutor(EagerExecutor(counters))
 

@@ -190,6 +190,16 @@ def _miscounted(worker: Worker, _: str) -> Callable[[], None]:
     return lambda: None
 
 
+def _exchanged(worker: Worker, sends: str) -> Callable[[], None]:
+    program = list(worker.pipeline.program)
+    bodies.exchanged(*sends.split())(worker)
+
+    def mend() -> None:
+        worker.pipeline.program[:] = program
+
+    return mend
+
+
 def _squares_that_differ(worker: Worker, _: str) -> Callable[[], None]:
     recorded.STREAM.submit(lambda: UNTIL_UNLIKE.zero_())
     return lambda: None
@@ -225,6 +235,7 @@ def _slow_to_stop(runner: OneLaunch) -> None:
 FAULTS: dict[str, Callable[[Worker, str], Callable[[], None]]] = {
     "twice": _twice,
     "miscounted": _miscounted,
+    "exchanged": _exchanged,
     "unlike": _squares_that_differ,
 }
 

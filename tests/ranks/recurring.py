@@ -1,5 +1,5 @@
 """
-Steps of one rank's row without device work, in one process, to test steps that are recorded and
+Steps of one rank's actions without device work, in one process, to test steps that are recorded and
 recur.
 """
 
@@ -56,7 +56,8 @@ class Feed:
 
 
 class _Slot:
-    """What the captures of a slot would have recorded, with the scales that an eager dI reports."""
+    """What the captures of a slot (the buffers of one microbatch) would have recorded, with the
+    scales that an eager dI reports."""
 
     def __init__(self, runtime: Runtime, stage: int, index: int) -> None:
         memory = runtime.memories[stage]
@@ -103,7 +104,7 @@ class Rank:
     Args:
         job: The pipeline.
         rank: The rank.
-        table: The table that the rank runs; None to make the table.
+        table: The schedule table that the rank runs; None to make the table.
         late: Whether the device counts actions, and the counts arrive one step later.
         reduced: Whether gradients are reduced over replicas, and the contract knows of the
             reductions.
@@ -146,7 +147,8 @@ class Rank:
         self.late, self.ran = late, {}
 
     def fill(self) -> None:
-        """Write into every slot what F and dI would have written."""
+        """Write into every slot (the buffers of one microbatch) what F and dI would have
+        written."""
         for memory in self.runtime.memories.values():
             for slot in memory.table:
                 slot.outputs = _zeros(memory.stage.outputs)

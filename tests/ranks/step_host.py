@@ -40,7 +40,7 @@ def rehearse(rank: Rank) -> None:
 
 
 def measured(job: Job, number: int, times: int) -> dict[str, object]:
-    """The times of the parts of a step on one rank."""
+    """The host times of each kind of work in a step, on one rank."""
     one, each = (Rank(job, number, late=True) for _ in range(2))
     for _ in range(5):
         one.step()

@@ -36,7 +36,8 @@ def tables_command(argv: list[str]) -> tuple[int, str, str]:
 
 
 def one_fails() -> list[dict[str, Any]]:
-    """Measure three rows, of which the second cannot be built on rank 1."""
+    """Measure three rows of the report (each a workload run in one way), of which the second cannot
+    be built on rank 1."""
     member = join("cpu", LIMITS)
     args = argparse.Namespace(rounds=1, steps=1, native_steps=1)
     row = TableRow("tiny-m2", "layers", 2, "zbv", "replays")
@@ -56,7 +57,7 @@ def one_fails() -> list[dict[str, Any]]:
 
 
 def peers_of_ours(folder: str) -> list[dict[str, Any]]:
-    """Measure native and replays of a small cell, as `report peers` does."""
+    """Measure native and replays of a small cell (workload), as `report peers` does."""
     join("cpu", LIMITS)
     cells = ["tiny-m2"]
     asked = PeerSettings(
@@ -103,7 +104,8 @@ def models_command(argv: list[str]) -> tuple[int, str, str]:
 
 
 def unmeasured_parts() -> str:
-    """The error on each rank if rank 1 cannot measure the parts of a model."""
+    """The error on each rank if rank 1 cannot measure the parts of a model (embedding, layer,
+    head)."""
     member = join("cpu", LIMITS)
     measure = balance.measure_times
 

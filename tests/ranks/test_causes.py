@@ -140,7 +140,8 @@ def test_a_reason_may_be_published_and_not_logged(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_a_rank_that_was_killed_before_it_spoke_is_not_named(tmp_path: Path) -> None:
-    """The two runs of rank 1 differ; rank 0 reads this in the votes, and says so alone."""
+    """The two runs of rank 1 differ. Rank 0 reads this in the votes, and is the only rank that
+    reports it."""
     job = Job(schedule="zbv", pp=2, microbatches=2)
     said = launch(2, tmp_path, bodies.killed_before_it_differs, job, 4)
     assert said.codes == [0, -9]

@@ -23,7 +23,7 @@ from qeffect.gpu_runtime.step.streams import HostHandoff
 
 
 class _Group:
-    """A group whose abort ends when `ends` says so."""
+    """A group whose abort ends when the function `ends` returns."""
 
     def __init__(self, ends: Any) -> None:
         self._ends = ends

@@ -8,16 +8,24 @@ rank logs are written from the tables, and the protocol relation refuses the com
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qeffect.refusals import Refused
 from qeffect.schedule.actions import RECEIVES, SENDS, Kind, Schedule
 from qeffect.schedule.check import check
 from qeffect.schedule.tables import read_table
-from qeffect.verification.ranks.messages_of_logs import action_of
+from qeffect.spec.launches import message_meets_its_own
+from qeffect.verification.ranks.concrete_state import Impossible
+from qeffect.verification.ranks.launches import LAUNCHES
+from qeffect.verification.ranks.messages_of_logs import action_of, number_of
 from qeffect.verification.ranks.replay import RankReport, replay_ranks
+from qeffect.verification.ranks.replayed_state import ReplayedState
 
 from .test_rank_logs import Lines, write
 
@@ -135,3 +143,110 @@ class TestExchange:
         assert (None, 2) == (report.clause, report.commits), report.summary()
         assert report.messages == sum(count for *_, count in logs(schedule)[0][0]["channels"])
         assert "accepted" == check(schedule).verdict
+
+
+#: The torch tables with messages: their number, and how many of them exchange messages.
+TABLE_COUNTS = (24, 4)
+
+
+def graphs_of(schedule: Schedule) -> ReplayedState:
+    """The state of ranks that each captured their row of the table as the graph of a launch."""
+    home = schedule.stage_to_rank
+    numbered = []
+    counts: Counter[tuple[int, int]] = Counter()
+    for rank, atoms in enumerate(schedule.atoms):
+        for atom in atoms:
+            if atom.kind in SENDS or atom.kind in RECEIVES:
+                sends = atom.kind in SENDS
+                forth = 1 if atom.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+                gradient = atom.kind in (Kind.SEND_B, Kind.RECV_B)
+                stage = atom.stage if sends else atom.stage + forth
+                peer = home[atom.stage + forth]
+                number = number_of({"message": [stage, atom.microbatch, gradient]})
+                numbered.append((sends, rank, peer, number))
+                if sends:
+                    counts[rank, peer] += 1
+    st = ReplayedState(len(schedule.atoms), counts)
+    for sends, rank, peer, number in numbered:
+        LAUNCHES["capture_send" if sends else "capture_receive"].run(st, rank, peer, number)
+    return st
+
+
+def launched(st: ReplayedState) -> int:
+    """Launch the graphs once on every rank, up to the update; return how many messages met."""
+    for rank in st.ranks:
+        LAUNCHES["launch"].run(st, rank)
+    met = 0
+    for pair, count in st.total.messages.items():
+        for _ in range(count):
+            assert message_meets_its_own(st, *pair)
+            LAUNCHES["transfer_launched"].run(st, *pair)
+            met += 1
+    for rank in st.ranks:
+        LAUNCHES["vote_yes"].run(st, rank)
+    for rank in st.ranks:
+        for other in st.ranks:
+            LAUNCHES["deliver"].run(st, rank, other)
+        LAUNCHES["move"].run(st, rank)
+    return met
+
+
+class TestLaunches:
+    """A rank that launches its steps captured its row of the table, in the order of the row."""
+
+    @pytest.mark.parametrize(
+        ("table", "cls"),
+        [
+            (deferred, "ScheduleZBVZeroBubble"),
+            (deferred, "ScheduleInterleavedZeroBubble"),
+            (batched, "batched"),
+        ],
+    )
+    def test_an_exchange_is_refused_before_the_first_launch(
+        self, tmp_path: Path, table: Any, cls: str
+    ) -> None:
+        """By the relation of launches alone; the corrected order is launched to its update."""
+        wrong = graphs_of(table(tmp_path, cls, right=False))
+        right = graphs_of(table(tmp_path, cls, right=True))
+
+        for rank in wrong.ranks:
+            with pytest.raises(Refused) as refused:
+                LAUNCHES["launch"].run(wrong, rank)
+            assert "ranks.same-order" == refused.value.clause
+        assert sum(right.total.messages.values()) == launched(right)
+        assert [1, 1] == [right.weights[rank] for rank in right.ranks]
+
+    def test_a_missing_receive_is_refused_before_the_first_launch(self, tmp_path: Path) -> None:
+        """And without this check the sender's device waits for it, and never votes."""
+        st = graphs_of(batched(tmp_path, "", right=True))
+        st.graph_receives[1, 0] = st.graph_receives[1, 0] - 1
+
+        with pytest.raises(Refused) as refused:
+            launched(st)
+        assert "ranks.captured-by-all" == refused.value.clause
+        for rank in st.ranks:
+            st.launched[rank] = 1  # the runtime did not ask
+        for pair in product(st.ranks, st.ranks):
+            with suppress(Impossible):
+                for _ in range(100):
+                    LAUNCHES["transfer_launched"].run(st, *pair)
+        LAUNCHES["vote_yes"].run(st, 1)
+        with pytest.raises(Refused) as blocked:
+            LAUNCHES["vote_yes"].run(st, 0)
+        assert "ranks.messages-ended" == blocked.value.clause
+
+    def test_agrees_with_the_check_of_every_table(self) -> None:
+        """A table of torch may be launched exactly if `qeffect check` finds its messages alike."""
+        tables = sorted(TABLES.glob("*.comms.csv"))
+        exchanged = 0
+        for path in tables:
+            schedule = read_table(path)
+            clauses = {found.clause for found in check(schedule).findings}
+            st = graphs_of(schedule)
+            if "schedule.message-order" in clauses:
+                exchanged += 1
+                with pytest.raises(Refused, match="same-order"):
+                    launched(st)
+            else:
+                assert sum(st.total.messages.values()) == launched(st), path.name
+        assert TABLE_COUNTS == (len(tables), exchanged)

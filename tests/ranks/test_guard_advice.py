@@ -199,7 +199,7 @@ class TestJudge:
             self.judge(None)("B", refuse)
 
     def test_a_clause_without_advice(self) -> None:
-        """The person is told about the guard, not about the contract."""
+        """The message is about the guard, not about the contract."""
         record = advised(refused("epoch.not-begun", "f", "a", "b"), self.table).record()
 
         assert PIPELINING_ADVICE["ownership.unknown-ticket"].remedy == record.remedy

@@ -212,7 +212,7 @@ def test_an_overlap_that_a_row_has() -> None:
 
 
 def test_a_runtime_around_a_schedule() -> None:
-    """The schedule that `GraphPipelineRuntime` of TorchTitan holds is the one that is guarded."""
+    """The guard guards the schedule that TorchTitan's `GraphPipelineRuntime` holds."""
 
     class Around:
         def __init__(self, schedule: Any) -> None:

@@ -1,8 +1,9 @@
 """
 `guard` over the tables of every torch release, run by a stand-in for torch's loop.
 
-The stand-in does what the loops of torch 2.11 to 2.15 have in common: it takes the entries of this
-rank's row one by one and calls the stage's method of that name. These methods compute nothing.
+The stand-in does what the loops of torch 2.11 to 2.15 have in common. It takes the entries of this
+rank's row (its line of the schedule table) one by one, and calls the stage's method for each entry.
+These methods compute nothing.
 """
 
 from __future__ import annotations

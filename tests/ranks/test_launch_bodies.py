@@ -105,7 +105,8 @@ def test_the_gate_of_a_launch_says_on_every_rank_what_the_host_would(
 def test_the_gate_over_replicas_takes_the_norm_of_one_and_looks_at_all(
     limit: float | None, tmp_path: Path
 ) -> None:
-    """Replicas whose reduced gradients differ update nothing, and the host is told which."""
+    """Replicas whose reduced gradients differ update nothing, and the host learns which replicas
+    differ."""
     said = launch(2, tmp_path, launch_bodies.gated_replicas, limit)
     assert said.codes == [0, 0]
     assert said.words[0] == said.words[1]

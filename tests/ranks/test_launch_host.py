@@ -48,7 +48,7 @@ class _Event:
 
 
 class _Launched:
-    """A launch's host side over one rank; the device says what it is told to say."""
+    """A launch's host side over one rank; a script determines what the device reports."""
 
     def __init__(self) -> None:
         self.rank = rank = Rank(
@@ -79,6 +79,7 @@ class _Launched:
         whole._waits = LaunchWaits(whole.worker, whole._gate)
         whole._capture = StepCapture(whole.worker, feed, whole._gate, whole._waits)
         whole._left_at, whole.steps = None, 1
+        whole._messages = []
         whole._draws = LaunchDraws(torch.device("cpu"))
         whole._guarded = True
         whole.rehearsal = rank.rehearsal

@@ -96,7 +96,41 @@ def saved_among(logs: list[Lines]) -> None:
     logs[1].insert(at(logs[1], "leave"), {"seq": 0, "event": "write_shard", "epoch": 7})
 
 
+def exchanged(logs: list[Lines], *, everywhere: bool = False) -> None:
+    """Rank 0 captured two sends in the other order; so did rank 1 its receives, if everywhere."""
+    first, second = [0, 0, False], [0, 1, False]
+    names = {"0SEND_F0": "0SEND_F1", "1RECV_F0": "1RECV_F1"}
+    names |= {other: name for name, other in names.items()}
+    for log in logs if everywhere else logs[:1]:
+        for line in log[at(log, "capture") : at(log, "captured")]:
+            if line.get("message") in (first, second):
+                line["message"] = second if line["message"] == first else first
+            if "action" in line:
+                line["action"] = names.get(line["action"], line["action"])
+
+
+def captured_otherwise(logs: list[Lines]) -> None:
+    """Both ends captured the same messages, in another order than their graphs post them."""
+    exchanged(logs, everywhere=True)
+
+
+def launched_otherwise(logs: list[Lines]) -> None:
+    """Both ends of a channel launched the same messages, which are not the captured ones."""
+    for log in logs:
+        [messages] = log[at(log, "order", 2)]["messages"]
+        messages[1:] = [7, 7]
+
+
 FORGED: dict[str, tuple[Edit, str]] = {
+    "messages exchanged in a capture": (exchanged, "ranks.same-messages"),
+    "launches of another order than the captured one": (captured_otherwise, "ranks.as-recorded"),
+    "a launch of other messages at one end": (
+        changed(0, "order", 2, messages=[[1, 7, 7]]),
+        "ranks.as-recorded",
+    ),
+    "a launch of other messages at both ends": (launched_otherwise, "ranks.as-recorded"),
+    "a launch whose messages are not logged": (dropped(1, "order", 1), "ranks.as-recorded"),
+    "the messages of another step": (changed(0, "order", 1, epoch=7), "ranks.as-recorded"),
     "a capture to which a rank did not consent": (without_a_capture, "ranks.consent-of-all"),
     "a commit without a launch": (dropped(0, "launch", 1), "ranks.order"),
     "a launch twice": (doubled(1, "launch", 1), "ranks.order"),
@@ -131,6 +165,28 @@ class TestRealRuns:
         # Of seven steps two are guarded; one launch was skipped by both devices, and one behind it.
         assert (2 * (5 + 2), 2 * (7 + 1)) == (report.launches, report.commits)
         assert "16 commits, 14 launches, 32 messages" in report.summary()
+
+    def test_older_logs_name_the_messages_in_captures_alone(
+        self, logs: list[Path], tmp_path: Path
+    ) -> None:
+        """Without `order`, a launch posts what was captured."""
+        lines = [[x for x in lines_of(path) if x.get("event") != "order"] for path in logs]
+        whole = sum(map(len, map(lines_of, logs)))
+        report = replay_ranks([write(tmp_path / f"{n}.jsonl", log) for n, log in enumerate(lines)])
+
+        assert (None, 14, 14) == (report.clause, report.launches, whole - sum(map(len, lines)))
+
+    def test_sends_that_one_rank_captures_in_another_order(self, tmp_path: Path) -> None:
+        """No rank launches; all ranks stop for it, and capture again after the rebuild."""
+        faults = [(1, 0, "exchanged", "0SEND_F0 0SEND_F1")]
+        said = launch(2, tmp_path, recorded_bodies.recovering, PIPE, 4, {}, faults)
+
+        assert said.codes == [0, 0]
+        assert (None, 2, 2) == (said.replay.clause, said.replay.attempts, said.replay.stops)
+        for rank in (0, 1):
+            [stop] = said.words[rank]["stops"]
+            assert "posted 0SEND_F1, the receiver posted 1RECV_F0" in stop["cause"]["text"]
+            assert (stop["again"], said.words[rank]["epoch"]) == (1, 4)
 
     @pytest.mark.parametrize("number", range(4))
     def test_logs_that_merely_end_are_of_processes_that_died(

@@ -43,7 +43,8 @@ JOB = Job(schedule="zbv", pp=2, microbatches=4)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
-    """Logs of real ranks: stopped and begun again in place; saved, ended and resumed."""
+    """Logs of real ranks: of a run that stopped and restarted in place, and of a run that saved,
+    ended and resumed."""
     folder = tmp_path_factory.mktemp("runs")
     places = [folder / name for name in ("stopped", "saved", "resumed")]
     for place in places:
@@ -532,6 +533,10 @@ class TestFields:
             [-1],
         ),
         "[sender, receiver, messages per step], each": ([[0, 1, 2]], [[0, 1]]),
+        "[peer, digest of the sends to it, digest of the receives from it], each": (
+            [[1, 2, 3]],
+            [[1, 2]],
+        ),
     }
 
     @pytest.mark.parametrize("event", RANK_EVENTS)

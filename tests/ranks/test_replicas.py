@@ -138,7 +138,8 @@ def _one(said: Any, world: int) -> dict[str, Any]:
 
 
 def test_what_leaves_in_one_call_is_of_one_type_and_not_large() -> None:
-    """The same on every replica: it is told from types and sizes alone."""
+    """Types and sizes alone determine which gradients share a call, so the calls are the same on
+    every replica."""
     given = [
         torch.zeros(4),
         torch.zeros(300),

@@ -193,6 +193,12 @@ def earlier(logs: list[Lines]) -> None:
         lines[0]["continues"]["epoch"] -= 1
 
 
+def exchanged(logs: list[Lines]) -> None:
+    """Rank 0 launches with other sends than rank 1 receives; the capture is in a missing file."""
+    [messages] = logs[0][at(logs[0], "order")]["messages"]
+    messages[1] += 1
+
+
 FORGED: dict[str, Forgery] = {
     "a beginning in an earlier epoch": ("saved", earlier, "ranks.as-recorded"),
     "a later beginning of one rank": ("saved", continued(1, epoch=3), "ranks.as-recorded"),
@@ -214,6 +220,7 @@ FORGED: dict[str, Forgery] = {
         "ranks.as-recorded",
     ),
     "a launch that is missing": ("launched", without(0, "launch"), "ranks.order"),
+    "messages exchanged in a launch": ("launched", exchanged, "ranks.as-recorded"),
     "votes of the launch under way that nobody read": (
         "launched",
         without(1, "votes"),

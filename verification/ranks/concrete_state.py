@@ -61,7 +61,8 @@ class Size:
         The range of each sort. It has one message position more than needed, so that a rank can
         also post a wrong message.
         """
-        places = max(self.messages.values(), default=0) * self.steps
+        entries = max(self.messages.values(), default=0)
+        places = entries * self.steps
         return {
             "one": range(1),
             "rank": range(self.ranks),
@@ -70,6 +71,7 @@ class Size:
             "slot": range(self.slots),
             "message": range(self.kinds),
             "place": range(places + 1 if places else 0),
+            "entry": range(entries),
         }
 
 

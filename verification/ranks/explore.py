@@ -190,6 +190,38 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             at_once=True,
             says="two ranks, one step of one launch, checkpoints, a rebuild after any host fails",
         ),
+        RankScope(
+            "launched-messages",
+            Size(2, attempts=1, messages={(0, 1): 1, (1, 0): 1}, launches=True),
+            goal=2,
+            faults=1,
+            leave_out=_SAVES | _ANEW | {"run_out", "die"},
+            at_once=True,
+            says="two ranks, two launches with a message each way, rebuilds, one fault anywhere",
+        ),
+        RankScope(
+            "exchanged-in-launches",
+            Size(2, attempts=1, messages={(0, 1): 2}, kinds=2, launches=True),
+            goal=1,
+            faults=1,
+            leave_out=_SAVES | _ANEW | {"run_out"},
+            at_once=True,
+            says="two ranks, a launch with two messages, one end captures a wrong message once",
+        ),
+        RankScope(
+            "launched-through-three",
+            Size(
+                3,
+                attempts=1,
+                messages={(0, 1): 1, (1, 2): 1, (2, 1): 1, (1, 0): 1},
+                launches=True,
+            ),
+            goal=1,
+            faults=0,
+            leave_out=_SAVES | _ANEW | {"run_out"},
+            at_once=True,
+            says="three ranks, one launch with a message each way between neighbours",
+        ),
     )
 }
 
@@ -360,11 +392,17 @@ class _Search:
         return ""
 
     def _misplaced(self, name: str, given: tuple[int, ...]) -> bool:
-        """Return whether a rank posts a message that is not the next message of its row."""
+        """
+        Return whether a rank posts or captures a message that is not the next message of its row.
+        """
+        state = self.state
+        if name in ("capture_send", "capture_receive"):
+            r, q, message = given
+            graph = state.graph_sends if name == "capture_send" else state.graph_receives
+            return bool(message != graph[r, q] % self.scope.size.kinds)
         if name not in ("post_send", "post_receive"):
             return False
         r, q, _, message = given
-        state = self.state
         sends = name == "post_send"
         posted = state.sent[r, q] if sends else state.taken[r, q]
         before = state.sent_before[r, q] if sends else state.taken_before[r, q]

@@ -62,6 +62,12 @@ def words_were_said(st: Any, r: Any, q: Any) -> Any:
     return (st.word[r, q] >= 0) & implies(st.round[r] == st.round[q], st.word[r, q] <= st.vote[q])
 
 
+@LAUNCH_LEMMAS("launches.words-not-ahead", r="rank", q="rank")
+def words_not_ahead(st: Any, r: Any, q: Any) -> Any:
+    """A device has received no vote on a step after its current step."""
+    return (st.word[r, q] <= st.heard[r, q]) & (st.heard[r, q] <= st.ran[r] + 1)
+
+
 @LAUNCH_LEMMAS("launches.reports-past", r="rank", n="attempt")
 def reports_past(st: Any, r: Any, n: Any) -> Any:
     """No rank has reported in a future round, and rounds are counted from 0."""
@@ -106,6 +112,114 @@ def first_back_waits(st: Any, r: Any, q: Any) -> Any:
     change.
     """
     return implies(st.round[r] > st.round[q], (st.word[r, q] == 0) & (st.weights[r] == st.begin[r]))
+
+
+# Messages
+
+
+def _silent(st: Any, r: Any, q: Any) -> Any:
+    """Return whether a step has no message between two ranks."""
+    return (st.messages[r, q] == 0) & (st.messages[q, r] == 0)
+
+
+@LAUNCH_LEMMAS("launches.graph-counts", r="rank", q="rank")
+def graph_counts(st: Any, r: Any, q: Any) -> Any:
+    """A graph has no more messages than planned, and a launch ends no more than its graph has."""
+    return (
+        (st.sends_run[r, q] >= 0)
+        & (st.sends_run[r, q] <= st.graph_sends[r, q])
+        & (st.graph_sends[r, q] <= st.messages[r, q])
+        & (st.receives_run[r, q] >= 0)
+        & (st.receives_run[r, q] <= st.graph_receives[r, q])
+        & (st.graph_receives[r, q] <= st.messages[q, r])
+    )
+
+
+@LAUNCH_LEMMAS("launches.launched-as-captured", r="rank", q="rank")
+def launched_as_captured(st: Any, r: Any, q: Any) -> Any:
+    """
+    A rank that has launched in its round has captured all its messages. Another rank that exchanges
+    messages with this rank is in the same round and has captured these messages, or is in a later
+    round.
+    """
+    whole = (
+        (st.graph_sends[r, q] == st.messages[r, q])
+        & (st.graph_receives[r, q] == st.messages[q, r])
+        & implies(
+            st.round[r] == st.round[q],
+            (st.graph_receives[q, r] == st.messages[r, q])
+            & (st.graph_sends[q, r] == st.messages[q, r]),
+        )
+    )
+    launched = st.launched[r] > st.begin[r]
+    return implies(launched, whole & (_silent(st, r, q) | (st.round[q] >= st.round[r])))
+
+
+@LAUNCH_LEMMAS("launches.captured-alike", r="rank", q="rank", k="entry")
+def captured_alike(st: Any, r: Any, q: Any, k: Any) -> Any:
+    """
+    If a rank has launched in its round, both ends of its channels captured the same messages in the
+    same order.
+    """
+    both = (st.launched[r] > st.begin[r]) & (st.round[r] == st.round[q])
+    to = (0 <= k) & (k < st.messages[r, q])
+    back = (0 <= k) & (k < st.messages[q, r])
+    return implies(both & to, st.graph_out[r, q, k] == st.graph_into[q, r, k]) & implies(
+        both & back, st.graph_out[q, r, k] == st.graph_into[r, q, k]
+    )
+
+
+def _messages_ended(st: Any, r: Any, q: Any) -> Any:
+    sent = st.sends_run[r, q] == st.messages[r, q]
+    return sent & (st.receives_run[r, q] == st.messages[q, r])
+
+
+@LAUNCH_LEMMAS("launches.messages-of-one-step", r="rank", q="rank")
+def messages_of_one_step(st: Any, r: Any, q: Any) -> Any:
+    """
+    In the same step, both ends of a channel have ended the same messages. A device that is ahead of
+    another has ended no message with it.
+    """
+    alike = (st.sends_run[r, q] == st.receives_run[q, r]) & (
+        st.receives_run[r, q] == st.sends_run[q, r]
+    )
+    none = (st.sends_run[r, q] == 0) & (st.receives_run[r, q] == 0)
+    return implies(
+        st.round[r] == st.round[q],
+        implies(st.ran[r] == st.ran[q], alike) & implies(st.ran[r] > st.ran[q], none),
+    )
+
+
+@LAUNCH_LEMMAS("launches.ahead-has-ended", r="rank", q="rank")
+def ahead_has_ended(st: Any, r: Any, q: Any) -> Any:
+    """
+    If a device is ahead of another and both have open connections, the other has ended its messages
+    with it. If they exchange messages, it is at most one step ahead.
+    """
+    both = (st.round[r] == st.round[q]) & (st.cut[r] == 0) & (st.cut[q] == 0)
+    return implies(both & (st.ran[r] > st.ran[q]), _messages_ended(st, q, r)) & implies(
+        both & (st.ran[r] > st.ran[q] + 1), _silent(st, r, q)
+    )
+
+
+@LAUNCH_LEMMAS("launches.yes-after-messages", r="rank", q="rank")
+def yes_after_messages(st: Any, r: Any, q: Any) -> Any:
+    """
+    If a rank with open connections has not ended the step of another rank's latest yes, it has
+    ended the messages of its step with that rank.
+    """
+    here = (st.round[r] == st.round[q]) & (st.cut[r] == 0)
+    return implies(here & (st.vote[q] > st.ran[r]), _messages_ended(st, r, q)) & implies(
+        here & (st.vote[q] > st.ran[r] + 1), _silent(st, r, q)
+    )
+
+
+@LAUNCH_LEMMAS("launches.first-back-has-no-message", r="rank", q="rank")
+def first_back_has_no_message(st: Any, r: Any, q: Any) -> Any:
+    """A rank that began its round before another rank has ended no message with that rank."""
+    return implies(
+        st.round[r] > st.round[q], (st.sends_run[r, q] == 0) & (st.receives_run[r, q] == 0)
+    )
 
 
 # Attempts

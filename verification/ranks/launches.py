@@ -9,6 +9,13 @@ not others, since a rank can end at any point. Then some ranks have updated thei
 have not. If all ranks are still alive, they report the epoch of their weights, and rebuild only if
 all report the same epoch.
 
+A launch replays the graph that its rank captured. In each channel (from one rank to another), the
+graph has sends or receives in a fixed order. The transport pairs them by this order alone. The
+ranks compare both ends of every channel once, before the first launch of a round. A device votes on
+a step when the messages of its launch have ended. So no launch meets messages of another launch.
+The model leaves out which computation waits for which message; `qeffect check` decides for each
+table whether the ranks can wait for each other in a circle.
+
 For a checkpoint, a host leaves the launches: it reads the votes on the last step, and waits for its
 device. Then the host copies the weights and may resume the launches, while the files are written.
 The checkpoint gets its name when every rank has written its part. If a rank dies, the other ranks
@@ -39,15 +46,77 @@ def _goes_on(st: Any, r: Any) -> None:
     st.when((st.dead[r] == 0) & (st.quits[r] == 0))
 
 
+# The capture
+
+
+@_transition("rank", "rank", "message")
+def capture_send(st: Any, r: Any, q: Any, m: Any) -> None:
+    """Before its first launch, a rank captures its next send to another rank in its graph."""
+    _goes_on(st, r)
+    st.when((r != q) & (st.launched[r] == st.begin[r]))
+    st.when(st.graph_sends[r, q] < st.messages[r, q])
+    place = st.graph_sends[r, q]
+    st.graph_out[r, q, place] = m
+    st.graph_sends[r, q] = place + 1
+
+
+@_transition("rank", "rank", "message")
+def capture_receive(st: Any, r: Any, q: Any, m: Any) -> None:
+    """Before its first launch, a rank captures its next receive from another rank in its graph."""
+    _goes_on(st, r)
+    st.when((r != q) & (st.launched[r] == st.begin[r]))
+    st.when(st.graph_receives[r, q] < st.messages[q, r])
+    place = st.graph_receives[r, q]
+    st.graph_into[r, q, place] = m
+    st.graph_receives[r, q] = place + 1
+
+
+def _captured(st: Any, r: Any, q: Any, p: Any) -> Any:
+    """Return whether both ranks of a channel have captured its messages in the round of a rank."""
+    here = (st.round[q] == st.round[r]) & (st.round[p] == st.round[r])
+    sends = st.graph_sends[q, p] == st.messages[q, p]
+    both = sends & (st.graph_receives[p, q] == st.messages[q, p])
+    return implies(st.messages[q, p] > 0, here & both)
+
+
+@_transition("rank", "rank", "rank", "entry")
+def disagree_captured(st: Any, r: Any, q: Any, p: Any, k: Any) -> None:
+    """
+    Before its first launch, a rank finds that the two ends of a channel captured different
+    messages; it cannot continue.
+    """
+    _goes_on(st, r)
+    st.when(st.launched[r] == st.begin[r])
+    st.when(st.every("rank rank", lambda a, b: _captured(st, r, a, b)))
+    st.when((0 <= k) & (k < st.messages[q, p]))
+    st.when(st.graph_out[q, p, k] != st.graph_into[p, q, k])
+    st.quits[r] = 1
+
+
 # The host
 
 
 @_transition("rank")
 def launch(st: Any, r: Any) -> None:
-    """The host launches a step after the contract has checked the guards of the step."""
+    """
+    The host launches a step after the contract has checked the guards of the step. Before the first
+    launch of a round, all ranks have captured the step, and both ends of each channel captured the
+    same messages in the same order.
+    """
     _goes_on(st, r)
     st.when(st.launched[r] == st.booked[r])
     st.need("resumed-first", st.paused[r] == 0)
+    first = st.launched[r] == st.begin[r]
+    all_captured = st.every("rank rank", lambda q, p: _captured(st, r, q, p))
+    st.need("captured-by-all", implies(first, all_captured))
+    same = st.every(
+        "rank rank entry",
+        lambda q, p, k: implies(
+            (0 <= k) & (k < st.messages[q, p]),
+            st.graph_out[q, p, k] == st.graph_into[p, q, k],
+        ),
+    )
+    st.need("same-order", implies(first, same))
     st.launched[r] = st.launched[r] + 1
 
 
@@ -87,6 +156,44 @@ def commit_launched(st: Any, r: Any) -> None:
     st.booked[r] = st.booked[r] + 1
 
 
+# The messages on the device
+
+
+def _inside(st: Any, r: Any) -> Any:
+    """Return whether a device is in a launch, before its vote, with open connections."""
+    runs = (st.dead[r] == 0) & (st.cut[r] == 0) & (st.ran[r] < st.launched[r])
+    return runs & (st.voted[r] == st.ran[r])
+
+
+@_transition("rank", "rank")
+def transfer_launched(st: Any, r: Any, q: Any) -> None:
+    """The next send in the launch of a rank meets the next receive in the launch of another."""
+    st.when((r != q) & (st.round[r] == st.round[q]))
+    st.when(_inside(st, r) & _inside(st, q))
+    st.when(st.sends_run[r, q] < st.graph_sends[r, q])
+    st.when(st.receives_run[q, r] < st.graph_receives[q, r])
+    st.sends_run[r, q] = st.sends_run[r, q] + 1
+    st.receives_run[q, r] = st.receives_run[q, r] + 1
+
+
+def _ended(st: Any, r: Any, q: Any) -> Any:
+    """Return whether the current launch of a rank has ended its messages with another rank."""
+    sent = st.sends_run[r, q] == st.graph_sends[r, q]
+    return sent & (st.receives_run[r, q] == st.graph_receives[r, q])
+
+
+def _messages_ended(st: Any, r: Any) -> Any:
+    """
+    Return whether no message in the current launch of a rank is still to come: every message has
+    ended, or the rank at its other end has closed its connections.
+    """
+
+    def closed(q: Any) -> Any:
+        return (st.cut[r] == 0) & (st.round[q] == st.round[r]) & (st.cut[q] == 1)
+
+    return st.every("rank", lambda q: _ended(st, r, q) | closed(q))
+
+
 # The gate on the device
 
 
@@ -95,6 +202,7 @@ def vote_yes(st: Any, r: Any) -> None:
     """The device's counters are as expected, so it votes yes with the number of the step."""
     st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r]) & (st.voted[r] < st.launched[r]))
     st.need("no-yes-after-skip", st.weights[r] == st.ran[r])
+    st.need("messages-ended", _messages_ended(st, r))
     st.voted[r] = st.voted[r] + 1
     st.vote[r] = st.voted[r]
 
@@ -104,6 +212,19 @@ def vote_after_skip(st: Any, r: Any) -> None:
     """A device that skipped an update votes no on each later step of its round."""
     st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r]) & (st.voted[r] < st.launched[r]))
     st.when(st.weights[r] < st.ran[r])
+    st.need("messages-ended", _messages_ended(st, r))
+    st.voted[r] = st.voted[r] + 1
+
+
+@_transition("rank")
+def vote_unheard(st: Any, r: Any) -> None:
+    """
+    A device whose connections were aborted reaches its vote without the missing messages; the vote
+    reaches no device.
+    """
+    st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r]) & (st.voted[r] < st.launched[r]))
+    whole = st.every("rank", lambda q: _ended(st, r, q))
+    st.when((st.cut[r] == 1) & implies(whole, st.cut[r] == 0))
     st.voted[r] = st.voted[r] + 1
 
 
@@ -111,6 +232,7 @@ def vote_after_skip(st: Any, r: Any) -> None:
 def vote_no(st: Any, r: Any) -> None:
     """The device's counters are unexpected, or two runs of the step differ, so it votes no."""
     st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r]) & (st.voted[r] < st.launched[r]))
+    st.need("messages-ended", _messages_ended(st, r))
     st.voted[r] = st.voted[r] + 1
     st.miscounted[st.round[r]] = 1
 
@@ -132,6 +254,7 @@ def move(st: Any, r: Any) -> None:
     st.need("yes-of-all", st.every("rank", lambda q: st.word[r, q] == st.ran[r] + 1))
     st.ran[r] = st.ran[r] + 1
     st.weights[r] = st.weights[r] + 1
+    _next_launch(st, r)
 
 
 @_transition("rank")
@@ -146,6 +269,13 @@ def skip(st: Any, r: Any) -> None:
     st.when(implies(whole, st.every("rank", lambda q: st.heard[r, q] == step)))
     st.when(implies(st.every("rank", lambda q: st.word[r, q] == step), st.ran[r] != st.ran[r]))
     st.ran[r] = step
+    _next_launch(st, r)
+
+
+def _next_launch(st: Any, r: Any) -> None:
+    """The device ends a launch; the messages of its next launch are all still to come."""
+    st.sends_run[r] = st.zeros("sends_run")
+    st.receives_run[r] = st.zeros("receives_run")
 
 
 # Checkpoints
@@ -314,8 +444,8 @@ def rebuild(st: Any, r: Any) -> None:
 
 
 def _over_new_connections(st: Any, r: Any) -> None:
-    st.heard[r] = st.zeros("heard")
-    st.word[r] = st.zeros("word")
+    for row in ("heard", "word", "graph_sends", "graph_receives", "sends_run", "receives_run"):
+        getattr(st, row)[r] = st.zeros(row)
     for column in ("quits", "cut", "paused", "said", "lost", "read_no", "ended"):
         getattr(st, column)[r] = 0
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["ENDED", "MESSAGE_EVENTS", "SENT", "action_of", "reached"]
+__all__ = ["ENDED", "MESSAGE_EVENTS", "SENT", "action_of", "number_of", "reached"]
 
 SENT: Final = frozenset({"sent", "behind_send"})
 ENDED: Final = frozenset({*SENT, "received", "behind_receive"})
@@ -44,6 +44,12 @@ def action_of(event: _Event) -> str:
     if event["event"] == "post_send":
         return f"{stage}SEND_{what}{microbatch}"
     return f"{stage - 1 if gradient else stage + 1}RECV_{what}{microbatch}"
+
+
+def number_of(event: _Event) -> int:
+    """Return the number of a message (its stage, microbatch and direction), as the runtime does."""
+    stage, microbatch, gradient = event["message"]
+    return int(1 + 2 * ((microbatch << 20) + stage) + gradient)
 
 
 def reached(events: Mapping[int, _Events]) -> dict[int, _Events]:

@@ -36,9 +36,17 @@ WRITES: Final[Mapping[tuple[str, str], str]] = {
     ("end", "told"): "a rank ends without reading the cause",
     ("name_cause", "told"): "a rank stops its launches without reading the cause",
     ("publish_parts", "held"): "a checkpoint of launches is published without its parts",
+    ("disagree_captured", "quits"): "a rank whose graph differs from another rank's does not stop",
     ("rebuild", "word"): "a device keeps the votes of the previous round",
     ("start_anew", "weights"): "a rank starts from its current weights instead of a checkpoint",
 }
+
+
+#: Conditions about the messages of launches; the scopes that have such messages.
+_OF_MESSAGES: Final = frozenset({"captured-by-all", "same-order", "messages-ended"})
+_WITH_MESSAGES: Final = tuple(
+    scope.name for scope in SCOPES.values() if scope.size.launches and scope.size.messages
+)
 
 
 @frozen
@@ -150,7 +158,10 @@ def mutants() -> Iterator[ProtocolMutant]:
     for transition in (*TRANSITIONS.values(), *LAUNCHES.values()):
         for name in asked(transition):
             yield ProtocolMutant(
-                transition.name, name, f"`{transition.name}` does not check {name}"
+                transition.name,
+                name,
+                f"`{transition.name}` does not check {name}",
+                scopes=_WITH_MESSAGES if name in _OF_MESSAGES else tuple(SCOPES),
             )
     for (transition_name, column), says in WRITES.items():
         yield ProtocolMutant(transition_name, f"{column} =", says)

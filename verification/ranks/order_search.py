@@ -22,6 +22,8 @@ __all__ = ["LoggedStep", "OrderSearch", "Unexplained"]
 _MOST_ORDERS: Final = 20_000
 #: Events that remove or add possible steps of other ranks.
 _CHOSEN: Final = frozenset({"say", "close", "end", "gone"})
+#: The condition of a device that waits for a message.
+_WAITS: Final = "ranks.messages-ended"
 
 
 @attrs.frozen
@@ -85,7 +87,10 @@ class OrderSearch:
         if self._search(0):
             return None
         asked = [self._asked[id(f.step)] for f in self._blocked if id(f.step) in self._asked]
-        return (asked or self._blocked)[0]
+        # A device that waits for a message waits because of another step.
+        waits = {id(one.step) for one in asked if _waits(one.error)}
+        reasons = [one for one in (*asked, *self._blocked) if id(one.step) not in waits]
+        return (reasons or asked)[0]
 
     def _search(self, depth: int) -> bool:
         blocked = self._advance()
@@ -145,3 +150,7 @@ class OrderSearch:
                         break
                     moved = True
         return held
+
+
+def _waits(error: Exception) -> bool:
+    return isinstance(error, Refused) and error.clause == _WAITS

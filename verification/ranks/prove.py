@@ -123,7 +123,7 @@ def _members(named: Sequence[tuple[Term, str]]) -> dict[str, list[Term]]:
     state = SymbolicState(fresh())
     space: dict[str, list[Term]] = {
         sort: [member for member, its in named if its == sort]
-        for sort in ("rank", "place", "attempt", "count", "name")
+        for sort in ("rank", "place", "entry", "message", "attempt", "count", "name")
     }
     space["name"].append(state.offered[0].term)
     if space["name"][1:]:
@@ -140,7 +140,13 @@ def _members(named: Sequence[tuple[Term, str]]) -> dict[str, list[Term]]:
 #: The two protocols: hosts agree on the commit of a step, or each step is one launch.
 PROTOCOLS: Final = (
     Protocol("hosts", TRANSITIONS, (*CONFIGURATION,), (*RANK_PROMISES, *LEMMAS), (*RANK_STEPS,)),
-    Protocol("launches", LAUNCHES, (), (*LAUNCH_PROMISES, *LAUNCH_LEMMAS), (*LAUNCH_STEPS,)),
+    Protocol(
+        "launches",
+        LAUNCHES,
+        (*CONFIGURATION,),
+        (*LAUNCH_PROMISES, *LAUNCH_LEMMAS),
+        (*LAUNCH_STEPS,),
+    ),
 )
 
 

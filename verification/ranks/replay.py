@@ -42,7 +42,7 @@ from .messages_of_logs import reached
 from .order_search import OrderSearch, Unexplained
 from .protocol import TRANSITIONS
 from .replayed_events import EventsOfAttempt, step_of
-from .replayed_launches import LaunchesOfRank, launch_facts
+from .replayed_launches import LaunchesOfRank, launch_facts, settle_launched
 from .replayed_messages import ReplayedMessages, settle_transfers
 from .replayed_saves import ReplayedSaves
 from .replayed_spans import Span, spans_of
@@ -350,4 +350,9 @@ class _Job:
             self._saves,
         )
         rows = [row for rank, span in present.items() for row in events.rows(rank, span, number)]
-        return OrderSearch(rows, lambda: settle_transfers(st), st).run()
+
+        def settle() -> None:
+            settle_transfers(st)
+            settle_launched(st, self._launches)
+
+        return OrderSearch(rows, settle, st).run()

@@ -162,6 +162,7 @@ class EventsOfAttempt:
         elif what in ("post_send", "post_receive"):
             yield op(event, "release", lambda: self.messages.release(st, r, event))
             yield op(event, what, lambda: self.messages.post(st, r, event))
+            yield from part.capture_message(event, op)
         elif what in ENDED:
             yield op(event, what, lambda: self.messages.end(st, r, event))
         elif what == "finish":

@@ -13,6 +13,12 @@ from what the hosts of all ranks read.
 
 If the logs show neither, the replay considers both cases: a killed rank's device may or may not
 have made the update.
+
+The messages that a rank logs while it captures its step are the messages of its graph, in order.
+Each launch moves these messages through the model. The runtime also keeps the order of the messages
+with the graph itself, and logs its digests (`order`) before each launch. These digests must be the
+digests of the captured messages, and the digests of both ends of a channel must be equal. If a log
+begins in the middle of a run, it has no capture; then the digests of both ends are compared alone.
 """
 
 from __future__ import annotations
@@ -23,20 +29,27 @@ from typing import Any, Final
 
 import attrs
 
+from qeffect.log.rank_log import order_digest
 from qeffect.log.rank_series import TAKEN_ON_TRUST
+from qeffect.refusals import Refused
 from qeffect.spec.ranks import NOBODY
 
 from .concrete_state import Impossible
 from .launches import LAUNCHES
-from .messages_of_logs import MESSAGE_EVENTS
+from .messages_of_logs import MESSAGE_EVENTS, number_of
 from .protocol import TRANSITIONS
 from .replayed_state import ReplayedState, UnlikeError, same
 
-__all__ = ["LAUNCH_EVENTS", "LaunchFacts", "LaunchesOfRank", "launch_facts"]
+__all__ = ["LAUNCH_EVENTS", "LaunchFacts", "LaunchesOfRank", "launch_facts", "settle_launched"]
 
 #: Events that occur only with steps that are one launch.
-LAUNCH_EVENTS: Final = frozenset({"captured", "launch", "votes", "leave", "resume", "report"})
+LAUNCH_EVENTS: Final = frozenset(
+    {"captured", "order", "launch", "votes", "leave", "resume", "report"}
+)
 _OF_A_STEP: Final = frozenset({*MESSAGE_EVENTS, "finish"})
+
+#: Columns with a row for each rank that a round begins with zeros.
+_ROWS: Final = ("heard", "word", "graph_sends", "graph_receives", "sends_run", "receives_run")
 
 _Event = Mapping[str, Any]
 #: Makes a step of the replay from an event, a transition's name and its function.
@@ -54,6 +67,8 @@ class LaunchFacts:
         votes: For each rank and epoch, the event in which its host read the votes.
         reports: For each rank that stopped, the reported epoch of its weights.
         launched: For each rank and epoch, the event of the launch.
+        orders: For each rank and epoch, the digests of the messages of the launch: by peer and
+            whether they are sends.
         yes: Pairs of a rank and an epoch, if the rank must have voted yes on that epoch's step.
     """
 
@@ -62,6 +77,7 @@ class LaunchFacts:
     votes: Mapping[tuple[int, int], _Event]
     reports: Mapping[int, int]
     launched: Mapping[tuple[int, int], _Event]
+    orders: Mapping[tuple[int, int], Mapping[tuple[int, bool], int]]
     yes: frozenset[tuple[int, int]]
 
     def moved(self, r: int, epoch: int) -> bool | None:
@@ -91,7 +107,7 @@ def launch_facts(events: Mapping[int, tuple[_Event, ...]]) -> LaunchFacts:
     """
     consented: Counter[int] = Counter()
     agreed: set[int] = set()
-    votes, launched, reports = {}, {}, {}
+    votes, launched, reports, orders = {}, {}, {}, {}
     for r, own in events.items():
         capture = None
         for event in own:
@@ -110,6 +126,12 @@ def launch_facts(events: Mapping[int, tuple[_Event, ...]]) -> LaunchFacts:
                 launched[r, event["epoch"] - 1] = event
             elif what == "launch":
                 launched[r, event["epoch"]] = event
+            elif what == "order":
+                orders[r, event["epoch"]] = {
+                    (peer, sends): digest
+                    for peer, *both in event["messages"]
+                    for sends, digest in zip((True, False), both, strict=True)
+                }
             elif what == "report":
                 reports[r] = event["epoch"]
     captures = agreed | {epoch for epoch, count in consented.items() if count == len(events)}
@@ -118,7 +140,7 @@ def launch_facts(events: Mapping[int, tuple[_Event, ...]]) -> LaunchFacts:
         if _moved(votes, reports, r, epoch):
             yes |= {(q, epoch) for q in events}
     return LaunchFacts(
-        frozenset(agreed), frozenset(captures), votes, reports, launched, frozenset(yes)
+        frozenset(agreed), frozenset(captures), votes, reports, launched, orders, frozenset(yes)
     )
 
 
@@ -136,6 +158,7 @@ class LaunchesOfRank:
             ``launches`` or ``paused`` (between `leave` and `resume`).
         capture: Epoch of the latest capture.
         wrote: Whether the rank wrote its newest checkpoint part between two launches.
+        trusted: Whether the log has no capture, because it begins in the middle of a run.
     """
 
     st: ReplayedState
@@ -145,6 +168,7 @@ class LaunchesOfRank:
     phase: str = "none"
     capture: int = -1
     wrote: bool = False
+    trusted: bool = False
 
     @property
     def takes_part(self) -> bool:
@@ -170,7 +194,8 @@ class LaunchesOfRank:
         for column in ("quits", "cut", "dead", "paused", "read_no"):
             getattr(st, column)[r] = 0
         st.round[r] = st.born[r] = st.life[r]
-        for column in ("heard", "word"):
+        self.trusted = False
+        for column in _ROWS:
             getattr(st, column)[r] = st.zeros(column)
         st.report[st.round[r], r] = NOBODY
 
@@ -188,6 +213,20 @@ class LaunchesOfRank:
         self.begin()
         for column in ("begin", "known", "voted", "vote", "ran", "weights"):
             getattr(st, column)[r] = st.epoch[r] - 1
+        self.trusted = True
+        for (source, to), count in st.total.messages.items():  # which messages, is not known
+            if r == source:
+                st.graph_sends[r, to] = count
+            elif r == to:
+                st.graph_receives[r, source] = count
+
+    def capture_message(self, event: _Event, make: _Make) -> Iterator[Any]:
+        """Yield the capture of a message, if the rank captures a step."""
+        if self.phase == "capture":
+            name = "capture_send" if event["event"] == "post_send" else "capture_receive"
+            run = LAUNCHES[name].run
+            given = self.st, self.r, event["peer"], number_of(event)
+            yield make(event, name, lambda: run(*given))
 
     def before_step(self, event: _Event, make: _Make) -> Iterator[Any]:
         """Yield the check that comes before a guarded step and before a checkpoint part."""
@@ -224,8 +263,13 @@ class LaunchesOfRank:
             )
         elif self.phase not in ("launches", "paused"):
             yield make(event, what, lambda: _unlike("a captured step before this event", "none"))
+        elif what == "order":
+            yield make(event, "epoch", lambda: same("epoch", st.booked[r], epoch))
+            yield make(event, "order", lambda: self._order(epoch))
         elif what == "launch":
             yield make(event, "epoch", lambda: same("epoch", st.booked[r], epoch))
+            if self.facts.orders and (r, epoch) not in self.facts.orders:
+                yield make(event, "order", lambda: _unlike("`order` before this launch", "none"))
             yield make(event, "launch", self._launch)
         elif what == "votes":
             yield make(event, "epoch", lambda: same("epoch", st.booked[r] - 1, epoch))
@@ -236,6 +280,24 @@ class LaunchesOfRank:
         else:
             yield make(event, "epoch", lambda: same("epoch", st.booked[r], epoch))
             yield make(event, "commit_launched", self._commit)
+
+    def _order(self, epoch: int) -> None:
+        """Require that the next launch posts the captured messages, as the other ends expect."""
+        st, r, orders = self.st, self.r, self.facts.orders
+        own = orders[r, epoch]
+        for q in st.ranks:
+            for sends in (True, False):
+                ends = (r, q) if sends else (q, r)
+                what = f"of the messages from rank {ends[0]} to {ends[1]}"
+                digest = own.get((q, sends), 0)
+                if not self.trusted:
+                    count = (st.graph_sends if sends else st.graph_receives)[r, q]
+                    column = st.graph_out if sends else st.graph_into
+                    captured = order_digest(column[r, q, k] for k in range(count))
+                    _same_order(f"the digest {what} that the rank captured:", captured, digest)
+                if (q, epoch) in orders:
+                    other = orders[q, epoch].get((r, not sends), 0)
+                    _same_order(f"the digest {what} that rank {q} launched:", other, digest)
 
     def _captured(self) -> None:
         """All ranks agreed to the captured step; it is launched before the contract commits it."""
@@ -339,9 +401,36 @@ class LaunchesOfRank:
             raise Impossible
         if yes:
             LAUNCHES["vote_yes"].run(st, r)
-        else:
+        elif not self._unheard():
             skipped = st.weights[r] < st.ran[r]
             LAUNCHES["vote_after_skip" if skipped else "vote_no"].run(st, r)
+
+    def _unheard(self) -> bool:
+        """Vote without the missing messages if the rank has closed its connections."""
+        try:
+            LAUNCHES["vote_unheard"].run(self.st, self.r)
+        except Impossible:
+            return False
+        return True
+
+    def settle(self) -> bool:
+        """
+        Make the device's update if all ranks voted yes and no log shows whether it was made; return
+        whether this was possible. Without it, the device could not send the next launch's messages.
+        """
+        st, r, epoch = self.st, self.r, self.st.ran[self.r]
+        if (r, epoch) not in self.facts.launched or self.facts.moved(r, epoch) is not None:
+            return False
+        mark = st.mark()
+        try:
+            for q in st.ranks:
+                if st.word[r, q] != epoch + 1:
+                    LAUNCHES["deliver"].run(st, r, q)
+            LAUNCHES["move"].run(st, r)
+        except (Impossible, Refused):
+            st.back(mark)
+            return False
+        return True
 
     def _skip(self) -> None:
         st, r = self.st, self.r
@@ -350,6 +439,26 @@ class LaunchesOfRank:
             if st.voted[q] >= step > st.vote[q] and st.heard[r, q] < step and not st.cut[r]:
                 LAUNCHES["deliver"].run(st, r, q)  # a no
         LAUNCHES["skip"].run(st, r)
+
+
+def settle_launched(st: ReplayedState, launches: Mapping[int, LaunchesOfRank]) -> None:
+    """Take every transfer in launches, and every update of unknown outcome, that is possible."""
+    moved = True
+    while moved:
+        moved = False
+        for (r, q), n in st.total.messages.items():
+            if n and st.sends_run[r, q] < st.graph_sends[r, q]:
+                try:
+                    LAUNCHES["transfer_launched"].run(st, r, q)
+                except Impossible:
+                    continue
+                moved = True
+        moved |= any(part.settle() for part in launches.values())
+
+
+def _same_order(what: str, expected: int, found: int) -> None:
+    if expected != found:
+        raise UnlikeError(f"{what} {expected}", f"{found}, so other messages or another order")
 
 
 def _unlike(expected: str, found: str) -> None:

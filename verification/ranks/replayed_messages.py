@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .concrete_state import Impossible
-from .messages_of_logs import SENT, action_of
+from .messages_of_logs import SENT, action_of, number_of
 from .protocol import TRANSITIONS
 from .replayed_state import ReplayedState, UnlikeError
 
@@ -73,11 +73,9 @@ class ReplayedMessages:
         q = event["peer"]
         if q not in st.ranks or q == r:
             raise UnlikeError(f"the number of another rank, below {len(st.ranks)}", f"rank {q}")
-        stage, microbatch, gradient = event["message"]
         sends = event["event"] == "post_send"
         place = (st.sent if sends else st.taken)[r, q]
-        message = 1 + 2 * ((microbatch << 20) + stage) + gradient
-        TRANSITIONS[event["event"]].run(st, r, q, _buffer(event), message)
+        TRANSITIONS[event["event"]].run(st, r, q, _buffer(event), number_of(event))
         self._posted[r, sends, q, action_of(event)] = place
 
     def end(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:

@@ -113,7 +113,8 @@ class ReplayedState:
 
     def every(self, sorts: str, holds: Callable[..., Any]) -> bool:
         """Return whether a condition holds for all ranks and all messages of their open steps."""
-        spaces = [self.ranks if sort == "rank" else self._places() for sort in sorts.split()]
+        members = {"rank": lambda: self.ranks, "place": self._places, "entry": self._entries}
+        spaces = [members[sort]() for sort in sorts.split()]
         return all(holds(*given) for given in product(*spaces))
 
     def _places(self) -> range:
@@ -121,6 +122,10 @@ class ReplayedState:
         pairs = [*product(self.ranks, self.ranks)]
         first = min(min(self.sent_before[p], self.taken_before[p]) for p in pairs)
         return range(first, max(max(self.sent[p], self.taken[p]) for p in pairs))
+
+    def _entries(self) -> range:
+        """Return the message positions of a launch."""
+        return range(max(self.total.messages.values(), default=0))
 
     def zeros(self, column: str) -> dict[Any, int]:
         """Return a row of zeros for a column."""

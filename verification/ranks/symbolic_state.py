@@ -32,7 +32,11 @@ ENCODING: Final = Encoding(
     {
         "rank": z3.DeclareSort("Rank"),
         **dict.fromkeys(
-            ("one", "attempt", "name", "slot", "message", "place", "count", "int"), z3.IntSort()
+            (
+                *("one", "attempt", "name", "slot", "message"),
+                *("place", "entry", "count", "int"),
+            ),
+            z3.IntSort(),
         ),
     },
     {},
