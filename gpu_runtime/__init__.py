@@ -20,10 +20,10 @@ is a training step, from the command to the launch of a CUDA graph:
 6. `runtime/epoch.py` makes gradients final. All ranks agree to the update (`ranks/consent.py`).
    Then `runtime/epoch.py` updates the weights and commits the epoch.
 
-In mode ``one launch`` the first step runs in this way, the second is captured
-(`ranks/step_capture.py`), and from then on the device work of items 3 to 6 is one launch of that
-graph (`ranks/one_launch.py`). The host asks the contract for the whole step before each launch
-(`ranks/rehearsal.py`).
+In mode ``one launch`` the first step runs in this way, and the second step is captured
+(`ranks/step_capture.py`). From then on the device work of items 3 to 6 is one launch of the
+captured graph (`ranks/one_launch.py`). The host asks the contract for the whole step before each
+launch (`ranks/rehearsal.py`).
 
 The package's folders and modules are called rooms. In this list, each room imports only rooms that
 come before it: `backends/` (layers), `report.py`, `step/` (one action, its memory, graphs and

@@ -59,7 +59,7 @@ def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0
 
     Args:
         action: One of `COUNTED`.
-        place: The slot of an F, dI or dW; the stage of a refresh.
+        place: For an F, dI or dW: the index of its slot (set of buffers). For a refresh: the stage.
         writes: How a dW writes, one of `WAYS`: ``JOINS`` overwrites its stage's own destinations
             and adds to those shared with another stage; ``OPENS`` adds to its own and overwrites
             the shared ones. Leave the default for other actions.
@@ -176,7 +176,8 @@ class DeviceCounts:
     The counts of one state domain's device since the contract's start or last restore.
 
     Args:
-        digest: All marks, folded in the order in which the actions ran.
+        digest: One number that combines the marks (numbers) of all actions in the order in which
+            the actions ran.
         stages: For each stage of the domain, its counters in the order of `COUNTED`.
 
     Raises:

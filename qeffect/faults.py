@@ -29,7 +29,7 @@ MATRICES: Final = ("fc1", "fc2")
 @frozen
 class FaultRow:
     """
-    One injection and its result.
+    One injected violation and its result.
 
     Args:
         injection: The injected violation, in the paper's words.

@@ -46,7 +46,7 @@ class Start:
     The start of a rank, from its first import to its first step.
 
     Attributes:
-        place: What the rank is doing now, in words that the reported cause repeats.
+        place: What the rank is doing now; the reported cause repeats this text.
         tell: Called with the cause and its kind, on the rank that reports; returns a line that says
             whether to start the run again. None before the run's settings are known.
     """

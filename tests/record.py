@@ -223,7 +223,8 @@ class Recorder:
 
 
 def record(log: RunLog) -> dict[str, Any]:
-    """The record of a run with all its parts. A part without an end was killed."""
+    """The record of a run with all its parts (processes that each run the tests that are left). A
+    part without an end was killed."""
     first, *later = log.parts
     counts = log.counts()
     status = log.parts[-1].get("exit_status", CUT_OFF)
@@ -245,7 +246,7 @@ def record(log: RunLog) -> dict[str, Any]:
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a record for a later part."""
+    """The entries that a record has for a part after the first."""
     return {name: part[name] for name in ("began", "seconds", "hardware", "versions")}
 
 

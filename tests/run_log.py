@@ -30,7 +30,8 @@ class RunLog:
     Read and write the log of one run.
 
     Attributes:
-        parts: The entry of each part, the earliest first, with the part's ``seconds``.
+        parts: The entry of each part (a process that runs the tests that are left), the earliest
+            first, with the part's ``seconds``.
         ended: The outcomes of each test that has ended in any part, and of each module that the
             last part could not collect.
     """

@@ -351,7 +351,8 @@ def test_each_framework_is_imported_by_one_module() -> None:
 def test_an_import_of_a_framework_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    """By a statement, a call, or a name put together; a framework's name alone is no import."""
+    """An import of a framework is found as a statement, as a call, or with a name that is put
+    together; the framework's name alone is not an import."""
     path = _planted(tmp_path, monkeypatch, "guards", "planted.py", code)
     other = path.with_name("other.py")
     other.write_text('check_release("torchtitan")\n')

@@ -42,7 +42,7 @@ def failing(
 
     Args:
         predicates: The predicates that should hold.
-        members: For each index sort (such as slot or stage), the values that an index can have.
+        members: For each kind of index (such as slot or stage), the values that an index can have.
         subjects: The arguments of the predicates: the memory, and for some predicates the history
             and the transition's arguments.
     """
@@ -55,7 +55,7 @@ def failing(
 
 
 def members_of(memory: Memory, stages: Sequence[StageConfig]) -> dict[str, Sequence[Any]]:
-    """Return, for each index sort (such as slot or stage), the valid indices of a memory."""
+    """Return, for each kind of index of a memory (such as slot or stage), its valid values."""
     cells = [cell for config in stages for cell in config.cells()]
     slots = range(len(memory.consumers))
     return {
@@ -75,8 +75,8 @@ def members_of(memory: Memory, stages: Sequence[StageConfig]) -> dict[str, Seque
 
 def seen(memory: Memory) -> Any:
     """
-    Return a view of a memory for predicates. In the view, an index outside a column reads 0, which
-    stands for an unspecified value.
+    Return a view of a memory for predicates. In the view, an index outside a column (one array of
+    the state) reads 0, which stands for an unspecified value.
 
     The view shows later changes too, because the memory's columns are changed in place.
     """
@@ -98,7 +98,8 @@ class _Column:
 
 
 class _Stages:
-    """The column ``stage_of``: it maps each cell to its stage."""
+    """The column (array of the state) ``stage_of``: it maps each cell (a stage and a microbatch) to
+    its stage."""
 
     def __getitem__(self, cell: Any) -> int:
         return int(cell[0]) if cell else 0

@@ -1,6 +1,6 @@
 """
-Find the columns that a predicate reads. A predicate never branches, so one evaluation of it reads
-all of these columns.
+Find the columns (arrays of the contract's state) that a predicate reads. A predicate never
+branches, so one evaluation of it reads all of these columns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["ColumnReads"]
 
 class ColumnReads:
     """
-    A memory that records which of its columns are read.
+    A memory that records which of its columns (arrays of the contract's state) are read.
 
     Args:
         memory: The memory that holds the columns.

@@ -55,9 +55,9 @@ class Explore:
             "--slots",
             type=int,
             metavar="N",
-            help="explore a pool of N slots instead of the standard scopes (small contracts); N "
-            "is 3 if only --keys or --generations is given; at most "
-            f"{MOST_STATES:,} states and {MOST_KEYS} keys",
+            help="explore a pool of N slots (sets of buffers for one microbatch) instead of the "
+            "standard scopes (small contracts); N is 3 if only --keys or --generations is given; "
+            f"at most {MOST_STATES:,} states and {MOST_KEYS} keys (microbatches)",
         )
         parser.add_argument(
             "--keys",
@@ -69,7 +69,8 @@ class Explore:
             "--generations",
             type=int,
             metavar="N",
-            help="number of tapes that each slot holds one after another (default 3)",
+            help="number of tapes (data of one F each) that each slot holds one after another "
+            "(default 3)",
         )
         parser.add_argument(
             "--scope", metavar="NAME", help=f"explore only this scope, one of: {', '.join(SCOPES)}"
@@ -200,15 +201,16 @@ class Prove:
         parser.add_argument(
             "--mutants",
             action="store_true",
-            help="also delete each guard, operand and update in turn, and show what breaks "
-            "(minutes)",
+            help="also delete each guard, each operand of a guard and each state update, one at a "
+            "time, and show what breaks (minutes)",
         )
         parser.add_argument(
             "--only",
             metavar="TEXT",
-            help="run no proofs; run only the mutants whose description (function, deleted code, "
-            "clause) contains TEXT, and print each counterexample as a program. If TEXT is part of "
-            "a clause's name, also run the mutants that lack an update of state that the clause's "
+            help="run no proofs; run only the mutants (copies of the code, each without one guard, "
+            "operand or state update) whose description (function, deleted code, clause) contains "
+            "TEXT, and print each counterexample as a program (minutes). If TEXT is part of a "
+            "clause's name, also run the mutants that lack an update of state that the clause's "
             "guards read",
         )
         parser.add_argument(
@@ -336,7 +338,8 @@ def _promise(name: str) -> Outcome:
 
 
 def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Run the mutants; return their part of the JSON report, and the lines to print."""
+    """Run the mutants (copies of the code with one deletion each); return their part of the JSON
+    report, and the lines to print."""
     mutants = _mutants()
     report = mutants.run(progress, args.only, note=progress.note)
     found = report.asdict()
@@ -374,7 +377,8 @@ def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def _summary(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a report in which counts and the ten slowest rows replace the list of all rows."""
+    """Return a report in which counts and the ten slowest entries replace the list of all
+    entries."""
     rows = data["obligations"]
     slowest = sorted(rows, key=lambda row: -row["seconds"])[:10]
     return {

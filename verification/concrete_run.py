@@ -67,7 +67,8 @@ class Focus:
 
 
 class _Total(dict[Any, Any]):
-    """A column of the history. An index outside the column reads 0, an unspecified value."""
+    """A column (an array) of the history. An index outside the column reads 0, an unspecified
+    value."""
 
     def __missing__(self, index: Any) -> int:
         return 0
@@ -109,7 +110,8 @@ class ConcreteRun:
         return _Total(dict.fromkeys(keys, ghost.initial))
 
     def _number(self) -> None:
-        """Number each stage's cells and each pool's slots in the history."""
+        """In the history, number the cells (microbatches) of each stage and the slots of each
+        pool."""
         h, st = self.h, self.st
         for config in self.process.stages:
             for place, cell in enumerate(config.cells()):

@@ -40,7 +40,7 @@ class Covered:
     A refusal that is never reached because an earlier guard of the transition refuses first.
 
     Args:
-        transition: The transition.
+        transition: The transition (call of the contract) that has both guards.
         clause: The clause that never refuses the transition.
         condition: The states to which the entry applies: empty for all states, otherwise a name
             from `qeffect.verification.proofs.witnesses.CONDITIONS`.
@@ -83,7 +83,7 @@ class Untaken:
     A path through a transition that is never taken, because no state fulfils its condition.
 
     Args:
-        transition: The transition.
+        transition: The transition (call of the contract) that has the path.
         condition: The condition of the path: a name from
             `qeffect.verification.proofs.witnesses.CONDITIONS`.
         why: Why no state fulfils the condition.

@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _spelled(told: Sequence[Mapping[str, Any]], shown: Mapping[str, Any]) -> str:
-    """Return the file's text, one row per line."""
+    """Return the file's text, with one entry per line."""
     guards = ",\n".join(f"  {json.dumps(row)}" for row in told)
     tables = {"clauses": shown, "proofs": proofs(), "lemmas": lemmas(), "callables": callables()}
     parts = [json.dumps({"scope": dict(SCOPE)})[1:-1], f'"guards": [\n{guards}\n ]']

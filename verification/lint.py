@@ -2,11 +2,12 @@
 Lint of relation modules: they may use only constructs that work on all four kinds of memory.
 
 Each transition of a relation has a guard half and a write half. The same code runs on lists, on
-small tuples, on Z3 arrays and on NumPy batches. So a half may compare values in a column and branch
-on them, but must not depend on the type of its memory: no ``is``, no ``isinstance``, no loop over
-state, and only the few calls that every kind of memory supports. Guards come before writes, in
-separate halves. A relation writes only its own columns. Every clause is a string literal that the
-specification lists. ``python -m qeffect.verification.lint`` checks the relation modules.
+small tuples, on Z3 arrays and on NumPy batches. So a half may compare values in a column (an array
+of the state) and branch on these values, but must not depend on the type of its memory. Therefore
+it has no ``is``, no ``isinstance`` and no loop over state, and makes only the few calls that every
+kind of memory supports. Guards come before writes, in separate halves. A relation writes only its
+own columns. Every clause is a string literal that the specification lists.
+``python -m qeffect.verification.lint`` checks the relation modules.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def lint_source(
     Args:
         source: The module's source.
         module: The module's name, for the findings.
-        columns: Columns that the module may read, besides those that it declares itself.
+        columns: Columns (arrays of the state) that the module may read, besides those that it
+            declares itself.
     """
     tree = ast.parse(source)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -145,7 +147,7 @@ def lint_source(
 
 
 def _declared(tree: ast.Module) -> set[str]:
-    """Return the names of the columns that the module's STATE declares."""
+    """Return the names of the columns (arrays of the state) that the module's STATE declares."""
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Name) and target.id == "STATE":

@@ -120,8 +120,9 @@ def _made(
 def _proved(make: Callable[..., Any], made: Goal | Obligation) -> Iterator[str]:
     """
     Yield the names of the promises that an obligation helps to prove. This is the obligation's own
-    name, with two exceptions: the obligation about legal checks belongs to the predicates that
-    define legal, and a move of one family belongs to the promise about all families.
+    name, with two exceptions. The obligation about legal checks belongs to the predicates that
+    define legal. An obligation about one family of numbers belongs to the promise about all
+    families.
     """
     if make is completeness:
         yield from (p.name for p in LEGAL if made.transition in p.transitions)
@@ -132,7 +133,7 @@ def _proved(make: Callable[..., Any], made: Goal | Obligation) -> Iterator[str]:
 
 
 def _words(predicate: Predicate, full: Composition) -> set[str]:
-    """Return the history columns that a promise or lemma reads."""
+    """Return the columns (arrays) of the history that a promise or lemma reads."""
     vocabulary = full.vocabulary
     st = vocabulary.state(vocabulary.before)
     watched = ColumnReads(vocabulary.history(vocabulary.before))

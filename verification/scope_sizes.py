@@ -16,14 +16,15 @@ def pool_states(slots: int, keys: int, generations: int, *, symmetry: bool = Fal
     """
     Count the reachable states of a slot pool by a formula, without exploring them.
 
-    Each slot is in one of two situations: it is free in one of ``generations + 1`` generations (the
-    last is exhausted), or it holds a key in one of three phases of one of ``generations``
-    generations. No key is in two slots.
+    Each slot is either free or holds a key. A free slot is in one of ``generations + 1``
+    generations, of which the last is exhausted. A slot with a key is in one of ``generations``
+    generations, and the key is in one of three phases. No key is in two slots.
 
     Args:
         slots: Number of slots in the pool.
-        keys: Number of keys that compete for the slots.
-        generations: Number of tapes that each slot may hold, one after another.
+        keys: Number of keys (microbatches) that compete for the slots.
+        generations: Number of tapes (data of one F each) that each slot may hold, one after
+            another.
         symmetry: Whether states that differ only in the names of slots or keys count as one.
 
     >>> pool_states(4, 4, 3), pool_states(4, 4, 3, symmetry=True)

@@ -44,14 +44,14 @@ class _Place:
     The memory and the dW variants that the actions on one microbatch of one stage use.
 
     Args:
-        memory: The stage's memory.
-        index: The slot that the plan gives the microbatch, in the process's pool; None for a
-            microbatch without a slot, which the kernel refuses.
+        memory: All memory that the runtime holds for the stage.
+        index: The slot (set of buffers) that the plan gives the microbatch, as an index in the
+            process's pool; None for a microbatch without a slot, which the kernel refuses.
         variant: Where and how the microbatch's dW writes.
         opens: Whether the microbatch's dW overwrites the destinations that its stage shares with
             another stage; None if the stage shares no destination.
-        later: Where and how the microbatch's dW writes in later walks (passes over the order) of an
-            epoch; None if an epoch has one walk.
+        later: Where and how the microbatch's dW writes in later walks (passes over the rank's
+            actions) of an epoch; None if an epoch has one walk.
         group: The microbatches, this one included, whose dW runs as one product; empty if the dW of
             another microbatch includes this microbatch.
     """
@@ -91,7 +91,8 @@ def _pairs(group: Any) -> tuple[tuple[TapeKey, TapeRef], ...]:
 
 
 def _microbatches(key: TapeKey, group: Sequence[tuple[TapeKey, TapeRef]]) -> Iterator[int]:
-    """Return the microbatches of a group of tapes; -1 for another stage, block or invocation."""
+    """Return the microbatches of a group of tapes (each what one F left for its dI and dW); -1 for
+    another stage, block or invocation."""
     for other, _ in group:
         same = (other.stage, other.block, other.invocation) == (
             key.stage,
@@ -194,8 +195,8 @@ class GuardedActions:
 
     def reserve(self, key: TapeKey, *, caller: Hashable = "main") -> TapeRef:
         """
-        Claim a key's slot (memory of a microbatch) before its F, so that `caller` can fill
-        `input_buffers`.
+        Claim the slot (a microbatch's buffers) of a key (an epoch, stage and microbatch) before its
+        F, so that `caller` can fill `input_buffers`.
 
         Raises:
             Refused: A clause of ownership, version or completion is violated.
@@ -212,7 +213,8 @@ class GuardedActions:
 
     def fill_inputs(self, key: TapeKey, inputs: Sequence[Tensor]) -> None:
         """
-        Copy the inputs of a reserved key into its slot, on the current stream.
+        Copy the inputs of a reserved key (an epoch, stage and microbatch) into its slot (buffers),
+        on the current stream.
 
         Raises:
             BackendError: The inputs differ from the stage's specifications, or the key has not
@@ -223,7 +225,8 @@ class GuardedActions:
 
     def input_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
         """
-        Return the buffers that F of a reserved key reads, to be filled in place.
+        Return the buffers that F of a reserved key (an epoch, stage and microbatch) reads, to be
+        filled in place.
 
         Raises:
             BackendError: The key has not reserved a slot, or its F has already run.
@@ -232,7 +235,8 @@ class GuardedActions:
 
     def gradient_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
         """
-        Return the buffers that dI of a key reads after its F, to be filled in place.
+        Return the buffers that dI of a key (an epoch, stage and microbatch) reads after its F, to
+        be filled in place.
 
         Raises:
             BackendError: The key has no tape, or its F has not run yet.
@@ -243,11 +247,12 @@ class GuardedActions:
         self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, caller: Hashable = "main"
     ) -> tuple[Tensor, ...]:
         """
-        Begin to receive a tape's input or its output gradient, for a stage configured to receive.
+        Begin to receive the input, or the gradient of the output, of a microbatch, for a stage
+        configured to receive it.
 
         Args:
-            key: Names the epoch, stage and microbatch. To receive an input, reserve the key's slot
-                first.
+            key: The epoch, stage and microbatch of the message. To receive an input, first reserve
+                the slot of this key.
             ref: The reference that `reserve` or `forward` returned.
             gradient: Receive the output gradient instead of the input.
             caller: Name of the calling stream.
@@ -348,7 +353,7 @@ class GuardedActions:
 
         Args:
             key: Names the epoch, stage and microbatch.
-            ref: The reference that the key's F returned.
+            ref: The reference that F of the same key returned.
             output_gradients: Gradients of the stage's outputs; None if `gradient_buffers` were
                 filled in place.
             token: The effect token that the caller passes along; None takes the domain's own.
@@ -438,7 +443,8 @@ class GuardedActions:
 
     def bind(self, key: TapeKey) -> None:
         """
-        Set the destinations of a key's weight gradients; must come before the key's dI.
+        Set the destinations of the weight gradients of a key (an epoch, stage and microbatch); must
+        come before its dI.
 
         Raises:
             Refused: `arena.mismatch` if a destination is no longer the configured memory,
@@ -462,7 +468,7 @@ class GuardedActions:
 
         Args:
             key: Names the epoch, stage and microbatch.
-            ref: The reference that the key's F returned.
+            ref: The reference that F of the same key returned.
             group: With `RuntimeConfig.group` above 1, the other tapes of the microbatch's group, in
                 ascending order; one product over all tapes replaces the dW of each tape.
             caller: Name of the calling stream.
@@ -576,8 +582,8 @@ class GuardedActions:
 
     def _place(self, key: TapeKey) -> _Place:
         """
-        Return the memory that a key's actions use; the contract refuses a microbatch without a
-        slot.
+        Return the memory that the actions of a key (an epoch, stage and microbatch) use; the
+        contract refuses a microbatch without a slot.
         """
         memory = self._memory(key.stage)
         return self._places.get(key.cell) or _Place(memory, None, None)
@@ -596,14 +602,16 @@ class GuardedActions:
         )
 
     def _slot_of(self, ref: TapeRef) -> Slot:
-        """Return the slot of a reference that the contract has just accepted."""
+        """Return the slot (set of buffers) that a reference names; the contract has just accepted
+        the reference."""
         if self._half_updated[0]:
             raise BackendError(HALF_UPDATED)
         return self._slots[ref.slot]
 
     def _owned(self, key: TapeKey, *, reserved: bool) -> Slot:
         """
-        Return the slot that a key owns; `reserved` selects the state before F instead of after F.
+        Return the slot (set of buffers) that a key (an epoch, stage and microbatch) owns;
+        `reserved` selects the state before F instead of after F.
         """
         self._known(key)
         ref = self.contract.reference(key)
@@ -658,7 +666,8 @@ class GuardedActions:
 
     def abort_outstanding(self) -> int:
         """
-        Abort every unfinished tape of the process after a failed step (paper, III-A and IV-E).
+        Abort every unfinished tape (what one F left for its dI and dW) of the process after a
+        failed step (paper, III-A and IV-E).
 
         A failed action calls this method itself. Your loop calls it if another part of the step
         fails, for example a transfer. The epoch can then no longer commit; `Runtime.rebuild`

@@ -45,7 +45,7 @@ class Calibration:
     The result of a calibration, equal on all ranks.
 
     Args:
-        walks: Number of walks.
+        walks: Number of walks (passes over the rank's actions, without an update of weights).
         converged: Whether the scales had converged after the last walk; if not, training begins
             anyway.
     """
@@ -60,10 +60,11 @@ def calibrate(
     agree: Callable[[bool], bool] = lambda converged: converged,
 ) -> Calibration:
     """
-    Move the scales of a new run until they fit the first step.
+    Update the scales of a new run until they fit the first step.
 
     Args:
-        domain: A state domain whose scales move once an epoch.
+        domain: A state domain (stages whose scales are updated together) whose scales are updated
+            once an epoch.
         walk: Runs F, dI and dW of every microbatch of the first step, and drops the gradients.
         agree: Function from "this process's scales have converged" to "the scales of all processes
             have converged".

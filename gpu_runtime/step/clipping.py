@@ -91,7 +91,8 @@ class Norm:
         total: The norm of all stages' gradients, before clipping.
         factor: The float32 factor that every gradient was multiplied by; 1 if unchanged.
         skipped: Whether the update was skipped.
-        parts: The sum of squares of each part of the model, in the model's order.
+        parts: The sum of squares of each part (embedding, layer, rest of a stage) of the model, in
+            the model's order.
         stages: The stage of each part; by default each part is a stage.
     """
 
@@ -119,7 +120,8 @@ class Norm:
     @classmethod
     def of(cls, parts: Sequence[float], clipping: Clipping) -> Norm:
         """
-        Compute the norm from the sums of squares of a model's parts, in the model's order.
+        Compute the norm from the sums of squares of a model's parts (embedding, layers, rest of
+        each stage), in the model's order.
 
         >>> Norm.of([9.0, 16.0], Clipping(max_norm=10.0))
         Norm(total=5.0, factor=1.0, skipped=False)
@@ -173,7 +175,8 @@ def square_sums(
     elsewhere: Collection[tuple[int, str]] = (),
 ) -> dict[Part, Tensor]:
     """
-    Compute each part's sum of squares as a float64 scalar on the gradients' device; no host waits.
+    Compute the sum of squares of each part of the model (embedding, layer, rest of a stage) as a
+    float64 scalar on the gradients' device; no host waits.
 
     Args:
         gradients: Finalized and reduced gradients, by stage and name, one per parameter.
@@ -199,7 +202,8 @@ class DeviceNorm:
         total: The norm, a float64 scalar.
         factor: The factor, a float32 scalar.
         skip: 1 if the update must be skipped, else 0; a float32 scalar.
-        parts: The sum of squares of each part of the model, float64.
+        parts: The sum of squares of each part (embedding, layer, rest of a stage) of the model,
+            float64.
     """
 
     clipping: Clipping
@@ -210,7 +214,8 @@ class DeviceNorm:
 
     @classmethod
     def on(cls, device: torch.device, clipping: Clipping, count: int | None = None) -> DeviceNorm:
-        """Allocate the four tensors for a model with `count` parts; the addresses stay the same."""
+        """Allocate the four tensors for a model with `count` parts (embedding, layers, rests of
+        stages); the addresses stay the same."""
         size = len(clipping.parts) if count is None else count
         parts = torch.zeros(size, dtype=torch.float64, device=device)
         total, skip = parts.new_zeros(()), torch.zeros((), device=device)
@@ -218,8 +223,8 @@ class DeviceNorm:
 
     def take(self, parts: Tensor) -> None:
         """
-        Compute the four tensors from the parts' sums of squares (float64, model order); no host
-        waits.
+        Compute the four tensors from the sums of squares of the model's parts (float64, model
+        order); no host waits.
         """
         self.parts.copy_(parts)
         squares = parts.new_zeros(())

@@ -34,13 +34,13 @@ class StageMemory:
     All memory that the runtime holds for one stage.
 
     Args:
-        stage: The backend's stage.
-        table: The stage's slots.
+        stage: The stage, as the backend computes it.
+        table: The slots of the stage (sets of buffers for one microbatch each).
         arena: The stage's destinations of matrix gradients.
         slot_of: By microbatch, the slot that it uses, as an index in the process's pool of slots.
         variants: By microbatch, where and how its dW writes.
         later_variants: By microbatch, where and how its dW writes in later walks (passes over the
-            order) of an epoch; empty if an epoch has one walk.
+            rank's actions) of an epoch; empty if an epoch has one walk.
         places: For each set of destinations, the number of its place in memory, as
             `qeffect.counts.located` numbers places; empty if all sets count as one place.
         reports: The reports of the stage's backend about its actions.
@@ -155,13 +155,13 @@ class StageMemory:
         shared: frozenset[str] = frozenset(),
     ) -> StageMemory:
         """
-        Make a stage's slots as the plan assigns them.
+        Make a stage's slots (sets of buffers for one microbatch each) as the plan assigns them.
 
         Args:
-            stage: The stage.
-            plan: The slot plan.
-            arena: The stage's destinations.
-            first: Index of its first slot in the process's pool.
+            stage: The stage, as the backend computes it.
+            plan: The plan: how many slots each stage has, and which slot each microbatch uses.
+            arena: The memory to which the stage's gradients are written.
+            first: Index, in the process's pool, of the stage's first slot.
             reports: The reports of the stage's backend; None if it reports nothing.
             shared: Units whose destination another stage also writes.
         """
@@ -196,7 +196,7 @@ class StageMemory:
 
 
 class Executor(Protocol):
-    """Runs actions on the memory of slots."""
+    """Runs actions on the memory of slots (sets of buffers for one microbatch each)."""
 
     marks_tail: bool
     """
@@ -223,7 +223,8 @@ class Executor(Protocol):
         others: Sequence[Slot] = (),
     ) -> tuple[str, ...]:
         """
-        Run dW of one slot, or of several slots as one product, into the variant's destination.
+        Run dW of one slot (one microbatch's buffers), or of several slots as one product, into the
+        variant's destination.
 
         Returns the matrices that the dW covered.
         """
@@ -318,7 +319,8 @@ class EagerExecutor:
         *,
         keep: bool,
     ) -> Wgrads:
-        """Run the tapes' deferred dW work for one variant; `keep` leaves the work on the tapes."""
+        """Run the deferred dW work that the tapes (what each F left) hold, for one variant; `keep`
+        leaves the work on the tapes."""
         slot.tape.bound = memory.arena.buffers(variant.destination)
         given: dict[str, Any] = {"joining": memory.shared} if variant.joins else {}
         if others:  # a backend without grouped dW lacks this argument

@@ -25,8 +25,9 @@ class Effects(NamedTuple):
     Args:
         filled: Matrices whose cache was filled, one entry per fill.
         updates: How often the domain's scaling state was updated.
-        scales: For dI: the contract's token at the F whose scales dI used. If scales move once an
-            epoch: the token at the movement that made the used scales.
+        scales: For dI: which scales it used, as the value that the contract's effect token (a count
+            of F and dI) had at the F that made them. If scales are updated once an epoch: the token
+            at the update that made the used scales.
         draws: Where F, or its recomputation in dI, began to draw random numbers.
         weight: For dI: the factor by which the microbatch's gradient is weighted, as (numerator,
             denominator).
@@ -56,8 +57,8 @@ class StageReports:
     scales by its token at their movement, and `moved` records that token.
 
     Args:
-        source: The backend's reports.
-        once: Whether scales move once an epoch.
+        source: What the backend reports about its effects.
+        once: Whether scales are updated once an epoch instead of at every F and dI.
     """
 
     source: Reports = attrs.field(factory=Reports)
@@ -72,7 +73,7 @@ class StageReports:
         Make the translation of those reports that a relation in force uses.
 
         Args:
-            stage: The stage.
+            stage: The stage whose backend makes the reports.
             relations: The relations in force; reports for other relations are ignored.
             captured: Whether graphs are replayed.
         """
@@ -93,7 +94,8 @@ class StageReports:
         self._skipped.clear()
 
     def moved(self, token: int) -> None:
-        """Record the contract's token at which scales that move once an epoch have moved."""
+        """Record the value of the contract's effect token at which scales that are updated once an
+        epoch have been updated."""
         self._tokens = {self.updates(): token}
 
     def pass_over(self, before: int) -> None:

@@ -31,7 +31,7 @@ def evaluated(
     Run a stage's forward in separate memory, and restore the state that the forward changed.
 
     Args:
-        memory: The stage's memory.
+        memory: All memory that the runtime holds for the stage.
         others: The memory of every stage of the process, whose reports must not count this forward.
         inputs: The stage's inputs, with the shapes and types of training.
         cached: Whether the weight cache is current. If not, the weights are quantized for this

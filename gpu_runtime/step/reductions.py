@@ -117,10 +117,10 @@ class Reductions:
     The reductions of one process in the current epoch.
 
     Args:
-        contract: The process's contract.
+        contract: The contract of this process, which checks each reduction.
         buckets: The stage and the gradients of each bucket, from `require_buckets`.
         gradients: Returns the summed gradients of a stage, by name.
-        performer: Sends the reductions.
+        performer: The object that starts the reductions on the device.
         told: Whether reductions are reported to the contract. False if the backend excludes
             reductions from the contract's checks.
         copies: Copies of weights. After all other gradients, the reducer gets this process's copies

@@ -130,7 +130,7 @@ class SideStream:
     A stream that waits for no other stream; the caller's stream waits for this stream's work.
 
     Args:
-        device: Its device.
+        device: The CUDA device of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -157,7 +157,7 @@ class CopyStream:
     A stream that waits for the caller's stream, and for which the caller's stream waits afterwards.
 
     Args:
-        device: Its device.
+        device: The CUDA device of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -199,7 +199,7 @@ class GraphStream:
     The runtime's own stream on one CUDA device.
 
     Args:
-        device: The device.
+        device: The CUDA device of the stream.
         two_way: False leaves out the caller's wait for the graph stream. Only the test that shows
             why both waits are needed may leave this wait out.
     """

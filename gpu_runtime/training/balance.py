@@ -144,7 +144,7 @@ def measure_times(
     process is reset, so build the run's own stages afterwards.
 
     Args:
-        job: The model.
+        job: The job whose model is measured.
         device: The device to measure on.
         backend: `reference` or `transformer-engine`.
         mode: How the actions run: `eager` or `replays`.
@@ -217,7 +217,7 @@ def agreed_times(
 
     Args:
         member: This rank.
-        job: The model.
+        job: The job whose model is measured.
         backend: `reference` or `transformer-engine`.
         mode: How the actions run: `eager` or `replays`.
         place: The file and the field with which an error message begins.

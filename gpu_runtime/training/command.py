@@ -103,9 +103,10 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     Train a model; the outcome is `refused` if the contract was violated, ranks disagree, two runs
     of a step differ, or the run diverged.
 
-    Rank 0 prints. All ranks end with the same exit code: 1 for a violation or if the run diverged
-    (`divergence`), 2 if the run could not start or was ended from outside (`stopped_outcome`),
-    otherwise 0. The exit code is also 0 if the checkpoint already has all steps.
+    Rank 0 prints. All ranks end with the same exit code. The code is 1 for a violation or if the
+    run diverged (`divergence`), 2 if the run could not start or was ended from outside
+    (`stopped_outcome`), otherwise 0. The exit code is also 0 if the checkpoint already has all
+    steps.
 
     Raises:
         UnusableError: These processes cannot make the run; every rank raises this error.
@@ -160,7 +161,7 @@ def carry_out(
 
     Args:
         args: The command's arguments: the training file, `--out` and `--commit`.
-        config: The run.
+        config: The configuration of the run, from its training file.
         train: Function that trains; called once all ranks are connected.
         how: The kind of run, for the report: `train`, or `all` or `ends` for a comparison.
         deterministic: Whether to ask the libraries for deterministic kernels even if the file does
@@ -332,7 +333,7 @@ def require_processes(config: Config, job: LanguageJob, how: str) -> None:
     not need torchrun.
 
     Args:
-        config: The run.
+        config: The configuration of the run, from its training file.
         job: The run's model and its mapping onto ranks.
         how: The command and its file, as a user types them, for the error message.
 

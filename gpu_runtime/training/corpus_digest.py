@@ -34,7 +34,7 @@ def file_sha256(path: Path) -> str:
     Return the SHA-256 of a file, from the cache if the file has not changed since.
 
     Args:
-        path: The file.
+        path: The file to hash.
 
     Raises:
         ChangedFileError: The file changed while it was read.

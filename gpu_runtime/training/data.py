@@ -56,7 +56,7 @@ class Tokens:
     A token file.
 
     Args:
-        path: The file.
+        path: The file of tokens, such as `train.npy`.
         values: The file's tokens, one dimension of uint16 or uint32, mapped into memory.
     """
 
@@ -69,7 +69,7 @@ class Tokens:
         Map a token file, and check every token against the vocabulary.
 
         Args:
-            path: The file.
+            path: The file of tokens, such as `train.npy`.
             vocabulary: Number of tokens that the model knows.
             sequence: Number of input tokens of a window.
 
@@ -196,7 +196,7 @@ class Loader:
     A window's position in training counts all windows of all passes, from 0.
 
     Args:
-        tokens: The token file.
+        tokens: The token file from which windows are taken.
         sequence: Number of input tokens of a window.
         seed: Seed of the order of every pass.
         shuffle: Whether each pass has its own order; otherwise every pass has the file's order.

@@ -70,7 +70,8 @@ class UpdateWatch:
     Watches the losses and skipped updates of a run, step by step.
 
     Args:
-        stop_after: Number of skipped updates in a row that ends the run; 0 never ends the run.
+        stop_after: Number of consecutive skipped updates after which the run ends; 0 never ends the
+            run.
 
     Attributes:
         skipped: Number of skipped updates.
@@ -87,7 +88,7 @@ class UpdateWatch:
         Record the result of a step.
 
         Args:
-            step: The step.
+            step: The number of the step.
             shares: By rank, the shares of the step's loss.
             norm: The norm of the step's gradients; None if it was not computed.
 

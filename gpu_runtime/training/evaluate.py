@@ -70,7 +70,7 @@ class PlacedStages:
         member: This process.
         stages: The process's stages, by index.
         homes: By stage of the process's replica, the rank that has the stage.
-        replica: The replica's index.
+        replica: The index of this rank's replica.
         loss: The loss after the last stage; None if the last stage's F itself computes the loss.
     """
 
@@ -88,9 +88,9 @@ def mean_loss(placed: PlacedStages, job: LanguageJob, held_out: Loader, windows:
     The caller must use a context that restores numerical state, as `evaluate` does.
 
     Args:
-        placed: The rank's stages.
-        job: The model.
-        held_out: The text.
+        placed: The rank's stages, and the ranks that have the other stages of the replica.
+        job: The job whose model is evaluated.
+        held_out: The text that was held out from training, as tokens.
         windows: Number of windows, rounded up to whole microbatches and limited to the windows of
             the text.
 

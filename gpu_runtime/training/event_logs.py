@@ -26,7 +26,7 @@ def set_aside(folder: Path, member: Member, where: str, *, one: bool = False) ->
     Create the folder, and move the logs of the previous process; every rank calls this function.
 
     Args:
-        folder: The folder.
+        folder: The folder of the event logs.
         member: This rank.
         where: The field that names the folder, for messages.
         one: Whether to keep only the newest folder of moved logs; if False, all folders are kept.

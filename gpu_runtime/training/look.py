@@ -53,7 +53,7 @@ def persistent(worker: Worker, naming: Naming) -> Iterator[tuple[str, int, Tenso
 
     Args:
         worker: This rank, between two steps.
-        naming: The model's names.
+        naming: How checkpoints name each tensor of the model.
     """
     runtime = worker.runtime
     for stage in runtime.stages.values():
@@ -77,7 +77,7 @@ def nonfinite(worker: Worker, naming: Naming) -> list[NonFinite]:
 
     Args:
         worker: This rank, between two steps.
-        naming: The model's names.
+        naming: How checkpoints name each tensor of the model.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, int, Tensor]]] = {}
     for name, stage, tensor in persistent(worker, naming):

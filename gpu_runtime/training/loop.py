@@ -60,7 +60,7 @@ class Trainer:
 
     Args:
         member: This process.
-        config: The run.
+        config: The configuration of the run, from its training file.
         show: Function that shows a progress line on a terminal, but may skip lines in quick
             succession; used on rank 0.
         data: The configuration's data, from `open_job`; by default, the trainer opens it.

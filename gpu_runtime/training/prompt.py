@@ -42,7 +42,7 @@ class WholeModel:
 
     Args:
         model: The dimensions of the model.
-        facts: The checkpoint's facts.
+        facts: The facts file of the checkpoint, as plain data.
         of_window: Function that computes the logits of the next token from at most a window of
             tokens.
         computed: Description of how the logits are computed.
@@ -118,7 +118,7 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> in
     Args:
         logits: The logit of each token.
         temperature: Divides the logits before a random choice; 0 takes the most probable token.
-        generator: The random generator.
+        generator: The random generator that draws the token.
     """
     if temperature == 0:
         return int(logits.argmax())

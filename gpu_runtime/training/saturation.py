@@ -33,7 +33,7 @@ class GradientScales:
 
     Args:
         worker: The rank, between two steps.
-        naming: The model's names.
+        naming: How checkpoints name each tensor of the model.
 
     Attributes:
         names: The name of each scale; empty if the recipe has no scales.

@@ -52,7 +52,7 @@ class Saves:
 
     Args:
         member: This process.
-        config: The run.
+        config: The configuration of the run, from its training file.
         lock: The lock of the folder, on rank 0; by default, `open` takes the lock.
 
     Attributes:
@@ -245,7 +245,7 @@ class Saves:
         the last save.
 
         Args:
-            worker: The pipeline.
+            worker: The worker (the pipeline of this rank) whose state is saved.
             job: The job that the pipeline trains.
             step: Number of steps taken.
             all_gather: Function that gathers the time in milliseconds from each rank.

@@ -38,7 +38,7 @@ class StartingWeights:
     The weights of a file; each weight is read only when it is used.
 
     Args:
-        path: The file.
+        path: The file of weights.
         names: Names of the weights.
         read: Function that returns the weight with a given name.
     """
@@ -124,7 +124,7 @@ def load_start(
 
     Args:
         worker: This rank, whose epoch is 0.
-        naming: The model's names.
+        naming: How checkpoints name each tensor of the model.
         path: The file, which every rank reads.
         where: The field that names the file, for messages.
         names: The file's names for the weights: ``gpt2``, or the path of a file of names; empty for

@@ -119,9 +119,9 @@ class PersistentTensors:
         Collect a rank's tensors under their names in a checkpoint.
 
         Args:
-            runtime: The rank's runtime.
+            runtime: The guarded runtime of this rank, which holds the tensors.
             optimizer: The optimizer over the runtime's stages.
-            naming: The model's names.
+            naming: How checkpoints name each tensor of the model.
             replica: The index of the rank's replica, whose scaling state the rank holds.
             place: The rank's index in its pipeline; only names of state that belongs to no stage
                 contain this index.

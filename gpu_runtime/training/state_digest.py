@@ -50,7 +50,7 @@ def state_digest(worker: Worker, naming: Naming) -> str:
 
     Args:
         worker: This rank.
-        naming: The model's names.
+        naming: How checkpoints name each tensor of the model.
 
     Raises:
         BackendError: A tensor differs between two ranks that both have it, or between two copies of

@@ -36,10 +36,10 @@ class StepLog:
 
     Args:
         member: This process.
-        config: The run.
+        config: The configuration of the run, from its training file.
         job: The job that the pipeline trains.
-        worker: The pipeline.
-        steps: Runs the steps.
+        worker: The worker (the pipeline of this rank) whose steps are logged.
+        steps: The object that runs the steps, replays or launches.
         scales: The scales of this rank's gradients.
         log: The run's log, on rank 0.
 
@@ -191,8 +191,8 @@ class StepLog:
 
     def _zero_stages(self, result: StepResult, ranks: Sequence[Sequence[float]]) -> list[int]:
         """
-        Return the stages whose gradients are all zero, from the norm's parts or from all ranks'
-        flags.
+        Return the stages whose gradients are all zero. They follow from the norm's sum of squares
+        of each part of the model, or from all ranks' flags.
         """
         if result.norm is not None:
             return result.norm.zero_stages

@@ -66,8 +66,8 @@ def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
 
     Args:
         member: This process.
-        job: The job.
-        wanted: The configured mode.
+        job: The pipeline and its model, whose steps are run.
+        wanted: The mode that the training file asks for.
 
     Returns:
         The mode, and the reason why no step can be one launch; the reason is empty if steps can be
@@ -322,9 +322,9 @@ class _PendingResults:
 
     Args:
         groups: The copied scalars, grouped by dtype: the losses by microbatch; how far scales fell;
-            the digests of gradients; which stages are zero. For a launch whose norm is checked,
-            also the norm with the stages' parts, the gradients' factor, and whether the update was
-            skipped.
+            the digests of gradients; which stages have only zero gradients. For a launch whose norm
+            is checked, also the norm with the sums of each stage, the gradients' factor, and
+            whether the update was skipped.
         held: The copies in host memory, in the same groups.
         done: The event after the copies.
         norm: The norm of a guarded step, which the host already has.

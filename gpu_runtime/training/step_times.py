@@ -82,7 +82,7 @@ class Stopwatch:
     Measures the times of a rank's steps.
 
     Args:
-        worker: The rank.
+        worker: The worker (the pipeline of this rank) whose steps are timed.
     """
 
     def __init__(self, worker: Worker) -> None:

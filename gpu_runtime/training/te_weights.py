@@ -100,7 +100,8 @@ def as_reference(weights: Mapping[str, Tensor], config: LayerConfig) -> dict[str
 
 
 def _parts_first(name: str, tensor: Tensor, config: LayerConfig) -> Tensor:
-    """Reorder rows from (group, part, element) to (part, group, element)."""
+    """Reorder the rows of a weight matrix from (group, part, element) to (part, group, element);
+    the parts are query, key and value."""
     rows, groups, width = tensor.shape[0], config.groups, config.head_width
     if rows != config.qkv_rows:
         raise BackendError(

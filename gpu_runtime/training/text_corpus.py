@@ -46,7 +46,7 @@ class TextFile:
     A file of text.
 
     Args:
-        path: The file.
+        path: The file to read.
         field: The field of each JSON line that contains the text.
         held_out: Share of the text to hold out from training.
     """
@@ -286,7 +286,7 @@ def make_text(
 
     Args:
         out: The folder to write to; made if missing.
-        files: The text.
+        files: The files of text to encode.
         weights: The weight of each file; None takes every file once, one after the other.
         encode: Function that makes the encoding from the texts to train on.
         show: Function that shows a line of progress.

@@ -62,7 +62,8 @@ def add_times_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_times(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure a model's parts, and simulate its schedule with each group size.
+    Measure the parts of a model (a layer, the embedding, the head), and simulate its schedule with
+    each group size.
 
     Raises:
         UnusableError: The file, the device or a group cannot be used, or a part cannot be measured.

@@ -119,7 +119,8 @@ def contract_of(slots: int, microbatches: int, omit: Iterable[str] = ()) -> Cont
 
 
 def priced_contract(omit: Iterable[str] = ()) -> Contract:
-    """Return a new contract with eight slots and eight microbatches, for price measurements."""
+    """Return a new contract with eight slots (sets of buffers) and eight microbatches, for price
+    measurements."""
     return contract_of(8, 8, omit)
 
 
@@ -208,7 +209,8 @@ def _refusal(rounds: int = 50, each: int = 50) -> float:
 
 
 def _memory() -> dict[str, Any]:
-    """Measure the bytes of a configured slot, and the bytes that each live tape adds."""
+    """Measure the bytes of a configured slot (set of buffers), and the bytes that each live tape
+    (data of one F) adds."""
     found = {str(slots): memory_of_a_tape(slots) for slots in FULL_POOLS}
     live = {slots: added for slots, (_, added) in found.items()}
     return {
@@ -221,10 +223,11 @@ def _memory() -> dict[str, Any]:
 
 def memory_of_a_tape(slots: int) -> tuple[float, float]:
     """
-    Measure the memory per slot of a contract that has as many microbatches as slots.
+    Measure the memory per slot (set of buffers) of a contract that has as many microbatches as
+    slots.
 
     Args:
-        slots: Number of slots.
+        slots: Number of slots, and of microbatches.
 
     Returns:
         Two numbers: the bytes of the new contract divided by the number of slots; and the bytes

@@ -64,7 +64,8 @@ class Check:
         rules.add_argument(
             "--shared-pool",
             action="store_true",
-            help="all graphs of a rank share one capture-memory pool (default: one pool per slot)",
+            help="all graphs of a rank share one capture-memory pool (default: one pool per slot, "
+            "that is, per set of buffers for one microbatch)",
         )
         pictures = parser.add_argument_group("pictures")
         pictures.add_argument("--svg", type=Path, metavar="F", help="SVG file of the timeline")
@@ -75,8 +76,9 @@ class Check:
             "--html",
             type=Path,
             metavar="F",
-            help="HTML page with a timeline to step through and zoom, the slots and messages, and "
-            "the reasons for a refusal; opens in any browser without network",
+            help="HTML page with a timeline to step through and zoom, the slots (sets of buffers "
+            "for one microbatch) and messages, and the reasons for a refusal; opens in any browser "
+            "without network",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:

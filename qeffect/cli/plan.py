@@ -58,8 +58,9 @@ class Plan:
             action="append",
             metavar="G",
             help="assume that one matrix product computes the dW (weight gradients) of G "
-            "consecutive microbatches of a stage, and compare slots and step time with one product "
-            "per microbatch. Repeat the option to compare several values of G",
+            "consecutive microbatches of a stage, and compare slots (sets of buffers) and step "
+            "time with one product per microbatch. Repeat the option to compare several values "
+            "of G",
         )
         times = parser.add_argument_group("step time")
         times.add_argument(

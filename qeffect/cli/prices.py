@@ -72,9 +72,9 @@ class Pair:
     Two contracts to compare: one with a part (a relation or a guard), the other without the part.
 
     Args:
-        name: Name of the part.
-        whole: Function that makes a contract with the part.
-        without: Function that makes a contract without the part.
+        name: Name of the relation or guard.
+        whole: Function that makes a contract with the relation or guard.
+        without: Function that makes a contract without the relation or guard.
     """
 
     name: str
@@ -143,9 +143,9 @@ def in_turns(
         pairs: The pairs of contracts to compare.
         run: Function that runs epochs of a contract and returns the times.
         rounds: Number of rounds; each gives one difference of medians per action.
-        turns: Number of turns per contract in a round.
-        epochs: Number of timed epochs per turn.
-        before: Number of untimed epochs before the turns.
+        turns: Number of times that each contract is timed in a round.
+        epochs: Number of timed epochs each time.
+        before: Number of untimed epochs before each timing starts.
 
     Returns:
         For the name of each pair, the ``price`` of each action.
@@ -204,10 +204,11 @@ def _round(
 
 def price(rounds: Sequence[tuple[float, float]]) -> dict[str, float]:
     """
-    Compute the price of a part of the contract from the times of all rounds.
+    Compute the price of a relation or guard of the contract from the times of all rounds.
 
     Args:
-        rounds: For each round, the microseconds of an action with the part and without the part.
+        rounds: For each round, the microseconds of an action with the relation or guard, and
+            without it.
 
     Returns:
         ``with_us`` and ``without_us``: the median times over the rounds. ``us``: the median

@@ -294,7 +294,7 @@ def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
 
 
 def one_rank(schedule: Schedule) -> list[str]:
-    """Return a line on what is not checked if the schedule has only one rank's row."""
+    """Return a line on what is not checked if the schedule table has only one rank."""
     if schedule.complete:
         return []
     return [

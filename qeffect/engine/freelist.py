@@ -16,7 +16,8 @@ class FreeSlots(dict[int, None]):
     A dictionary keeps this order and removes any key in one call, without a search.
 
     Args:
-        slots: Indices of free slots, in the order in which to use them.
+        slots: Indices of free slots (sets of buffers for one microbatch), in the order in which to
+            use them.
 
     >>> free = FreeSlots([0, 1, 2])
     >>> free.next, free.take(1), free.take(1), sorted(free)

@@ -40,7 +40,7 @@ class ExpectedCounts:
 
     Args:
         domains: Name of the state domain of each stage.
-        slot_stage: Stage of each slot.
+        slot_stage: The stage of each slot (set of buffers for one microbatch).
         destinations: By cell, the number of the memory that its dW writes, from
             `qeffect.counts.located`; cells that are left out have number 0.
         late: Whether the counts of a commit are presented after that commit, before the next one.

@@ -18,12 +18,13 @@ class Pool:
     The free slots of every stage.
 
     Args:
-        memory: The contract's memory; a slot is free if its consumer mask is empty.
+        memory: The contract's memory; a slot (set of buffers) is free if no consumer still needs
+            its tape.
         slots: Slot indices of each stage.
 
     Attributes:
         free: Free slots by stage.
-        reserved: By cell (a key without its epoch), the slot that it reserved.
+        reserved: By cell (a key without its epoch), the slot that the cell's key reserved.
     """
 
     __slots__ = ("_memory", "_slots", "free", "reserved")

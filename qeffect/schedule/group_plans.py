@@ -32,8 +32,8 @@ class GroupPlan:
     Args:
         group: Number of microbatches in each group.
         ranks: The resources that each rank needs.
-        slots: The slots of each stage in QEffect's own runtime; None if that runtime cannot run the
-            table.
+        slots: The number of slots (sets of buffers) of each stage in QEffect's own runtime; None if
+            that runtime cannot run the table.
         timed: The simulated step; None without durations.
         untimed: Stages for which the durations lack the time of the grouped dW product.
     """

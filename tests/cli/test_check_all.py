@@ -27,7 +27,8 @@ BAD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1F1,1B1\n"
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
-    """A folder with an accepted table and, below it, a refused one and one that is no table."""
+    """A folder with an accepted table. Below it are a refused table and a file that is not a
+    table."""
     folder = tmp_path / "tables"
     (folder / "more").mkdir(parents=True)
     (folder / "good.csv").write_text(GOOD, "utf-8")

@@ -316,13 +316,14 @@ class Fault:
     A fault of a run.
 
     Args:
-        put: Puts it into an engine.
-        ranks: Where it happens.
-        clause: What the guard says.
-        at: The instruction at which the guard says so.
-        step: The step in which the guard says so.
+        put: Function that injects the fault into an engine.
+        ranks: The ranks on which the fault happens.
+        clause: The clause that the guard names.
+        at: The instruction at which the guard reports the fault.
+        step: The step in which the guard reports the fault.
         model: The set-up: see `tests.deepspeed.rank`.
-        where: The ranks on which the guard says so; by default where it happens.
+        where: The ranks on which the guard reports the fault; by default the ranks on which it
+            happens.
         harmless: Whether the run keeps the right bits.
     """
 

@@ -17,7 +17,7 @@ from .blocks import markdown
 @frozen
 class Figure:
     """
-    One row of the table.
+    One measured figure: a row of the table of the kernel's speed.
 
     Args:
         name: What was measured.
@@ -56,7 +56,7 @@ class Figure:
         return f"{bound} {self.goal:,}{self.unit.partition('}')[2]}"
 
     def cells(self) -> tuple[str, str, str]:
-        """The cells of the row: name, value, goal."""
+        """The entries of the figure's row in the table: name, value, goal."""
         shown = f"**{self.shown}**" if self.misses else self.shown
         return self.name, shown + self.note, self.wanted
 

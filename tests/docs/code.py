@@ -37,7 +37,7 @@ class Block:
     Args:
         page: Its page, from the top of the tree.
         number: Its number among the page's blocks of its language, from 0.
-        language: The word behind the fence; empty for text.
+        language: The word behind the opening fence, such as `python`; empty for text.
         text: Its lines.
     """
 

@@ -38,7 +38,8 @@ def over(value: Mapping[str, Any] | None) -> str:
 
 
 def steps() -> list[str]:
-    """The time of a step in every cell and column, its excess over the floor and over native."""
+    """The time of a step in every cell (workload) and column (way to run a step), its excess over
+    the floor and over native."""
     return [*_speed(), *_beyond_floor(), *_behind()] if [*reports("bench")] else []
 
 
@@ -87,7 +88,7 @@ def _speed() -> list[str]:
 
 
 def host() -> list[str]:
-    """Host time of a guarded action, and of the kernel's part of it."""
+    """Host time of a guarded action, and how much of it the kernel's calls take."""
     rows: list[tuple[str, ...]] = []
     for name, report in dated("bench"):
         for cell in report["derived"]["cells"]:
@@ -149,7 +150,7 @@ def _guards(guards: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _over_bare(cell: Mapping[str, Any]) -> Mapping[str, float] | None:
-    """Host time of an action beyond its bare replay, if the cell has it."""
+    """Host time of an action beyond its bare replay, if it was measured in the cell (workload)."""
     found: Mapping[str, float] | None = (
         cell.get("host", {}).get("ours_accumulate", {}).get("of_an_action_us")
     )
@@ -235,7 +236,8 @@ def _beyond_floor() -> list[str]:
 
 
 def _behind() -> list[str]:
-    """Captured columns of ours that are slower than native, and the share of copies."""
+    """Our captured columns (ways to run a step) that are slower than native, and the share of
+    copies in the difference."""
     rows = []
     for cell, _ in cells(reports("bench")):
         for name in SHOWN:

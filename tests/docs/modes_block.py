@@ -1,4 +1,5 @@
-"""The page of swept modes: each row of each report, and why its bits or its guard differ."""
+"""The page of swept modes: each row (one combination of values) of each report, and why its bits or
+its guard differ."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ EXPLAINED = (
 
 
 def why(framework: str, row: Mapping[str, Any]) -> str | None:
-    """Why a row does not end in `same`: None without a known reason, empty if it does."""
+    """The reason for which a row (one combination of values) does not end in `same`: None without a
+    known reason, empty if the row ends in `same`."""
     if row["end"] == "same":
         return ""
     if row["end"] not in ("found", "refused"):

@@ -67,7 +67,7 @@ def over_replays(report: Mapping[str, Any]) -> str:
 
 
 def over_steps(rows: Iterable[tuple[str, ...]], column: str, *, base: str = "step") -> str:
-    """A column of the table over the steps: the least and the greatest ratio."""
+    """The least and the greatest ratio of a column of the table over the steps."""
     at, under = HEADER.index(column), HEADER.index(base)
     return span([float(line[at]) / float(line[under]) for line in rows])
 

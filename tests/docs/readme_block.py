@@ -48,11 +48,11 @@ def failures() -> str:
     """How many public failures are refused."""
     counted = failures_counts()
     return wrapped(
-        f"**Public failures** (`qeffect failures`). The contract refuses {counted['refused']} of "
-        f"{counted['failures']} failures that users reported, does not catch "
-        f"{counted['not_caught']}, and {counted['unexplained']} have no published cause. Of the "
-        f"{counted['refused']}, {counted['given_a_report']} need an optional report of the "
-        f"runtime; for {counted['refused_by_guess']} we guessed the cause. "
+        f"**Public failures** (`qeffect failures`). Users reported {counted['failures']} failures: "
+        f"the contract refuses {counted['refused']}, it does not catch {counted['not_caught']}, "
+        f"and {counted['unexplained']} have no published cause. Of the {counted['refused']}, "
+        f"{counted['given_a_report']} are refused only if the runtime makes an optional report; "
+        f"for {counted['refused_by_guess']} we guessed the cause. "
         f"[By relation]({KERNEL}#public-failures)."
     )
 
@@ -63,9 +63,9 @@ def proofs() -> str:
     mutants = data["mutant_report"]
     return wrapped(
         f"{data['unsat']:,} of {data['obligations']:,} *obligations* (formulas to prove) are "
-        f"proved, {data['unknown']} unknown. Each *mutant* is the code without one guard "
-        f"clause, operand or state update; {mutants['killed']} of {mutants['mutants']} are "
-        f"killed: some call then goes wrong. All at `{data['environment']['commit'][:7]}`; "
+        f"proved, {data['unknown']} unknown. A *mutant* is the code without one guard clause, "
+        f"operand or state update. {mutants['killed']} of {mutants['mutants']} mutants are killed "
+        f"(some call goes wrong). Commit: `{data['environment']['commit'][:7]}`. "
         f"`make check` repeats the proofs. [What is proved]({KERNEL}#what-is-proved)."
     )
 
@@ -79,10 +79,10 @@ def bench() -> str:
     under = ", with a caveat" if conditions(data, proved) else ""
     return wrapped(
         f"**Cost of the guards.** A check with its commit takes {each}. "
-        f"{sum(row.misses for row in goals)} of {len(goals)} "
-        "*goals* (a target for one figure) are missed (commits "
-        f"`{data['environment']['commit'][:7]}` and, for proofs, "
-        f"`{proved['environment']['commit'][:7]}`). "
+        f"Of {len(goals)} *goals* (each a target for one figure), "
+        f"{sum(row.misses for row in goals)} are missed. "
+        f"Commit: `{data['environment']['commit'][:7]}`, for proofs "
+        f"`{proved['environment']['commit'][:7]}`. "
         f"[What guards cost{under}]({KERNEL}#what-guards-cost)."
     )
 
@@ -131,7 +131,7 @@ def over_ranks() -> Iterator[str]:
             faster, over = ([row[k] for row in rows] for k in ("native_over_this", "over_bound"))
             sign = bound(name, report)
             yield (
-                f"*{pp} ranks*: {sign}{span(faster)} native's speed, {span(over)} the bound. "
+                f"*{pp} ranks*: speed {sign}{span(faster)}, time {span(over)} the bound. "
                 f"[{name}{in_short(name, report)}]({RUNTIME}#{anchor(name, pp)})."
             )
 
@@ -149,7 +149,7 @@ def one_device() -> Iterator[str]:
             for key in ("native_over_this", "over_whole_step")
         )
         yield (
-            f"*One device*: {faster} native's speed, {slower} the time of native as one graph. "
+            f"*One device*: speed {faster}, time {slower} that of native as one graph. "
             f"[Table]({RUNTIME}#a-step-on-one-device)."
         )
 
@@ -183,7 +183,7 @@ def models() -> Iterator[str]:
             for cell, (rate, over, theirs, sign) in sorted(best.items())
         )
         table = f"[Table]({RUNTIME}#whole-models)"
-        yield f"*Models*, TFLOP/s (speed over native's; over Megatron's): {said}. {table}."
+        yield f"*Models*, TFLOP/s (speed; speed relative to Megatron): {said}. {table}."
 
 
 def grouped() -> Iterator[str]:
@@ -192,7 +192,7 @@ def grouped() -> Iterator[str]:
     best = [one["best"]["over_today"] for one in sets if one["best"] is not None]
     if best:
         yield (
-            f"*Grouped dW*: {span(best)} the time of a step without groups. "
+            f"*Grouped dW*: time {span(best)} that of a step without groups. "
             f"[Table]({RUNTIME}#grouped-dw)."
         )
 
@@ -212,7 +212,7 @@ def peers() -> Iterator[str]:
         ]
         if said:
             yield (
-                "*Peers*, speed over Megatron-core's fastest graphs, by type of gradients: "
+                "*Peers*, speed relative to Megatron-core's fastest graphs, by gradient type: "
                 f"{', '.join(said)}. [{name}]({RUNTIME}#peers)."
             )
 
@@ -227,7 +227,7 @@ def training() -> Iterator[str]:
             for row in same
         ]
         said += [
-            f"loss {level['loss']:g} after {level['seconds']:.1f} s (native: "
+            f"loss {level['loss']:g} reached after {level['seconds']:.1f} s (native: "
             f"{level['native_seconds']:.1f} s)"
             for row in to_loss
             for level in row["levels"][-1:]

@@ -404,7 +404,7 @@ def learning() -> str:
 
 
 def _scales() -> Iterator[str]:
-    """How scales that move once a step change the loss."""
+    """How FP8 scales that move (are updated) once per step change the loss."""
     for name, report in files("scales"):
         derived, asked = report["derived"], report["configuration"]
         found = {(run["scales"], run["seed"]): run for run in derived["runs"]}

@@ -54,7 +54,8 @@ def compared(name: str, report: Report) -> Iterator[str]:
 
 
 def timed(name: str, report: Report) -> Iterator[str]:
-    """The time of a step on each side, its bound and its kernels."""
+    """The time of a step on each side (a way to run it, such as native), its bound and its
+    kernels."""
     found = report["derived"]["timed"]
     if not found:
         return

@@ -256,6 +256,10 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
     return parts
 
 
+_HEADS = {"bf16": "", "te": ", FP8 head", "torchao": ", TorchAO's FP8 head"}
+"""What a table's title says of the head (`backends/heads.py`)."""
+
+
 def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[str]:
     """
     TFLOP/s of whole decoders.
@@ -269,7 +273,8 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         derived, asked = report["derived"], report["configuration"]
         parts.append(
             f"**Whole models over {asked['pp']} rank{'s' * (asked['pp'] != 1)}"
-            f"{', fp32 gradients' * (asked.get('main_grad') == 'fp32')}** ({name}; "
+            f"{', fp32 gradients' * (asked.get('main_grad') == 'fp32')}"
+            f"{_HEADS[asked.get('head', 'bf16')]}** ({name}; "
             f"{machine(report)})."
             f"{remark(name, report)}"
         )
@@ -308,7 +313,8 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "0.19.2 that was run and has native's loss of the initial weights (within "
             f"{LOSS_WITHIN:.1%}); it has the same cut, and its optimizer has a learning rate of 0. "
             "Replicas reduce their gradients within the step; *one replica* is the same pipeline "
-            "without reductions. *Idle* is the part of a step that the kernels "
+            "without reductions. *Recomputed* rows compute the activations of all layers again in "
+            "dI. *Idle* is the part of a step that the kernels "
             "and copies of the busiest GPU do not cover; kernels of messages do not count, and "
             "kernels that overlap count twice. *Differ* compares weights, moments and scales after "
             "three steps with native's. Only native's schedule can have the same bits, because "

@@ -129,7 +129,8 @@ def test_a_goal_that_is_missed_by_rounding_is_missed() -> None:
 
 
 def test_a_report_that_was_cut_short_says_so() -> None:
-    """Each incomplete report has a caveat that says so, and no complete report has one."""
+    """Each incomplete report has a caveat about its missing parts; no complete report has such a
+    caveat."""
     short = {
         (path.name, report["environment"]["commit"][:12])
         for path in RUNTIME_REPORTS.glob("*.json")

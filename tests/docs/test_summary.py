@@ -28,7 +28,8 @@ def timed(pp: int, date: str, *, whole: bool, steps: bool = True) -> Mapping[str
 
 
 def test_the_complete_step_is_of_the_last_whole_report() -> None:
-    """For each number of ranks; an incomplete report only if there is no complete one."""
+    """For each number of ranks the last complete report is shown; an incomplete report only if no
+    complete report exists."""
     found = [
         ("old.json", timed(2, "1", whole=True)),
         ("new.json", timed(2, "2", whole=True)),

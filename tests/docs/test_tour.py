@@ -23,7 +23,7 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_every_command_that_is_named_exists() -> None:
-    """``qeffect`` and ``make`` accept the words that the tour gives them."""
+    """``qeffect`` and ``make`` accept the arguments that the tour names."""
     known = parser().format_help()
     targets = (ROOT / "Makefile").read_text(encoding="utf-8")
     commands = {code.split()[1] for code in CODE if code.startswith("qeffect ")}

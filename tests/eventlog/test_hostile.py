@@ -195,7 +195,8 @@ class TestBudget:
     def test_what_still_is_too_much_is_unusable(
         self, error: Exception, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A machine with less memory than the budget supposes says so in a line."""
+        """On a machine with less memory than the budget assumes, the replay ends with one line
+        about the missing memory."""
 
         def fail(header: object) -> None:
             raise error
@@ -246,7 +247,8 @@ class TestText:
         assert printed.rstrip("\n").isprintable()
 
     def test_evidence_that_is_not_printable_is_unusable(self) -> None:
-        """Raw control characters are no JSON, and the others that move text are no names."""
+        """JSON forbids raw control characters. Names may not contain the other characters that move
+        text."""
         event = (
             '{"seq":1,"transition":"commit_dgrad","slot":0,"ticket":1,"queued":["w\u202e"]'
             ',"updates":-1,"scales":-1'
@@ -421,7 +423,7 @@ class TestGroups:
         assert (clause, "group_wgrad", field) == self.refused(was, now)
 
     def test_a_group_has_a_leader(self) -> None:
-        """No slot is no leader."""
+        """NO_SLOT cannot be the slot of a group's first dW."""
         with pytest.raises(LogError, match="leader"):
             self.refused('"leader":0', '"leader":-1')
 

@@ -35,7 +35,7 @@ def logs(folder: Path, tables: list[Schedule], steps: list[int]) -> list[Path]:
 
     Args:
         folder: Where they go.
-        tables: For each rank, the table whose row it runs.
+        tables: For each rank, the schedule table whose actions for this rank are run.
         steps: For each rank, how many steps it runs.
     """
     paths = []

@@ -93,7 +93,8 @@ class TestRecorder:
 
     @pytest.mark.parametrize("rotates", [False, True])
     def test_a_log_can_end_without_its_caller(self, tmp_path: Path, rotates: bool) -> None:
-        """On a full disk the contract goes on; the error is told once, also at the very end."""
+        """On a full disk the contract continues. The error is reported once, even if it occurs only
+        at the end of the log."""
         path = tmp_path / "rank0.jsonl"
         path.symlink_to("/dev/full")
         for times in (1, 300):

@@ -247,7 +247,8 @@ class TestRun:
         )
 
     def test_a_mended_run_that_is_refused_is_not_as_stated(self) -> None:
-        """A re-enactment that is refused either way shows nothing, and says so."""
+        """If the contract refuses both the faulty and the corrected run, the re-enactment proves
+        nothing and reports this."""
         rows = Rows("ownership")
 
         @rows.enacted("both", clause="version.stale-cache", at="check_forward 0F0", **STORY)
@@ -287,7 +288,8 @@ class TestCommand:
         assert row["legal"]
 
     def test_one_in_full(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """One that is named is told with its cause, its guesses and what the faulty run did."""
+        """A failure that the command line names is shown with its cause, its guesses and the
+        actions of the faulty run."""
         assert 0 == main(["failures", "megatron-lm-422"])
         out = capsys.readouterr().out
 

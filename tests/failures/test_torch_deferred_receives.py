@@ -165,7 +165,7 @@ def taken(schedule: Schedule, *, in_order: bool) -> dict[Message, Message]:
     For each receive of a table the send whose tensor it takes.
 
     Args:
-        schedule: The table.
+        schedule: The schedule table, with sends and receives.
         in_order: Between two ranks the n-th receive takes the n-th send, as process groups have
             it. Otherwise each receive takes the message that it names.
     """
@@ -197,7 +197,7 @@ def walk(schedule: Schedule, *, in_order: bool) -> Gradients:
     The gradients that a table gives, computed in this process: no torch pipeline, no messages.
 
     Args:
-        schedule: The table.
+        schedule: The schedule table, with sends and receives.
         in_order: See `taken`.
     """
     stages = [module_of(stage) for stage in range(NUM_STAGES)]

@@ -35,6 +35,7 @@ import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def caches_apart(side: Any) -> float:
 
 
 def take_loop(side: Any) -> None:
-    """Take Megatron's loop anew, so that the side runs the guarded one, or again the plain one."""
+    """Look up Megatron's loop again, so that the side (Megatron's run of a step) runs the guarded
+    loop, or again the plain loop."""
     from qeffect.gpu_runtime.lab.sides.megatron import CAPTURED_AT
 
     side.run = side.lib.pipeline_parallel.get_forward_backward_func()
@@ -110,7 +112,8 @@ def take_loop(side: Any) -> None:
 
 
 def make(member: Any, mode: str, cell: str) -> Any:
-    """Megatron's side of the peers' report, with an optimizer that moves the weights."""
+    """Megatron's run of a step as in the report of peers, with an optimizer that changes the
+    weights."""
     import torch
 
     from qeffect.gpu_runtime.lab.sides.language import PeerSettings
@@ -169,7 +172,8 @@ def long(member: Any, mode: str) -> dict[str, Any]:
 
 
 class FaultyRun:
-    """A side as `tests/megatron/faults.py` takes it: numbered steps in parts that can be put."""
+    """A side (Megatron's run of a step) in the form that `tests/megatron/faults.py` uses: numbered
+    steps whose methods a fault can replace."""
 
     def __init__(self, side: Any) -> None:
         self.side, self.number, self.optimizer = side, 0, self
@@ -431,6 +435,7 @@ def main() -> int:
         runs |= {" ".join(run): start(run) for run in RUNS if run[2] == "price"}
     verdicts = found(runs)
     where = environment(given.commit, given.out)
+    where["packages"]["megatron-core"] = version("megatron-core")
     seconds = time.perf_counter() - began
     report = {"environment": where, "seconds": seconds, "found": verdicts, "runs": runs}
     given.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -19,7 +19,8 @@ MATRICES = ("w0", "w1")
 
 
 def stage(index: int = 0, **options: Any) -> StageConfig:
-    """A stage, by default with two microbatches, two slots and two matrices."""
+    """The configuration of a stage, by default with two microbatches, two slots (sets of buffers)
+    and two matrices."""
     return StageConfig(index, **{"microbatches": 2, "slots": 2, "matrices": MATRICES, **options})
 
 
@@ -36,7 +37,7 @@ class Rig:
         self.contract = Contract(stages or [stage()], **options)
 
     def key(self, microbatch: int = 0, stage: int = 0, **parts: int) -> TapeKey:
-        """A key of the current epoch."""
+        """A key (epoch, stage and microbatch) of the current epoch."""
         return TapeKey(
             **{"epoch": self.contract.epoch, "stage": stage, "microbatch": microbatch, **parts}
         )

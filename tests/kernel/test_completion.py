@@ -365,7 +365,7 @@ class TestUpdate:
         assert 1 == rig.contract.checkpoint().epoch
 
     def test_on_the_stream_that_awaited_the_gradients(self) -> None:
-        """An update on another stream than the one that finalized is refused."""
+        """An update on another stream than the stream of the finalize is refused."""
         rig = Rig(stage(microbatches=1), callers=("main", "optimizer"))
         rig.microbatch(0)
         rig.finish()

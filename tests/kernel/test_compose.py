@@ -79,7 +79,8 @@ class TestTransitions:
         assert "order.token" in source(composed.check_dgrad)
 
     def test_the_composed_functions_are_the_transitions_of_the_specification(self) -> None:
-        """No fewer and no more, with their arguments; any other name is an error that says so."""
+        """The composed functions are exactly the specification's transitions, with the same
+        arguments. Any other name raises an error that names it."""
         assert set(TRANSITIONS) == set(transitions().functions)
         with pytest.raises(AttributeError, match="teleport"):
             _ = transitions().teleport

@@ -368,7 +368,8 @@ class TestLate:
         assert step.contract.counts_awaited
 
     def test_wrong_calls(self) -> None:
-        """A call that belongs to the other kind of contract raises an error that says so."""
+        """A call that the contract's configuration or state does not allow raises an error that
+        names the missing option or call."""
         with pytest.raises(ValueError, match="late=True requires counted=True"):
             Contract([stage(0)], late=True)
         step = Step(late=True)

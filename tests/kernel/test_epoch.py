@@ -146,7 +146,7 @@ class TestConsent:
         assert rig.contract.snapshot() == before
 
     def test_a_checkpoint_can_be_asked_about_first(self) -> None:
-        """A rank that could not save says so before another one has saved."""
+        """A rank that could not save reports this before another rank has saved."""
         rig = Rig(stage(microbatches=1))
         rig.contract.check_checkpoint()
         ref = rig.forward(0)

@@ -231,7 +231,8 @@ class TestDecorator:
 
     @pytest.mark.parametrize("result", [None, 7, (MATRICES,), (MATRICES, 1, 2)])
     def test_a_result_without_evidence(self, result: Any) -> None:
-        """A dI or dW that does not return its matrices and a result is told so, and has failed."""
+        """A dI or dW that does not return its matrices and a result counts as failed, and the error
+        names the missing value."""
         rig = Rig()
 
         @guarded(rig.contract, "dI")

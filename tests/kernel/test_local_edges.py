@@ -226,7 +226,8 @@ class TestMessages:
         assert rig.commit() == 1
 
     def test_arrive_in_silence_without_the_declaration(self) -> None:
-        """The contract takes the word of the receive: F runs on nothing."""
+        """Without the declaration the contract trusts the reported receive, so F may run on a
+        message that never came."""
         rig = exchanging(feeds=None)
         taken = rig.contract.reserve(rig.key(0, 1))
         rig.receive(taken, 0, 1)

@@ -293,7 +293,8 @@ def test_wherever_an_observer_raises_nothing_is_lost(for_good: bool) -> None:
 
 
 def test_told_before_the_books_are_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An observer that is told first leaves books that disagree: the tests above would see it."""
+    """If the observer is called before the state is updated, the tests above notice the
+    difference."""
 
     def told_first(self: Runner, transition: str, *arguments: Any) -> Any:
         result = self.transitions.functions[transition](self.memory, *arguments)

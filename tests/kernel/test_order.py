@@ -65,7 +65,8 @@ class TestToken:
         assert rig.forward(0, token=0).slot == 0
 
     def test_one_domain_is_one_sequence(self) -> None:
-        """Stages of one domain share a token; those of another have their own."""
+        """Stages of one domain share an effect token (a count of F and dI); stages of another
+        domain have another token."""
         rig = Rig(stage(0), stage(1), stage(2, domain="other"))
         rig.forward(0, 0)
         rig.forward(0, 1)

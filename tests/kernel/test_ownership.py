@@ -97,7 +97,7 @@ class TestSlots:
             rig.check_forward(0)
 
     def test_a_key_is_forwarded_once_per_walk(self) -> None:
-        """A key is forwarded once per walk, even if its tape was released or aborted."""
+        """A key is forwarded once per walk, even if its tape was released or dropped."""
         rig = Rig()
         rig.microbatch(0)
         with refused(
@@ -114,6 +114,20 @@ class TestSlots:
         rig.contract.drop(rig.key(1), other)
         with refused(rig, "ownership.repeated-forward", "microbatch 1 of stage 0 in epoch 0"):
             rig.check_forward(1)
+
+    def test_an_aborted_forward_is_not_repeated(self) -> None:
+        """A key whose F was aborted gets no slot and no second F in the same walk."""
+        rig = Rig()
+        rig.contract.abort(rig.check_forward(0))
+        with refused(
+            rig,
+            "ownership.repeated-forward",
+            "microbatch 0 of stage 0 in epoch 0",
+            "once per walk",
+        ):
+            rig.check_forward(0)
+        with refused(rig, "ownership.repeated-forward"):
+            rig.contract.reserve(rig.key(0))
 
     def test_next_epoch_forwards_again(self) -> None:
         """The same cell is forwarded again under the next weights."""

@@ -108,7 +108,7 @@ class TestReceives:
             rig.contract.post_receive(rig.key(0), ref)
 
     def test_only_a_posted_receive_ends(self) -> None:
-        """The end of a receive is told once, after it was posted."""
+        """The end of a receive may be reported once, after the receive was posted."""
         rig = Rig(stage(receives_input=True))
         ref = rig.contract.reserve(rig.key(0))
         with refused(
@@ -163,7 +163,8 @@ class TestAbortedTapes:
         assert again == TapeRef(0, 1, rig.contract.incarnation)
 
     def test_another_key_does_not_end_it(self) -> None:
-        """The end of a transfer is told with the key and the reference that it began with."""
+        """The end of a transfer is reported with the key and the reference with which the transfer
+        began."""
         rig = Rig(stage(slots=1, sends_output=True))
         ref = rig.forward(0)
         rig.contract.wait()

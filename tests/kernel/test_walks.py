@@ -194,7 +194,7 @@ class TestRefused:
         assert rig.contract.next_walk() == 1
 
     def test_it_names_the_epoch(self) -> None:
-        """A loop whose step counter differs from the epoch is told."""
+        """A loop whose step counter differs from the epoch is refused."""
         rig = walked()
         with refused(rig, "epoch.wrong-epoch"):
             rig.contract.next_walk(1)

@@ -17,7 +17,8 @@ from qeffect.gpu_runtime.ranks.membership import Member
 
 def one_fails() -> tuple[list[dict[str, Any]], list[str]]:
     """
-    Measure four rows, of which the third cannot be built; return the rows and the progress lines.
+    Measure four rows of the report (each one schedule and group size), of which the third cannot be
+    built; return the rows and the progress lines.
     """
     build = GroupRow.make
 

@@ -458,7 +458,8 @@ class TestTraining:
 
     @pytest.mark.parametrize("name", ["curves", "curves_short"])
     def test_times_to_a_loss(self, name: str) -> None:
-        """The first step whose mean of ten is no higher; seconds between two marks are even."""
+        """The time to a loss ends at the first step after which the mean of ten losses is at most
+        this loss; seconds between two recorded times are interpolated."""
         derived, raw = next(of_kind(name))
         named = {":".join(map(str, (r["side"], r["schedule"], r["seed"], r["head"]))): r
                  for r in raw["runs"]}  # fmt: skip

@@ -303,7 +303,8 @@ def test_a_cell_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str
 def test_a_chunk_of_megatron_is_one_of_several_or_the_ranks_whole_part(
     number: int | None, asked: dict[str, Any]
 ) -> None:
-    """Only one of several has a number, which Megatron is told before it builds the chunk."""
+    """If a rank has several chunks, each chunk has a number, which Megatron gets before it builds
+    the chunk."""
     told: list[Any] = []
 
     def ends(**given: Any) -> bool:

@@ -165,7 +165,7 @@ with open(folder + "/rank%d.jsonl" % rank, "w", buffering=1) as out:
 
 
 def ran(folder: Path, does: Sequence[str], limit_s: float = 100.0) -> list[dict[str, Any]]:
-    """What is said of rows, by ranks that are scripts."""
+    """The results of rows (combinations of options) from ranks that are replaced by scripts."""
     script = folder / "rank"
     script.write_text(RANK.format(python=sys.executable))
     script.chmod(0o755)

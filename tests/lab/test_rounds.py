@@ -40,7 +40,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_as_many_as_asked_for(timed: Any) -> None:
-    """The slower rank counts, round by round; nothing is said of agreement."""
+    """The slower rank's time counts in each round; the report has no entry about agreement of
+    rounds."""
     found = timed(RoundPlan(2, 4), [10.0, 20.0], [15.0, 5.0])
 
     assert [15.0, 20.0] == pytest.approx(found["step_ms"])
@@ -69,7 +70,8 @@ def test_of_more_rounds_the_last_three_count(timed: Any) -> None:
 
 
 def test_it_ends_where_they_never_agree(timed: Any) -> None:
-    """After as many rounds as are allowed, and the report says so."""
+    """If rounds never agree, the measurement ends after the largest allowed number, and the report
+    notes this."""
     own = [100.0 + 10 * n for n in range(MOST)]
     found = timed(RoundPlan(3, 4, settles=True), own, [0.0] * MOST)
 

@@ -1,10 +1,10 @@
 """
 What `pip install` puts on the import path: one package, whatever the current folder contains.
 
-A wheel, a wheel of the source distribution and an editable install are made without a network, each
-in an empty virtual environment that sees the dependencies of the running environment but not its
-installed packages of this project. Everything runs in a folder whose own ``spec``,
-``verification``, ``gpu_runtime`` and ``tests`` raise when they are imported.
+A wheel, a wheel of the source distribution and an editable install are made without a network. Each
+is installed in an empty virtual environment. This environment sees the dependencies of the running
+environment, but not its installed packages of this project. Everything runs in a folder whose own
+``spec``, ``verification``, ``gpu_runtime`` and ``tests`` raise when they are imported.
 """
 
 from __future__ import annotations

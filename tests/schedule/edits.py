@@ -39,6 +39,6 @@ def findings_after(name: str, edit: Callable[[Rows], object]) -> tuple[Finding, 
 
 
 def move(row: list[str], entry: str, before: str) -> None:
-    """Move an entry directly before another entry of the same row."""
+    """Move an entry directly before another entry of the same rank."""
     row.remove(entry)
     row.insert(row.index(before), entry)

@@ -30,7 +30,7 @@ class Illegal:
         schedule: The schedule after the edit.
         fault: The edit.
         clause: The clause that must refuse it.
-        rank: The rank whose row was edited.
+        rank: The rank whose line of the schedule table was edited.
         action: The action that was added, moved, changed or removed.
         original: The legal schedule before the edit.
     """
@@ -120,7 +120,7 @@ def _pick(
 
 
 def _find(rows: Rows, rank: int, action: Action) -> int | None:
-    """The step at which a row holds an action, alone or within an overlap."""
+    """The step at which a rank runs an action, alone or within an overlap."""
     for step, other in enumerate(rows[rank]):
         if other is not None and action in (other, *other.leaves()):
             return step

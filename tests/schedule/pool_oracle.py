@@ -11,9 +11,8 @@ needs. So while any tape lives in a pool, the graphs of that pool must be replay
 their capture; once no tape lives in the pool, the order starts again.
 
 With one pool per slot, F, dI and dW of one tape is the only possible order; ownership forces it.
-With one pool for all slots the schedule decides: a slot that is used again while
-another is live replays its forward a second time, and then no capture order is right
-(`some_order`).
+With one pool for all slots the schedule decides. A slot that is used again while another slot is
+live replays its forward a second time; then no capture order is right (`some_order`).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Replay:
         graph: The graph that is replayed.
         pool: The memory pool of the graph.
         atom: The action that replays the graph.
-        live: Number of tapes that are live in the pool before the replay.
+        live: Number of tapes (data that one F left) that are live in the pool before the replay.
     """
 
     graph: Graph
@@ -72,8 +71,9 @@ def replays(
     Args:
         schedule: The schedule, free of findings of `check_ranks`.
         rank: The rank.
-        tapes: One tape for every live slot of a stage, reused, or one for every microbatch.
-        pool: What shares a memory pool: all graphs of the rank, of a stage, or of a tape.
+        tapes: Which tapes (memory for the data of one F) a stage has: one for every live slot,
+            reused, or one for every microbatch.
+        pool: Which graphs share a memory pool: all graphs of the rank, of a stage, or of a tape.
 
     Raises:
         ScheduleError: `tapes` or `pool` is unknown.

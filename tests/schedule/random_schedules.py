@@ -5,8 +5,8 @@ A legal schedule is the record of a random run of the pipeline: at every moment 
 action that its inputs and free slots allow. Microbatches come in any order, weight gradients wait
 for any time, and stages are on any ranks. Because the schedule is recorded in the order of one run,
 no rank can deadlock: even a wait for a send is recorded after its receive. The run cannot get stuck
-for lack of slots either: the deepest stage that holds a tape can always continue with this tape,
-and a send that holds a tape is eventually received and awaited.
+for lack of slots either. The deepest stage that holds a tape (the data of one F) can always
+continue with this tape. A send that holds a tape is eventually received and awaited.
 
 Every choice comes from a `random.Random`, so a seed identifies a schedule.
 """
@@ -30,15 +30,15 @@ class Shape:
     Args:
         homes: The rank of each stage.
         microbatches: Microbatches of one step.
-        slots: Maximum number of tapes that each stage may have live at once.
+        slots: Maximum number of tapes (data of one F each) that each stage may have live at once.
         comms: Whether the table contains sends, receives, sharding and reductions.
         delay: How long weight gradients wait: 0 runs them as soon as other actions, 1 at the very
             end.
         full: The share of backwards that are not split.
         overlap: The share of forwards that are overlapped with a backward.
         ordered: Whether microbatches run in ascending order where there is a choice.
-        waits: With `comms`, whether the table contains waits for the end of sends and reductions; a
-            tape then lives until its sends are awaited.
+        waits: With `comms`, whether the table contains waits for the end of sends and reductions. A
+            tape (the data of one F) then lives until its sends are awaited.
     """
 
     homes: tuple[int, ...]
@@ -108,7 +108,8 @@ def random_schedule(seed: int | Random, shape: Shape | None = None) -> Schedule:
 
 
 class _Run:
-    """One random run of the pipeline, and the rows that it records."""
+    """One random run of the pipeline, and the lines of the schedule table that it records, one per
+    rank."""
 
     def __init__(self, rng: Random, shape: Shape) -> None:
         self.rng = rng
@@ -173,7 +174,8 @@ class _Run:
             self._read((wait.stage, wait.microbatch))
 
     def _read(self, work: tuple[int, int]) -> None:
-        """End one of a tape's readers; the last reader frees the slot."""
+        """End the work of one reader of a tape (the data of one F); the last reader frees the
+        slot."""
         self.readers[work] -= 1
         self.live[work[0]] -= not self.readers[work]
 

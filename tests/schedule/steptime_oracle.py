@@ -33,7 +33,7 @@ def longest_paths(
     The begin and end of every action, by name: `("0F1",)`, `("0SEND_F1",)`, `("update", 2)`.
 
     Args:
-        schedule: The table; with a group above 1, a table with grouped dW.
+        schedule: The schedule table; with a group above 1, a table with grouped dW.
         durations: The durations.
         queues: Which messages share a queue.
         rendezvous: What a send blocks until the message is received.

@@ -147,7 +147,7 @@ def test_the_groups_are_those_of_megatron() -> None:
     ],
 )
 def test_what_megatron_refuses_is_said_in_one_line(given: dict[str, Any], said: str) -> None:
-    """A combination that Megatron-core refuses is no table; the message has one line."""
+    """A combination that Megatron-core refuses gives no table, only a message of one line."""
     shape = {"pp": 2, "vpp": 2, "microbatches": 4, **given}
     with pytest.raises(ScheduleError, match=re.escape(said)) as error:
         megatron_schedule(**shape)

@@ -76,7 +76,8 @@ class TestGrid:
         ]
 
     def test_the_refused_action_and_its_work_are_marked(self, mismatch: Finding) -> None:
-        """The refused entry, what it owns and what it was given are marked, and its line named."""
+        """The picture marks the refused entry, the work that it owns and the work that it got, and
+        names the entry's line."""
         lines = grid(read_fixture(ZBV), mismatch, context=3).splitlines()
 
         assert [
@@ -229,7 +230,7 @@ class TestTimeline:
         assert {"its own work", "the work that it is given", "refused"} <= explanations(svg)
 
     def test_missing_action_outlines_the_row(self) -> None:
-        """Where there is no entry to mark, the row is."""
+        """If the refused action is missing from the table, the whole line of its rank is marked."""
         schedule = edited(ZBV, lambda rows: rows[0].remove("3W2"))
         svg = timeline(schedule, check_ranks(schedule)[0])
 
@@ -254,7 +255,7 @@ class TestTimeline:
         assert {"pale: never runs", "is waited for", "also waits"} <= explanations(svg)
 
     def test_long_schedules_are_cut(self) -> None:
-        """A long schedule is cut around the refused entry, and says so."""
+        """A long schedule is cut around the refused entry, and the picture notes the cut."""
         schedule = read_fixture("ScheduleZBVZeroBubble_pp8_vpp2_m64.compute.csv")
         found = check(schedule, "latest", steps=1).finding
         assert found is not None

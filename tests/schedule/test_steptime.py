@@ -279,7 +279,7 @@ class TestLaws:
 
     @given(data=st.data())
     def test_nothing_gets_earlier_when_something_takes_longer(self, data: st.DataObject) -> None:
-        """No time of a step falls when a duration rises: there are no anomalies."""
+        """If a duration rises, no time of the step falls."""
         schedule = tables()[data.draw(st.sampled_from(sorted(tables())))]
         transport, less = data.draw(ending), data.draw(times(schedule))
         every = ("F", "I", "W", "refresh", "message", "reduce", "host", "launch")
@@ -384,7 +384,8 @@ class TestGrouped:
         assert ["0F0", "0F1", "0I0", "0I1", "0W0"] == issued
 
     def test_thirds_stay_exact(self) -> None:
-        """A product of three takes its whole time, though a third of it is no decimal."""
+        """A product of three microbatches takes its exact time, although a third of this time has
+        no finite decimal form."""
         row = [f"0{kind}{m}" for kind in "FB" for m in range(3)]
         table = group_wgrads(from_actions([row]), 3)
 

@@ -28,7 +28,7 @@ class TestFormats:
         assert schedule.rows[1][0] is None
 
     def test_a_table_with_messages_is_told_apart_by_them(self) -> None:
-        """A table with messages is told apart by them."""
+        """A table with messages is recognized by these messages."""
         schedule = parse_table("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
 
         assert "compute_comms" == schedule.format
@@ -42,7 +42,7 @@ class TestFormats:
 
     @pytest.mark.parametrize("newline", ["\n", "\r\n"])
     def test_newlines_and_last_line(self, newline: str) -> None:
-        """Either newline does, and blank lines at the end are no ranks."""
+        """Both kinds of newline are accepted, and blank lines at the end do not count as ranks."""
         text = newline.join(["0F0,0B0", "1F0,1B0", "", ""])
 
         assert 2 == parse_table(text).num_ranks

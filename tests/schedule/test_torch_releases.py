@@ -180,7 +180,8 @@ class TestGenerator:
 
 class TestOptions:
     def test_options_of_later_releases(self) -> None:
-        """An option that a release lacks is refused, with the release that has it."""
+        """An option that a release lacks is refused; the message names the release that has the
+        option."""
         from torch.distributed.pipelining import schedules
 
         with pytest.raises(ScheduleError, match=r"torch 2\.13\.0's .* 2\.15 and later"):
@@ -205,7 +206,7 @@ class TestOptions:
 
     @NEEDS_DEFERRED
     def test_the_source_names_them(self) -> None:
-        """A table that was made with an option says so."""
+        """The source of a table names the options with which the table was made."""
         made = torch_schedule(
             "Interleaved1F1B", pp=2, microbatches=4, comms=True, defer_receives=True
         )

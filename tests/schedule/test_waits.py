@@ -187,7 +187,7 @@ class TestDeadlock:
         assert () == check_ranks(from_actions([list(self.FIRST), second]))
 
     def test_the_cycle_is_the_waits(self) -> None:
-        """The same messages without waits are no deadlock."""
+        """The same messages without waits do not deadlock."""
         rows = [[c for c in row if "WAIT" not in c] for row in (self.FIRST, self.SECOND)]
 
         assert () == check_ranks(from_actions(rows))
@@ -329,7 +329,7 @@ class TestPictures:
         assert threads == {"SEND_F": {1}, "WAIT_SEND_B": {1}, "WAIT_REDUCE_GRAD": {2}}
 
     def test_a_refused_wait_is_marked(self) -> None:
-        """Grid and timeline mark a wait that stands twice, and the one that stood first."""
+        """Grid and timeline mark a repeated wait and its first occurrence."""
         schedule = edited(lambda rows: rows[0].append("0WAIT_SEND_F0"))
         finding = check_ranks(schedule)[0]
 

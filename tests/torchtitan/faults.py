@@ -103,7 +103,8 @@ def left_out_of_the_table(trainer: Any) -> None:
 
 
 def weight_written(trainer: Any) -> None:
-    """A weight is scaled between two walks, as by a constraint that comes too early."""
+    """A weight is scaled between two walks (passes over the pipeline), as by a constraint that
+    comes too early."""
     weight = next(trainer.model_parts[-1].parameters())
 
     def write() -> None:
@@ -118,7 +119,7 @@ def update_early(trainer: Any) -> None:
 
 
 def part_early(trainer: Any) -> None:
-    """One of the optimizers updates its weights after the first walk."""
+    """One of the optimizers updates its weights after the first walk (pass over the pipeline)."""
     _between_walks(trainer, trainer.optimizers.optimizers[0].step)
 
 
@@ -136,7 +137,7 @@ def update_twice(trainer: Any) -> None:
 
 
 def gradients_dropped(trainer: Any) -> None:
-    """The gradients of the first walk are dropped before the second."""
+    """The gradients of the first walk (pass over the pipeline) are dropped before the second."""
     _between_walks(trainer, trainer.optimizers.zero_grad)
 
 
@@ -151,13 +152,13 @@ class Fault:
     A fault of a run.
 
     Args:
-        put: Puts it into a trainer.
-        ranks: Where it happens.
-        clause: What the guard says.
-        at: The action at which the guard says so.
+        put: Function that injects the fault into a trainer.
+        ranks: The ranks on which the fault happens.
+        clause: The clause that the guard names.
+        at: The action at which the guard reports the fault.
         schedule: The schedule of the run.
-        walks: How many walks an update takes.
-        step: The step in which the guard says so.
+        walks: Number of walks (passes over the pipeline) per update.
+        step: The step in which the guard reports the fault.
         harmless: Whether the run keeps the right bits.
     """
 

@@ -339,7 +339,7 @@ class TestPutOn:
         assert "guarded() has no effect" in caplog.text
 
     def test_a_pipeline_that_cannot_be_guarded(self, caplog: pytest.LogCaptureFixture) -> None:
-        """In manner report the run goes on without a guard, and the log says so."""
+        """In manner report the run continues without a guard, and the log reports this."""
         spec = replace(spec_of(IL), pipelining_fn=lambda *_, **__: (object(), [], True, True))
         with caplog.at_level(logging.ERROR, "qeffect.guards"):
             guarded(spec).pipelining_fn(None)

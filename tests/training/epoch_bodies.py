@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of scales that move once per step."""
+"""What the ranks run in the tests of scales that move (are updated) once per step."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.ci
 def test_the_list_is_of_the_version_that_it_names() -> None:
-    """On a listed version nothing differs; on another the command says so."""
+    """On a listed version nothing differs; on another version the command reports the
+    difference."""
     expected = known("3.11.7")
     assert expected is not None
     assert len({one.name for one in expected}) == len(expected) > 1500
@@ -90,7 +91,8 @@ def test_by_bytes(library: Path, tmp_path: Path) -> None:
 def test_a_library_that_is_not_as_listed(
     change: str, library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line that names the first file; with the flag it goes on, and its record says so."""
+    """The command prints one line that names the first differing file. With the flag it continues,
+    and its record notes this."""
     path = library / "email" / {"more": "new.py", "less": "m0.py", "other": "m0.py"}[change]
     if change == "less":
         path.unlink()

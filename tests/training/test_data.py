@@ -61,7 +61,8 @@ class TestOrder:
         assert taken == list(range(16))
 
     def test_goes_on_in_the_middle_of_a_pass(self, tmp_path: Path) -> None:
-        """A loader that was given a state has the windows to come of the one that gave it."""
+        """A loader that gets the state of another loader gives the same further windows as the
+        other loader."""
         tokens = counted(tmp_path, 16 * 40 + 1)
         whole = language(
             noise(tmp_path), schedule="zbv", pp=2, loader=Loader(tokens=tokens, sequence=16)

@@ -141,7 +141,7 @@ def test_skips_may_go_on_for_ever(runs: tuple[Path, dict[str, Any]]) -> None:
 
 
 def test_a_checkpoint_of_before_is_looked_at(runs: tuple[Path, dict[str, Any]]) -> None:
-    """An earlier release saved a weight that is not finite; the resume says so."""
+    """If an earlier release saved a weight that is not finite, the resume reports it."""
     assert kept(runs[0], "unseen") == [2, 4, 6]
     assert outcome(runs, "unseen", 0)["losses"]
     cause = outcome(runs, "resumed", 1)["cause"]

@@ -88,7 +88,8 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_what_cannot_be_exported_is_one_line(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that is no checkpoint, a damaged file, a file that exists: nothing is written."""
+    """Nothing is written for a folder without a checkpoint, a damaged file, or an output file that
+    exists."""
     out = tmp_path / "weights"
     assert "no-such is not a folder" in refused(["no-such", "--out", str(out)], capsys)
     told = refused([str(checkpoint.parent), "--out", str(out)], capsys)

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.ci
 
 
 def test_a_full_disk_costs_no_checkpoint(tmp_path: Path) -> None:
-    """Each failed save is told and leaves no file; with space again the run is resumed."""
+    """Each failed save is reported and leaves no file. Once there is space again, the run
+    resumes."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.training.full_disk", str(tmp_path)],
         capture_output=True,

@@ -122,7 +122,7 @@ def test_draws_follow_their_seed(checkpoint: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_model_is_the_one_that_was_trained(checkpoint: Path) -> None:
-    """Token by token, its loss is the one that the run's own evaluation found."""
+    """Computed token by token, the loss equals the loss that the run's own evaluation found."""
     folder = checkpoint.parents[2]
     lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     (said,) = (line for line in lines if "held_out_loss" in line)

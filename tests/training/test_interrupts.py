@@ -100,7 +100,8 @@ LONG_STEP = SMALL.replace("sequence = 16", "sequence = 8192").replace("heads = 2
 
 
 def started(folder: Path, slow: str, ranks: int, *, sleepers: str = "01") -> subprocess.Popen[str]:
-    """Start a run that stays where it is told; in a save or an action only the sleepers stay."""
+    """Start a run that stops at a given place; in a save or an action only the sleeping ranks stop
+    there."""
     program = configured(folder, slow, ranks)
     command, environment = [sys.executable], {"SLOW": slow, "SLEEPERS": sleepers}
     if ranks > 1:

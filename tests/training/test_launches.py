@@ -117,7 +117,8 @@ def begun_again(
     body: Callable[..., Any] = bodies.in_turn,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """
-    A run of launches over two ranks with stops that each are begun again, in the bits of replays.
+    A run of launches over two ranks with several stops. After each stop the step restarts, and the
+    run has the bits of a run by replays.
 
     Args:
         folder: Of the run's files.
@@ -308,7 +309,8 @@ def test_a_launch_costs_less_than_a_kilobyte_of_a_rotating_log(tmp_path: Path) -
 def test_a_step_that_cannot_be_captured_is_replayed_from_there(
     tmp_path: Path, replays: Replays
 ) -> None:
-    """One rank's library refuses it: all go on by guarded replays, and the log says so once."""
+    """The library of one rank refuses the capture. All ranks continue by guarded replays, and the
+    log reports this once."""
     made = files(tmp_path, PIPE)
     (tmp_path / "said").mkdir()
     said = launch(2, tmp_path / "said", bodies.unable, made["launches"])

@@ -50,7 +50,7 @@ def hosts() -> Iterator[Hosts]:
 def test_both_sides_of_a_link_that_goes_down_end_with_a_cause(
     host: int, hosts: Hosts, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
-    """One side is told that the network is unreachable, and the other hears nothing."""
+    """One side learns that the network is unreachable, and the other side hears nothing."""
     saves = '[checkpoint]\nfolder = "kept"\n'
     program = configured(tmp_path, "step", 2, LIMITS.format(start=60) + saves)
     processes += [hosts.start(rank, program) for rank in range(2)]

@@ -3,10 +3,10 @@ A checkpoint does not depend on the mapping: other ranks, stages, tables, replic
 it, bit for bit.
 
 After a load under another mapping, only results that the mapping itself determines may change.
-Every F and dI rolls the histories of all stages of its process, so later steps move histories in
-another order than steps of the old mapping; and sums over microbatches and replicas are taken in
-another order. The loaded state, and the result of one step from this state, must not change; both
-are compared with a pipeline whose state was copied by hand.
+Every F and dI rolls the amax histories of all stages of its process. So after a change of mapping,
+later steps roll histories in another order than steps of the old mapping. Sums over microbatches
+and replicas are also taken in another order. The loaded state, and the result of one step from this
+state, must not change; both are compared with a pipeline whose state was copied by hand.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def test_rank_logs_of_earlier_processes_stand_beside_their_event_logs(tmp_path: 
 
 
 def test_a_run_whose_event_log_ends_goes_on(tmp_path: Path) -> None:
-    """As for the run's own log: the end of the log is told, and nothing else changes."""
+    """As for the run's own log: the end of the event log is reported, and nothing else changes."""
     run = run_file(tmp_path, body=LOGGED.replace("[checkpoint]", 'log = "log.jsonl"\n[checkpoint]'))
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "rank0.jsonl").symlink_to("/dev/full")

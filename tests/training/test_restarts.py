@@ -72,7 +72,8 @@ def test_what_differs_is_counted(changes: dict[str, Any], first: str) -> None:
     ],
 )
 def test_what_differs_under_another_mapping_is_counted(changes: dict[str, Any], first: str) -> None:
-    """In what was loaded, or in the step; or there was no step."""
+    """The count includes values that differ after the load or after the step, and a step that did
+    not run."""
     good = remapped_row("il", "zbv", [rank()], [rank()], BYTES)
     assert (good["compared"], good["differ"]) == (4, 0)
     row = remapped_row("il", "zbv", [rank()], [rank(**changes)], BYTES)

@@ -148,7 +148,8 @@ def test_without_the_question_half_a_step_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_load_that_fails_half_way_stops_all_ranks_for_good(tmp_path: Path) -> None:
-    """It cannot be begun again from what is in memory: relaunch, and load."""
+    """The run cannot restart from the state in memory. It must be relaunched, and must load a
+    checkpoint."""
     said = run(tmp_path, JOB, bodies.half_loaded)
     assert said[0]["cause"] == said[1]["cause"]
     cause = said[0]["cause"]
@@ -186,7 +187,8 @@ def test_a_save_that_failed_does_not_cost_the_next_one(tmp_path: Path) -> None:
 
 
 def test_what_is_not_ours_stays_and_a_removal_that_fails_is_no_failed_save(tmp_path: Path) -> None:
-    """Only a killed save's own folder goes; what cannot be removed is told beside the save."""
+    """Only the folder of a killed save is removed. A folder that cannot be removed is reported
+    beside the save."""
     said = run(tmp_path, JOB, bodies.untidy)
     for words in said.values():
         assert words["error"] is None
@@ -269,7 +271,8 @@ def _tensors_a_layer(path: Path) -> int:
 
 
 def test_another_rule_is_a_short_word(tmp_path: Path) -> None:
-    """Where dW writes may differ; what is told of it is one place and two short values."""
+    """The rule for where dW writes may differ from the checkpoint's; the difference is reported as
+    one field and two short values."""
     words, folder = (tmp_path / name for name in ("words", "checkpoints"))
     words.mkdir()
     saved = launch(2, words, bodies.started, JOB, str(folder), {"until": 1, "save_at": (1,)})

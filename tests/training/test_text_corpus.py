@@ -139,7 +139,8 @@ def test_the_same_text_is_on_the_same_side(tmp_path: Path) -> None:
 def test_a_trained_encoding_gives_the_text_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From many files; a text of few words gives few tokens, padded, and the output says so."""
+    """The text comes from many files. A text of few words gives few tokens; the vocabulary is
+    padded, and the output reports this."""
     (tmp_path / "a.txt").write_text(SENTENCE * 20, "utf-8")
     lines(tmp_path / "b.ndjson", ["größer"] * 3, field="body")
     out = tmp_path / "corpus"

@@ -34,7 +34,7 @@ from .helpers import CONFIG, language, noise, text
 
 
 def strictly(body: str) -> Any:
-    """JSON without the words that it does not have."""
+    """Read JSON, and refuse the constants that the JSON standard lacks, such as NaN."""
 
     def refuse(word: str) -> Any:
         raise ValueError(word)
@@ -98,7 +98,8 @@ def test_a_run_that_diverges_is_reported(runs: tuple[Path, dict[str, Any]]) -> N
 
 
 def test_a_log_that_cannot_be_written_ends(runs: tuple[Path, dict[str, Any]]) -> None:
-    """It is told once, training goes on, and the last words say it."""
+    """The failure is reported once, training continues, and the last lines of output repeat the
+    report."""
     code, out, err = runs[1]["full"]
     assert code == 0, err
     assert "in the last" in out

@@ -132,7 +132,7 @@ class Reports:
 
 
 def columns_of(space: Space, state: State) -> dict[str, list[int]]:
-    """Return the kept columns of a plain state."""
+    """Return the kept columns (arrays of the contract's memory) of a plain state."""
     found, start = {}, 0
     for name, initial in space.initial().items():
         if name in space.kept:

@@ -45,7 +45,7 @@ class Illegal:
 
 
 def walked(process: Process, steps: Sequence[int]) -> ScheduleWalk:
-    """Return the walk that some numbers choose, after its last step."""
+    """Return the random walk (sequence of calls) that some numbers choose, after its last step."""
     walk = ScheduleWalk(process)
     for number in steps:
         walk.step(number)

@@ -44,6 +44,19 @@ def test_calls_found_for_a_mutant_do_not_depend_on_the_other_mutants() -> None:
     assert alone.harmful.keys() == beside.harmful.keys() - others
 
 
+@pytest.mark.ci
+@pytest.mark.usefixtures("short")
+def test_the_search_tells_its_progress() -> None:
+    """A line for each schedule that is tried, and none once the run has ended."""
+    lines: list[str] = []
+    search.corpus.cache_clear()
+    run(lines.append, among=ALONE)
+    search.corpus.cache_clear()
+
+    assert "Mutants: trying them in reachable states: 0 of 1 schedules" in lines
+    assert search.TELL.get() is None
+
+
 @pytest.mark.parametrize(
     ("text", "updates"),
     [

@@ -2,8 +2,8 @@
 Real contracts under the protocol: N of them in one process, crashes and refusals drawn at random.
 
 Each rank of the protocol has a `Contract`. The contract must accept every move that the protocol
-allows; its state must agree with the protocol's; and a checkpoint of all ranks must restore all of
-them to one epoch.
+allows. The contract's state must agree with the protocol's state. A checkpoint of all ranks must
+restore all ranks to one epoch.
 """
 
 from __future__ import annotations

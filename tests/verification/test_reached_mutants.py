@@ -70,7 +70,8 @@ def probes(process: Process, site: Site) -> Iterator[Probe]:
 def test_it_is_refuted_from_the_initial_state(
     process: str, transition: str, kind: str, deleted: str, failing: tuple[str, str]
 ) -> None:
-    """Another stream's wait does not count for the consumer; without a tape there is no message."""
+    """A wait of another stream does not count for the consumer; without a tape (the data of one F)
+    there is no message to wait for."""
     (own,) = [one for one in MUTANT_PROCESSES if one.name == process]
     (site,) = [
         one

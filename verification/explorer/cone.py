@@ -1,5 +1,6 @@
 """
-Find the columns and arguments that the outcome of a transition can depend on.
+Find the columns (arrays of the state) and arguments that the outcome of a transition (a call of the
+contract) can depend on.
 
 An exploration keeps only the columns that the guards of its transitions can read. Two states that
 differ only in other columns have the same future refusals.
@@ -25,7 +26,7 @@ class Dependence:
     How one composed function depends on its state and arguments.
 
     Args:
-        guards: Columns that decide whether the call is refused.
+        guards: Columns (arrays of the state) that decide whether the call is refused.
         writes: For each column that the function writes, the columns that decide the index and the
             value of the write.
         arguments: Arguments that the function reads, such as ``token`` or ``key.cell``.
@@ -44,7 +45,7 @@ def dependence(function: Callable[..., Any], off: frozenset[str] = frozenset()) 
     Read from a composed function's syntax tree what the function depends on.
 
     Args:
-        function: The function.
+        function: The composed function (all guards and writes of one transition).
         off: Configured flags that are 0 in every stage, and mask bits that no stage sets. A guard
             that first tests one of these never refuses.
     """
@@ -54,7 +55,8 @@ def dependence(function: Callable[..., Any], off: frozenset[str] = frozenset()) 
 
 
 def visible_columns(found: Iterable[Dependence]) -> frozenset[str]:
-    """Return the columns that some guard can read now or after any sequence of transitions."""
+    """Return the columns (arrays of the state) that some guard can read now or after any sequence
+    of transitions."""
     all_found = list(found)
     seen = frozenset().union(*(one.guards for one in all_found))
     while True:

@@ -1,6 +1,6 @@
 """
-Many states at a time, column by column: a chunk of explored states, and drafts of the states that
-their moves lead to.
+Many states at a time, column by column (array by array). A chunk holds explored states; a draft
+holds the states that a move (a call that the explorer tries) leads to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Rows = NDArray[np.intp]
 
 
 def narrowed(value: Value, rows: Rows | None) -> Value:
-    """Return a value for the states with these row numbers only; None keeps all states."""
+    """Return a value for the states at these positions of a chunk only; None keeps all states."""
     if rows is None or not isinstance(value, np.ndarray):
         return value
     return value.take(rows)
@@ -32,7 +32,7 @@ class Chunk:
 
     Args:
         packing: How states are packed into integers.
-        words: The packed states.
+        words: The states, each packed into 64-bit integers.
     """
 
     __slots__ = ("_entries", "_packing", "known", "size", "words")
@@ -56,12 +56,13 @@ class Chunk:
 
 class Draft:
     """
-    Some states of a chunk while a move changes them.
+    Some states of a chunk while a move (a call that the explorer tries) changes them.
 
     Args:
         chunk: The chunk that the states come from.
-        rows: The row numbers of the states in the chunk; None for all rows.
-        pinned: Entries that have one value in all these states because the move requires it.
+        rows: The positions of the states in the chunk; None for all positions.
+        pinned: Entries of the state that have one value in all these states because the move
+            requires this value.
         changed: Entries that the move has changed so far, with their new values.
     """
 

@@ -1,6 +1,6 @@
 """
-The engine of the explorer: it runs every move on a chunk of states, by the paths of the composed
-functions.
+The engine of the explorer: it runs every move (a call that the explorer tries) on a chunk of
+states, by the paths of the composed functions.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = ["Arrival", "Engine"]
 @frozen(eq=False, slots=True)
 class Arrival:
     """
-    The states that one move reaches from some states of a chunk.
+    The states that one move (a call that the explorer tries) reaches from some states of a chunk.
 
     Args:
         move: Position of the move in the list of moves.
         paths: Paths taken, each as a transition and the path's position in that transition.
-        rows: Positions in the chunk of the states before the move; None for all states.
-        words: The packed states after the move, in normal form.
+        rows: Positions in the chunk of the states before the move; None for all positions.
+        words: The states after the move, in normal form; each state is packed into 64-bit integers.
     """
 
     move: int
@@ -96,7 +96,8 @@ class Engine:
         return np.array(self.packing.pack(self.space.initial()), np.int64)[:, np.newaxis]
 
     def _broken(self, states: Chunk | Draft, known: dict[Any, Value]) -> tuple[str, int] | None:
-        """Return the first predicate that fails in some state, and the row of one such state."""
+        """Return the first predicate that fails in some state, and the position of one such
+        state."""
         for name, node, choices in self._claims:
             for values in choices:
                 truth = Evaluation(states, values, values, known).value(node)
@@ -116,10 +117,11 @@ class Engine:
         moves: Iterable[int] | None = None,
     ) -> Iterator[Arrival]:
         """
-        Run moves from every state, count the outcomes, and yield the states that the moves lead to.
+        Run moves (calls that the explorer tries) from every state, count the outcomes, and yield
+        the states that the moves lead to.
 
         Args:
-            words: The packed states.
+            words: The states, each packed into 64-bit integers.
             tally: The counts to add to.
             check: Whether to check the predicates first, and to stop if a predicate fails.
             moves: Positions of the moves to run; by default all moves.
@@ -287,7 +289,7 @@ class Engine:
 
 
 def _first(mask: Value) -> int:
-    """Return the number of the first row that is set in a mask."""
+    """Return the position of the first state that is set in a mask."""
     return 0 if mask is True else int(mask.argmax())
 
 
@@ -323,7 +325,8 @@ def _pinned(move: Move) -> dict[tuple[str, int], int]:
 
 
 def _owed(chunk: Chunk, move: Move) -> Value:
-    """Return a mask of the states in which the move's ticket belongs to the move's own action."""
+    """Return a mask of the states in which the move's ticket was issued to the action that the move
+    ends."""
     action = move.label.partition("_")[2]
     if action in ("update", "evaluation"):
         return True

@@ -40,11 +40,12 @@ class Exploration:
 
     Args:
         engine: The engine that ran.
-        levels: For each level (number of moves from the initial state), its new states, sorted.
+        levels: For each level (number of moves from the initial state), its new states, sorted. A
+            move is a call that the explorer tries.
         seen: The states of all levels.
         canonical: Function that maps a state to the representative of its symmetry orbit; None
             without symmetry reduction.
-        tally: The counts of moves and refusals.
+        tally: The counts of accepted moves and of refusals.
         seconds: Wall-clock time in seconds.
         cpu_seconds: Processor time in seconds.
     """
@@ -102,12 +103,13 @@ class Exploration:
         self, targets: NDArray[np.int64], words: Words, moves: Iterable[int] | None
     ) -> Iterator[tuple[int, int, State, State]]:
         """
-        Yield moves from some states that may lead to given representatives.
+        Yield moves (calls that the explorer tries) from some states that may lead to given
+        representatives.
 
         Args:
             targets: The first packed integer of each representative.
             words: The packed states to start from.
-            moves: Positions of the moves to try; None for all.
+            moves: Positions, in the scope's list of moves, of the moves to try; None for all.
 
         Returns:
             For each move: the row of the state before it, the move's position, the state after it,

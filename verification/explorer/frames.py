@@ -44,7 +44,8 @@ Wrong = tuple[Mapping[str, Value], tuple[Where, ...]]
 @frozen
 class Frame:
     """
-    The right and wrong arguments of a transition for one slot, cell or stage.
+    The right and wrong arguments of a transition (a call of the contract) for one slot, cell or
+    stage.
 
     Args:
         right: The right value of each argument.
@@ -64,7 +65,7 @@ class Frame:
 
 class Maker:
     """
-    Makes the moves of a scope.
+    Makes the moves (the calls to try) of a scope.
 
     Args:
         scope: The scope to explore.
@@ -241,9 +242,9 @@ class Maker:
         Return right and wrong values of an action's evidence (the reports of its backend).
 
         Args:
-            parameters: Parameters of the move.
+            parameters: Names of the arguments of the move (a call, or a check with its commit).
             stage: Stage of the action.
-            slot: Slot of the tape, if the action has a tape before its check.
+            slot: Slot (set of buffers) of the action's tape, if the tape exists before the check.
             fills: Whether the action was asked to fill the stage's weight cache.
             evaluates: Whether the action is an evaluation, which fills and updates nothing.
         """
@@ -273,7 +274,8 @@ class Maker:
         return {name: value for name, (value, _) in given.items()}, wrong
 
     def tape(self, parameters: set[str], slot: int, cell: int) -> Iterator[Frame]:
-        """Yield references to the slot's tape, with the right cell or another cell in the key."""
+        """Yield references to the slot's tape (the data of one F), with the right cell (stage and
+        microbatch) or another cell in the key."""
         domain = self.config["domain_of"][self.config["stage_of"][cell]]
         right, wrong = self.shared(parameters, cell)
         told, untold = self.evidence(parameters, self.config["stage_of"][cell], slot)
@@ -308,7 +310,7 @@ class Maker:
             yield evolve(frame, right=right, wrong=(*frame.wrong, *wrong), where=where)
 
     def now(self, cell: int) -> Value:
-        """Return the epoch that a key has if it is presented now."""
+        """Return the epoch of a key that is presented now."""
         if self.scope.fresh_keys:
             return Rel("forwarded", cell, 1)
         return Rel("weight_epoch", self.config["stage_of"][cell])
@@ -331,8 +333,8 @@ class Maker:
 
     def place(self, parameters: set[str], cell: int, slot: int) -> Iterator[Frame]:
         """
-        Yield frames in which a key asks for a slot. The call is right if key and slot are free, or
-        if the key has reserved the slot.
+        Yield frames (arguments of a call) in which a key asks for a slot. The call is right if key
+        and slot are free, or if the key has reserved the slot.
         """
         if "fill_epoch" in parameters and "reports_fills" not in self.scope.off:
             for fills in (False, True):
@@ -440,6 +442,6 @@ class Maker:
 def _move(
     reads: frozenset[str], arguments: Mapping[str, Value], where: tuple[Where, ...], right: bool
 ) -> Move:
-    """Return a move; arguments that no transition reads are set to zero."""
+    """Return a move (a call to try); arguments that no transition reads are set to zero."""
     kept = {name: value if name in reads else 0 for name, value in arguments.items()}
     return Move("", (), kept, where, right)

@@ -1,11 +1,11 @@
 """
 Moves: the calls that the explorer tries in a state, with right and with wrong arguments.
 
-Moves are made only from the parameters of the transitions. A *frame* gives the meaning of the
-parameters for one slot, cell or stage: the right value of each argument, read from the state; the
-values that the caller may choose; and the wrong values. A frame expands into one move for every
-combination of choices, and into one more move for each wrong value of an argument. No move is
-written for a particular clause.
+Moves are made only from the parameters of the transitions. A *frame* gives the possible arguments
+for one slot (set of buffers), cell (stage and microbatch) or stage: the right value of each
+argument, read from the state; the values that the caller may choose; and the wrong values. A frame
+expands into one move for every combination of choices, and into one more move for each wrong value
+of an argument. No move is written for a particular clause.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ EVIDENCE: Final = (
 
 @frozen
 class Rel:
-    """A value read from the state: an entry of a column, plus an offset."""
+    """A value that is read from the state: an entry of a column (an array of the state), plus an
+    offset."""
 
     column: str
     index: int
@@ -48,7 +49,8 @@ class Rel:
 
 @frozen
 class Where:
-    """A condition on the state: an entry of a column equals, or differs from, a value."""
+    """A condition on the state: an entry of a column (an array of the state) equals, or differs
+    from, a value."""
 
     column: str
     index: int
@@ -71,8 +73,8 @@ class Move:
         arguments: Arguments by flat name, such as ``key.cell``.
         where: Conditions on the state under which the move is tried.
         right: Whether every argument is right; if so, a step that redeems a ticket must not refuse.
-        twin: Whether this move aborts the action that the previous move commits. Both begin with
-            the same check, so this move is tried only where that check accepts.
+        twin: Whether this move aborts the action that the previous move in the list commits. Both
+            moves begin with the same check, so this move is tried only where that check accepts.
     """
 
     label: str

@@ -35,7 +35,8 @@ class OutOfRangeError(ArithmeticError):
 
 def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
     """
-    Return the smallest and largest value that each column can have in normal form.
+    Return the smallest and largest value that each column (array of the state) can have in normal
+    form.
 
     If a bound is too tight, the exploration stops with an error; it never merges two states.
     """
@@ -109,7 +110,7 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
 @frozen
 class PackedField:
     """
-    The position of one column entry in a packed state.
+    The position, in a packed state, of one entry of a column (an array of the state).
 
     Args:
         word: Index of the integer that holds the entry.
@@ -133,7 +134,7 @@ class Packing:
 
     Args:
         scope: The scope to explore.
-        kept: The columns that make up a state.
+        kept: The columns (arrays of the contract's memory) that make up a state.
 
     Attributes:
         layout: Number of entries of each kept column.
@@ -180,12 +181,12 @@ class Packing:
         return len(self._config[column])
 
     def constant(self, column: str, index: int) -> int:
-        """Return an entry of a configuration column, which no transition changes."""
+        """Return an entry of a configuration column (an array that no transition changes)."""
         return self._config[column][index]
 
     def pack(self, columns: Mapping[str, Any]) -> tuple[int, ...]:
         """
-        Pack one state into words.
+        Pack one state into 64-bit integers (words).
 
         Raises:
             OutOfRangeError: A value is outside its column's range.
@@ -225,7 +226,7 @@ class Packing:
 
     def repack(self, columns: Mapping[tuple[str, int], Any], count: int) -> Words:
         """
-        Pack many states into words, given every entry.
+        Pack many states into 64-bit integers (words), given every entry.
 
         Raises:
             OutOfRangeError: A value is outside its column's range.

@@ -45,10 +45,11 @@ class PlainExplorer:
         predicates: Predicates to check in every state.
 
     Attributes:
-        memory: The columns, as lists. Columns that are not part of a state have arbitrary values.
-        initial: The initial state.
+        memory: The columns (arrays) of the state, as lists. Columns that are not part of a state
+            have arbitrary values.
+        initial: The state from which the exploration starts.
         parents: For every visited state, the state and the move that first led to it.
-        accepted: For each move, how often it was accepted.
+        accepted: For each move (a call that the explorer tries), how often it was accepted.
         refused: For each (move, clause), how often the clause refused the move.
         depth: Number of moves from the initial state to the farthest state.
         violation: The first violation and the schedule that leads to it, or None.
@@ -93,7 +94,8 @@ class PlainExplorer:
 
     def step(self, index: int, memory: Any = None) -> Step:
         """
-        Return a move with its arguments read from a memory, by default the explorer's own memory.
+        Return a move (a call that the explorer tries) with its arguments read from a memory, by
+        default the explorer's own memory.
         """
         st = self.memory if memory is None else memory
         stages = self.memory.stage_of
@@ -114,7 +116,8 @@ class PlainExplorer:
             functions[step.move.steps[1]](st, step.place, ticket, *step.evidence)
 
     def edges(self, state: State) -> Iterator[tuple[int, str | None, State]]:
-        """Yield (move, None, the next state) or (move, clause, the memory after the refusal)."""
+        """Yield (move, None, the next state) if the contract accepts the move, or (move, clause,
+        the memory after the refusal)."""
         taken = False  # whether the last move was tried: its twin begins with the same check
         self.restore(state)
         for index, move in enumerate(self.space.moves):
@@ -167,7 +170,7 @@ class PlainExplorer:
         return self
 
     def schedule(self, state: State) -> list[str]:
-        """Return the moves of a shortest schedule to a state."""
+        """Return the moves (calls) of a shortest schedule to a state."""
         came = self.parents[state]
         return [] if came is None else [*self.schedule(came[0]), self._text(*came)]
 
@@ -196,7 +199,7 @@ class PlainExplorer:
 
 
 def _owed(st: Any, move: Move) -> bool:
-    """Return whether the move's ticket belongs to the move's own action."""
+    """Return whether the move's ticket was issued to the action that the move ends."""
     action = move.label.partition("_")[2]
     if action in ("update", "evaluation"):
         return True

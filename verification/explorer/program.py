@@ -22,7 +22,7 @@ Value = Any
 
 
 class Entries(Protocol):
-    """Access to the column entries of many states."""
+    """Access to entries of the columns (arrays of the state) of many states."""
 
     def entry(self, column: str, index: int) -> Value: ...
 
@@ -79,7 +79,7 @@ class Node:
         run: Function that computes the value from an evaluation and the node.
         children: The nodes of the operands.
         arguments: Names of the call arguments that the value depends on.
-        name: Name of the column, argument or variable, if the node is a leaf.
+        name: Name of the column (array of the state), argument or variable, if the node is a leaf.
     """
 
     number: int
@@ -91,7 +91,8 @@ class Node:
 
 @frozen(eq=False, slots=True)
 class Bundle:
-    """A column after some writes; it may first have been filled with one value."""
+    """A column (an array of the state) after some writes; it may first have been filled with one
+    value."""
 
     column: str
     changed: Mapping[int, Value]

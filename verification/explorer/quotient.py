@@ -45,7 +45,7 @@ class Quotient:
 
     Args:
         scope: The scope to explore.
-        kept: The columns that make up a state.
+        kept: The columns (arrays of the contract's memory) that make up a state.
 
     Raises:
         ValueError: The scope can have more stream work or tickets at a time than a bit set holds.

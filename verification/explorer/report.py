@@ -20,12 +20,15 @@ class ExploreReport:
 
     Args:
         scope: Name of the scope.
-        symmetry: Whether states that differ only in the names of slots or cells count as one.
+        symmetry: Whether states that differ only in the names of slots or cells (stage and
+            microbatch) count as one.
         states: Number of distinct states, in normal form.
-        transitions: Number of accepted moves; each is counted once per state.
+        transitions: Number of accepted moves (calls that the explorer tried); each is counted once
+            per state.
         refused: Number of refused moves.
         by_clause: Number of refused moves for each clause.
-        by_transition: Number of accepted moves for each label.
+        by_transition: Number of accepted moves for each label, such as ``forward`` or ``forward
+            fails``.
         depth: Number of moves from the initial state to the farthest state.
         invariants: Number of invariants checked in every state.
         violation: The violation and a schedule that leads to it, or None.
@@ -54,7 +57,7 @@ class ExploreReport:
 
     @property
     def rate(self) -> float:
-        """Accepted moves per second."""
+        """Accepted moves (calls that the explorer tried) per second."""
         return self.transitions / max(self.seconds, 1e-9)
 
     @property

@@ -41,8 +41,8 @@ def run(
         progress: Function that is called with progress lines.
         total: Expected number of states, for the progress lines; 0 if it is unknown.
         composed: Transitions to run; by default those of the scope.
-        invariants: Invariants to check in every state; those that read a column which the states
-            lack are left out.
+        invariants: Invariants to check in every state. An invariant is left out if it reads a
+            column (an array of the memory) that the states lack.
         witnesses: Whether to find a shortest schedule for every transition and refusal that occurs.
 
     Raises:

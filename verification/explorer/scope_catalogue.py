@@ -215,8 +215,10 @@ def pool_scope(slots: int, keys: int, generations: int, **options: Any) -> Scope
 
     Args:
         slots: Number of slots in the pool.
-        keys: Number of keys that compete for the slots; a key is used again after its release.
-        generations: Number of tapes that each slot may hold, one after another.
+        keys: Number of keys (microbatches of the stage) that compete for the slots; a key is used
+            again after its release.
+        generations: Number of tapes (each the data of one F) that each slot may hold, one after
+            another.
         options: Further arguments of ``Scope``.
 
     Raises:

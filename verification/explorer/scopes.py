@@ -57,15 +57,16 @@ class Scope:
 
     Args:
         name: The scope's name in reports.
-        slots: Number of slots of each stage.
+        slots: Number of slots (sets of buffers for one microbatch) of each stage.
         cells: Number of microbatches of each stage.
         domains: State domain of each stage; by default all stages share domain 0.
         callers: Number of caller streams; each has a link to the graph stream of every domain.
-        epochs: Number of epochs whose keys are presented; the weight epoch reaches this number.
+        epochs: Number of epochs for which keys are presented; the weight epoch reaches this number.
         walks: Number of passes over the microbatches (walks) per epoch. With the default of 1,
             `next_walk` is never called.
         skips: Whether walks may leave microbatches out; by default `skip` is never called.
-        generation_max: The last generation that a slot may reach.
+        generation_max: The last generation that a slot may reach. The generation counts the tapes
+            that left the slot.
         omit: Relations to leave out of the contract.
         only: Transitions to explore; by default all transitions except evaluations.
         tickets: Whether checks, commits and aborts are separate moves, so that several tickets can
@@ -84,23 +85,25 @@ class Scope:
         draws: Whether F of every stage reports where it began to draw random numbers, and dI where
             its recomputation began to draw.
         weights: Whether dI of every stage reports the weight of its gradient: one over the number
-            of cells of the stage.
-        epoch_scales: Whether the scales of every domain move once per epoch. By default they move
-            with F and dI, and `move_scales` is never called.
-        accumulate: Whether each stage has one accumulating buffer; otherwise each cell has its own
-            buffer.
-        groups: Whether one dW may take several tapes; by default `group_wgrad` and `ungroup_wgrad`
-            are never called. Needs ``tickets``, since a dW takes tapes while it is in flight.
-        feeds: Whether each stage feeds the next stage, which has as many cells.
+            of the stage's microbatches.
+        epoch_scales: Whether the scales of every domain move (are updated) once per epoch. By
+            default they move with F and dI, and `move_scales` is never called.
+        accumulate: Whether each stage has one accumulating buffer; otherwise each cell (a
+            microbatch in a stage) has its own buffer.
+        groups: Whether one dW may take several tapes (compute the gradients of several
+            microbatches); by default `group_wgrad` and `ungroup_wgrad` are never called. Needs
+            ``tickets``, since a dW takes tapes while it is in flight.
+        feeds: Whether each stage feeds the next stage, which has as many microbatches.
         tied: Whether the first two stages, which accumulate, also share one buffer.
         shared_pool: Whether the slots of a domain share one capture-memory pool.
         refreshes_in_pool: Whether the refreshes of a domain were captured first in the shared pool.
-        declared: Whether an order is declared for each domain: F of every cell, then dI of every
-            cell.
-        fresh_keys: Whether every presented key has an epoch in which its cell has had no forward,
-            so that keys never run out. Only for scopes in which no guard checks the weight epoch or
-            a repeated forward.
-        wrong_arguments: Whether to try each move also with one wrong argument.
+        declared: Whether an order is declared for each domain: F of every microbatch, then dI of
+            every microbatch.
+        fresh_keys: Whether every presented key has an epoch in which its cell (stage and
+            microbatch) has had no forward, so that keys never run out. Only for scopes in which no
+            guard checks the weight epoch or a repeated forward.
+        wrong_arguments: Whether to try each move (a call of the contract) also with one wrong
+            argument.
 
     Raises:
         TypeError, ValueError: A count is not a positive integer, a name is unknown, or no contract
@@ -190,9 +193,9 @@ class Scope:
         Names of the transitions that are explored.
 
         Without the relation version, the contract has no weight cache and refuses the cache's
-        transitions in every state, so they are left out. Also left out are `next_walk` in a scope
-        with one walk, `skip` in a scope without skips, `move_scales` in a scope whose scales move
-        with F and dI, and `group_wgrad` and `ungroup_wgrad` in a scope without groups.
+        transitions in every state, so they are left out. Some calls are left out of scopes that
+        cannot use them: `next_walk` if an epoch has one walk, `skip` without skips, `move_scales`
+        if scales move with F and dI, and `group_wgrad` and `ungroup_wgrad` without groups.
         """
         chosen = self.only or tuple(name for name in TRANSITIONS if name not in _EVALUATION)
         absent = _CACHE if "version" in self.omit else frozenset()
@@ -303,7 +306,8 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
 
 @cache
 def _dense(scope: Scope) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """Return a scope's sizes and configuration columns, from the kernel's layout of its process."""
+    """Return a scope's sizes and configuration columns (arrays that never change), from the
+    kernel's layout of its process."""
     process = scope.process
     memory = process.lay_out().memory
     cells = {cell: n for n, cell in enumerate(c for s in process.stages for c in s.cells())}

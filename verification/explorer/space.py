@@ -26,11 +26,11 @@ class Space:
     Args:
         scope: The scope to explore.
         composed: Transitions to run; by default those of the scope. A test passes mutants.
-        also: Columns that a state must include although no guard reads them.
+        also: Columns (arrays of the memory) that a state must include although no guard reads them.
 
     Attributes:
         transitions: The transitions that are explored.
-        moves: The moves to try.
+        moves: The moves to try: calls of the contract, with their arguments.
         right: Positions of the moves whose arguments are all right.
         kept: Names of the columns that make up a state: all columns that a guard can read.
         written: Names of the columns that some transition of the scope writes.
@@ -49,13 +49,15 @@ class Space:
         self.written = frozenset().union(*(one.writes for one in found))
 
     def initial(self) -> dict[str, list[int]]:
-        """Return the initial value of every column that a transition can write."""
+        """Return the initial value of every column (array of the memory) that a transition can
+        write."""
         n = sizes(self.scope)
         return {name: [column.number] * n[column.index] for name, column in STATE.items()}
 
     def claimed(self, predicates: Iterable[Predicate]) -> tuple[Predicate, ...]:
         """
-        Return the predicates that can be checked: those that read only columns which states keep.
+        Return the predicates that can be checked: those that read only columns (arrays of the
+        memory) which states keep.
 
         A column that no transition of the scope writes may be read too, although it is not part of
         a state. A predicate about indices that the scope lacks, such as buckets without reductions,

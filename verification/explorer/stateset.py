@@ -19,13 +19,13 @@ Keys = NDArray[np.uint64]
 
 
 class KeyCollisionError(Exception):
-    """Two different states have the same sort key; explore again with another salt."""
+    """Two different states have the same sort key (hash); explore again with another salt."""
 
 
 def _keys(words: Words, salt: int) -> Keys:
     """
-    Return the sort keys of states: the state's word if it has only one, otherwise a hash of all
-    words.
+    Return the sort keys of states: a state that is packed into one 64-bit integer is its own key;
+    otherwise the key is a hash of all its integers.
 
     Two states with the same hash are never merged: every use compares the words, and raises an
     error if different states have the same key.

@@ -21,7 +21,7 @@ Read = Callable[[str, int], int]
 
 @frozen
 class Key:
-    """A key in the explorer, where cells are small numbers."""
+    """A key (epoch, stage, microbatch) in the explorer, where cells are small numbers."""
 
     epoch: int
     stage: int
@@ -33,7 +33,8 @@ class Key:
 
 @frozen
 class Ref:
-    """A reference in the explorer, where all parts are small numbers."""
+    """A reference to a tape in the explorer, where slot, generation and incarnation are small
+    numbers."""
 
     slot: int
     generation: int
@@ -46,10 +47,10 @@ class Ref:
 @frozen(eq=False)
 class Step:
     """
-    One move with its arguments read from a state.
+    One move (a call that the explorer tries) with its arguments read from a state.
 
     Args:
-        move: The move.
+        move: The move, whose arguments may depend on the state.
         arguments: Arguments of the first transition, in the form that the composed function takes.
         place: The slot, stage or epoch argument of the second transition, which redeems the ticket.
         evidence: The evidence that the second transition gets.
@@ -70,11 +71,11 @@ class Step:
 
 def step_of(move: Move, stage_of: Sequence[int], read: Read) -> Step:
     """
-    Return a move with its arguments read from a state.
+    Return a move (a call that the explorer tries) with its arguments read from a state.
 
     Args:
-        move: The move.
-        stage_of: Stage of each cell.
+        move: The move, whose arguments may depend on the state.
+        stage_of: Stage of each cell (a stage and a microbatch).
         read: Function that reads an entry of the state.
     """
     values = {name: _value(value, read) for name, value in move.arguments.items()}

@@ -34,12 +34,15 @@ class Family:
     The slots and cells of one stage.
 
     Args:
-        slots: The stage's slots.
-        cells: The stage's cells.
-        slot_columns: Columns indexed by slot, except the column with the cell that a slot holds.
+        slots: The stage's slots (sets of buffers for one microbatch each).
+        cells: The stage's cells, that is, its microbatches.
+        slot_columns: Columns (arrays of the state) indexed by slot, except the column with the cell
+            that a slot holds.
         cell_columns: Columns indexed by cell, except the column with the slot that holds a cell.
-        swaps_slots: Whether the slots are interchangeable.
-        swaps_cells: Whether the cells are interchangeable.
+        swaps_slots: Whether the slots are interchangeable: exchanging two slots leads to an
+            equivalent state.
+        swaps_cells: Whether the cells are interchangeable: exchanging two cells leads to an
+            equivalent state.
     """
 
     slots: tuple[int, ...]
@@ -93,7 +96,8 @@ def _sort(packing: Packing, family: Family, columns: Columns, count: int) -> Non
         return np.stack(rows)
 
     def rank(names: Iterable[str], members: tuple[int, ...]) -> Table:
-        """Return a rank for each member by the values of its columns, in sorted order."""
+        """Return a rank for each member of a family by the values of its columns (arrays of the
+        state), in sorted order."""
         total, most = np.zeros((len(members), count), np.int64), 1
         for name in names:
             where = packing.fields[name, members[0]]
@@ -150,7 +154,8 @@ def _dense(ranks: Table) -> tuple[Table, int]:
 
 
 def _sound(live: Table, cell_index: Table, slot_index: Table, tenant: Table) -> Table:
-    """Return a mask of the states whose slots and cells name each other; only these are sorted."""
+    """Return a mask of the states in which slots and cells (microbatches) name each other; only
+    these states are sorted."""
     home = np.take_along_axis(slot_index, np.minimum(cell_index, len(slot_index) - 1), 0)
     named = np.take_along_axis(tenant, np.minimum(cell_index, len(tenant) - 1), 0)
     mutual = (home == np.arange(len(live))[:, np.newaxis]) & named & (cell_index < len(tenant))

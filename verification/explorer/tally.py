@@ -24,8 +24,9 @@ class Sighting:
 
     Args:
         level: Level of the state: the number of moves of a shortest schedule to the state.
-        state: The state.
-        move: Position of the move that occurred; None if the event is the state itself.
+        state: The state in which the event occurred.
+        move: Position, in the list of moves, of the move (call) that occurred; None if the event is
+            the state itself.
         clause: Clause by which the move was refused; None if the move was accepted.
     """
 
@@ -42,7 +43,7 @@ class Tally:
 
     Args:
         level: Level of the states being expanded, set by the explorer.
-        accepted: For each move, how often it was accepted.
+        accepted: For each move (a call that the explorer tries), how often it was accepted.
         refused: For each (move, clause), how often the clause refused the move.
         first_path: The first sighting of each accepting path of a transition.
         first_refused: The first sighting of each refusal (move, clause).

@@ -52,7 +52,8 @@ def tree_of(
         name: Name of the transition.
         function: The composed function of the transition.
         program: The program to which the path's terms are added as nodes.
-        kept: The columns that make up a state; writes to other columns are left out.
+        kept: The columns (arrays of the memory) that make up a state; writes to other columns are
+            left out.
     """
     return _tree(_paths(name, function), 0, program, kept)
 

@@ -69,7 +69,8 @@ class Schedules:
             level = [after for state in level for after in following[state]]
 
     def _advance(self, level: list[State], following: Mapping[State, set[State]]) -> None:
-        """Run the moves that lead from representatives of one level to those of the next level."""
+        """Run the moves (calls) that lead from representatives of one level to those of the next
+        level."""
         engine = self.found.engine
         now = [self._reached[state][1][-1] for state in level]
         words = np.ascontiguousarray(np.array(now, np.int64).T)
@@ -95,7 +96,8 @@ class Schedules:
         return (*taken, self._last(seen, through[-1])), through
 
     def _last(self, seen: Sighting, state: State) -> int:
-        """Return the move that does in a state what the sighted move does in its representative."""
+        """Return the move (call) that does in a state what the sighted move does in its
+        representative."""
         assert seen.move is not None
         if state == seen.state:
             return seen.move

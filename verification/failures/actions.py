@@ -30,7 +30,7 @@ class Actions(Transcript):
         Refresh a stage's weight cache.
 
         Args:
-            stage: The stage.
+            stage: The stage whose cache is refreshed.
             filled: Matrices whose caches the device reports as filled; by default all.
             weights_of: The epoch of the weights in the caches; by default the current epoch.
             caller: The stream that made the weights.
@@ -54,7 +54,7 @@ class Actions(Transcript):
         Run an evaluation: a forward without a later dI and dW.
 
         Args:
-            stage: The stage.
+            stage: The stage that is evaluated.
             updates: Number of scaling updates that the device made during the evaluation.
             cached: Whether the evaluation reads the quantized weight cache.
             caller: The stream that filled the inputs of the evaluation.
@@ -92,7 +92,8 @@ class Actions(Transcript):
         Args:
             microbatch: The microbatch of F.
             stage: The stage of F.
-            slot: The slot, if the runtime fixes it; by default the contract chooses.
+            slot: The slot (set of buffers), if the runtime chooses it; by default the contract
+                chooses.
             invocation: Number of this call of the stage's block, from 0.
             token: Number of scaling updates that the device counts; by default the contract's
                 number.
@@ -164,7 +165,8 @@ class Actions(Transcript):
                 dI.
             weight: The factor of the gradient, as (numerator, denominator); by default the same for
                 every microbatch, so that all factors add up to the declared sum.
-            tape_of: The microbatch whose tape dI uses; by default that of dI.
+            tape_of: The microbatch whose tape (data of its F) dI uses; by default dI uses the tape
+                of its own microbatch.
             caller: The stream that filled the inputs of dI.
             joined: Whether the graph stream waits for the caller's stream; None if the re-enactment
                 makes the call `join` itself.

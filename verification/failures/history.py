@@ -31,7 +31,8 @@ class History(Actions):
     # Messages
 
     def receive(self, microbatch: int, *, stage: int = 0, slot: int | None = None) -> None:
-        """Post a receive of a forward's input into a slot; by default the contract chooses it."""
+        """Post a receive of a forward's input into a slot (set of buffers); by default the contract
+        chooses the slot."""
         key = self.key(microbatch, stage)
         name = self._name(f"{stage}RECV_F{microbatch}", key.epoch)
         self.step(name, lambda: self.contract.reserve(key, slot), f"into slot {slot}")
@@ -44,7 +45,7 @@ class History(Actions):
         gradient: bool = False,
         caller: Hashable = "main",
     ) -> None:
-        """Post a send of a tape's output (or input gradient) on a caller's stream."""
+        """Post a send of the output (or input gradient) of one microbatch on a caller's stream."""
         key = self.key(microbatch, stage)
         name = self._name(f"{stage}SEND_{'B' if gradient else 'F'}{microbatch}", key.epoch)
         link = self.caller.link(stage, caller)
@@ -143,7 +144,7 @@ class History(Actions):
         Run the optimizer: commit the epoch, and make the graph streams wait for the update.
 
         Args:
-            moves: Whether scales that move once per epoch move in this update.
+            moves: Whether scales that are updated once per epoch are updated here.
         """
         moving = {c.domain: c.stage for c in self.contract.stages if c.scales == "epoch"}
         name = f"e{self.contract.epoch}"
@@ -164,7 +165,7 @@ class History(Actions):
         End the step: finalize every stage, reduce its buckets, and run the optimizer.
 
         Args:
-            moves: Whether scales that move once per epoch move in this update.
+            moves: Whether scales that are updated once per epoch are updated here.
         """
         for config in self.contract.stages:
             self.finalize(config.stage)
@@ -203,10 +204,10 @@ class History(Actions):
         transport: Transport | None = None,
     ) -> None:
         """
-        Check a table as ``qeffect check`` does.
+        Check a schedule table as ``qeffect check`` does.
 
         Args:
-            text: The table as CSV, one row per rank.
+            text: The schedule table as CSV, with one line of actions per rank.
             stage_to_rank: The rank of each stage, as the table's reader assumes; inferred if
                 omitted.
             transport: How the runtime carries messages.

@@ -101,7 +101,8 @@ class Transcript:
         Begin a process.
 
         Args:
-            stages: The stages; by default only stage 0, with two microbatches and two slots.
+            stages: The configurations of the stages; by default only stage 0, with two microbatches
+                and two slots (sets of buffers).
             callers: Names of the callers' streams.
             options: Options of ``Contract``; any other option configures stage 0.
         """
@@ -120,11 +121,11 @@ class Transcript:
     # Helpers
 
     def key(self, microbatch: int, stage: int = 0, invocation: int = 0) -> TapeKey:
-        """Return the key of a microbatch in the current epoch."""
+        """Return the key (epoch, stage and microbatch) of a microbatch in the current epoch."""
         return TapeKey(self.contract.epoch, stage, microbatch, invocation=invocation)
 
     def ref(self, key: TapeKey) -> TapeRef:
-        """Return the reference of the latest forward of a key's microbatch."""
+        """Return the reference that the latest forward of a key's microbatch returned."""
         return self.caller.refs[key.cell]
 
     def _redeem(

@@ -2,11 +2,11 @@
 The proof by induction: a history of the physical effects of actions, and the lemmas that make the
 promises inductive (no transition breaks them all together).
 
-The specification has the promises (``qeffect.spec.promises``). This package has the parts that
-their proof needs: the columns of the history, called ghosts (``ghosts``); their changes by each
-accepted transition (``history``, ``effects``); lemmas about the contract's memory alone
-(``memory_lemmas``); and lemmas about memory and history (``tapes``, ``scaling``, ``gradients``,
-``device``, ``converse``). ``INVARIANTS`` and ``HISTORY`` join promises and lemmas; the induction
+The specification has the promises (``qeffect.spec.promises``). This package has what their proof
+needs. The columns (arrays) of the history, called ghosts, are in ``ghosts``; ``history`` and
+``effects`` change them at each accepted transition. Lemmas about the contract's memory alone are in
+``memory_lemmas``. Lemmas about memory and history are in ``tapes``, ``scaling``, ``gradients``,
+``device`` and ``converse``. ``INVARIANTS`` and ``HISTORY`` join promises and lemmas; the induction
 proves all of them. ``ORIGIN`` has the assumptions about the initial state.
 """
 

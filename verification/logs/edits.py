@@ -50,7 +50,7 @@ class Edit:
         Return the log with this change.
 
         Args:
-            lines: The log.
+            lines: The log, line by line.
             sealed: Whether to recompute the digests of the changed line and all later lines.
         """
         bodies = [_body(line) for line in lines]

@@ -86,7 +86,7 @@ def outcomes(log: str) -> tuple[tuple[Edit, ReplayReport | LogError], ...]:
 
 
 def given_up() -> list[str]:
-    """A tape of one stage is dropped, and another stage continues."""
+    """A tape (the data of one F) of one stage is dropped, and another stage continues."""
     stages = [StageConfig(s, 1, 1, matrices=MATRICES) for s in (0, 1)]
     d = RecordedCaller(stages, incarnation=0x5EED_0800)
     d.forward(1, 0, refresh=True)
@@ -117,7 +117,8 @@ def two_writes_at_once() -> list[str]:
 
 
 def one_write_for_two() -> list[str]:
-    """One dW takes two tapes, whose gradients accumulate at an undescribed address."""
+    """One dW takes two tapes (computes the gradients of two microbatches), and the gradients
+    accumulate at an undescribed address."""
     d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, scales="epoch")], incarnation=0x5EED_1700
     )
@@ -227,10 +228,10 @@ def rejected() -> dict[str, Rejected]:
     """
     Return one rejected log per clause that a single field or line can break.
 
-    Every one-field edit of the scenarios' logs is tried. Among the edits that break a clause, those
-    that are refused at the edited line are preferred, then edits of the field that the clause names
-    (such as ``ref.generation``), then shorter logs, then earlier edits. If no such edit breaks a
-    clause, the example edits a separate log, or deletes or repeats a line.
+    Every one-field edit of the scenarios' logs is tried. Several edits may break a clause. The
+    function prefers an edit that is refused at the edited line, then an edit of the field that the
+    clause names (such as ``ref.generation``), then a shorter log, then an earlier edit. If no such
+    edit breaks a clause, the example edits a separate log, or deletes or repeats a line.
     """
     best: dict[str, tuple[tuple[bool, bool, int], Rejected]] = {}
     for log, lines in valid().items():
@@ -257,7 +258,7 @@ def rejected() -> dict[str, Rejected]:
 
 def _part(argument: str) -> tuple[str | int, ...] | None:
     """
-    Return the path in a line to the part of a key or reference that a clause names.
+    Return the path, in a line of a log, to the entry of a key or reference that a clause names.
 
     >>> _part("ref.generation"), _part("key")
     (('ref', 1), None)

@@ -63,7 +63,8 @@ class History:
 
 
 class _Unreadable:
-    """A column entry that may only be overwritten; reading it raises an error."""
+    """An entry of a column (an array of the state) that may only be overwritten; reading it raises
+    an error."""
 
     def _read(self, *_: Any) -> Any:
         raise TypeError("an entry that must be written first was read")
@@ -109,8 +110,8 @@ def history(
 
     Args:
         lines: A whole log; digests and sequence numbers are not checked.
-        spoiled: A number of events, and the column entries (column and index) that become
-            unreadable after so many events.
+        spoiled: A number of events, and the entries (each a column of the state and an index) that
+            become unreadable after so many events.
     """
     header, *events = [json.loads(line) for line in lines[:-1]]
     try:
@@ -202,7 +203,7 @@ def _differing(contract: Contract, one: Snapshot, other: Snapshot) -> list[tuple
 
 
 def _same_state(ours: History, theirs: History, at: int) -> str:
-    """Return the key of ``REASONS`` that says why two lines lead to the same state."""
+    """Return the reason, as a key of ``REASONS``, why two lines of a log lead to the same state."""
     name = ours.events[at - 1]["transition"]
     before, after = ours.arguments[at - 1], theirs.arguments[at - 1]
     if name == theirs.events[at - 1]["transition"]:

@@ -721,7 +721,8 @@ def evaluations_side_by_side() -> list[str]:
 
 
 def accumulated_walks() -> list[str]:
-    """An epoch has two walks in a declared order; gradients are reduced after the second walk."""
+    """An epoch has two walks (passes over the microbatches) in a declared order; gradients are
+    reduced after the second walk."""
     actions = [(what, (0, m, 0, 0)) for m in (0, 1) for what in ("F", "dI")]
     d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(None, 4096), reduces=True)],
@@ -743,8 +744,8 @@ def accumulated_walks() -> list[str]:
 
 def short_walk() -> list[str]:
     """
-    A walk that leaves microbatches out: one domain with a declared order runs all three, the other
-    domain runs two of three.
+    A walk (a pass over the microbatches) that leaves microbatches out: one domain with a declared
+    order runs all three, the other domain runs two of three.
 
     The next walk runs all three in both domains.
     """
@@ -771,7 +772,8 @@ def short_walk() -> list[str]:
 
 def scales_of_an_epoch() -> list[str]:
     """
-    Two chunks in one domain and one chunk in another; the scales of all chunks move once per epoch.
+    Two chunks in one domain and one chunk in another; the scales of all chunks are updated once per
+    epoch.
 
     The first epoch has two walks. The update of the second epoch fails after one domain has moved
     its scales.
@@ -807,8 +809,8 @@ def scales_of_an_epoch() -> list[str]:
 
 def grouped_wgrads() -> list[str]:
     """
-    One dW takes three tapes, and a tape is still read when the dW ends; in the next epoch such a dW
-    fails.
+    One dW takes three tapes (computes the gradients of three microbatches), and a tape is still
+    read when the dW ends; in the next epoch such a dW fails.
     """
     d = RecordedCaller(
         [

@@ -13,9 +13,10 @@ from attrs import define, field
 from qeffect.countdown import Countdown
 from qeffect.engine.stage import TRANSITIONS
 
+from .corpus import TELL
 from .program import program
 from .sites import Mutant, Site, mutant, sites, updates_read_by
-from .verdicts import CLASSES, MutantVerdict, judge, prepare
+from .verdicts import CLASSES, MutantVerdict, judge, prepare, search
 
 __all__ = [
     "CLASSES",
@@ -39,7 +40,7 @@ class MutantReport:
     Args:
         verdicts: The verdict on each mutant.
         seconds: Total time in seconds.
-        setup_seconds: The part of this time in which all mutants are tried in reachable states.
+        setup_seconds: The portion of `seconds` in which all mutants are tried in reachable states.
     """
 
     verdicts: list[MutantVerdict] = field(factory=list)
@@ -90,9 +91,9 @@ class MutantReport:
 
 def sites_with(text: str) -> list[Site]:
     """
-    Return the sites whose line in reports contains a text. If the text is part of a clause's name,
-    the result includes state updates: in each transition that the clause guards, the updates of the
-    columns that the clause's guards read.
+    Return the sites (places in the code that a mutant deletes) whose line in reports contains a
+    text. If the text is part of a clause's name, the result includes state updates: in each
+    transition that the clause guards, the updates of the columns that the clause's guards read.
     """
     updates = updates_read_by(s for s in sites() if s.kind == "guard" and text in s.clause)
     return [site for site in sites() if text in str(site) or site in updates]
@@ -118,12 +119,31 @@ def run(
     report = MutantReport()
     began = time.perf_counter()
     chosen = [site for site in sites_with(only or "") if site.transition in among]
+    told = TELL.set(progress)
+    try:
+        _judge_all(report, chosen, progress, note)
+    finally:
+        TELL.reset(told)
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _judge_all(
+    report: MutantReport,
+    chosen: Sequence[Site],
+    progress: Callable[[str], None] | None,
+    note: Callable[[str], None] | None,
+) -> None:
+    """Add the verdict on the mutant of each chosen site to a report."""
+    began = time.perf_counter()
     searched = tuple(dict.fromkeys(site.transition for site in chosen))
     if searched == tuple(TRANSITIONS):
         prepare(progress or (lambda line: None))
         report.setup_seconds = time.perf_counter() - began
-    elif progress is not None:
-        progress("Mutants: trying them in reachable states")
+    else:
+        if progress is not None:
+            progress("Mutants: trying them in reachable states")
+        search(searched)
     count = Countdown("mutants", len(chosen))
     for site in chosen:
         report.verdicts.append(judge(mutant(site), searched))
@@ -131,5 +151,3 @@ def run(
             note(f"First survivor: {site}")
         if progress is not None:
             progress(f"Mutants: {count(len(report.verdicts))}, {report.killed} killed")
-    report.seconds = time.perf_counter() - began
-    return report

@@ -150,7 +150,8 @@ def _read_elsewhere(shadow: Shadow, stage: int) -> Plan:
 
 
 def _passes_on(config: StageConfig) -> bool:
-    """Return whether a stage is between two others, so that its tapes have all four messages."""
+    """Return whether a stage is between two others, so that each microbatch has all four messages:
+    input, output and their gradients."""
     sends = config.sends_output and config.sends_gradient
     return sends and config.receives_input and config.receives_gradient
 
@@ -221,7 +222,8 @@ def _received(shadow: Shadow, key: TapeKey, ref: TapeRef, *, gradient: bool = Fa
 
 
 def _taken(shadow: Shadow, key: TapeKey) -> Generator[Call, Any, TapeRef]:
-    """Receive the input of a key, run its F and begin the read of its output."""
+    """Receive the input of a key (epoch, stage and microbatch), run its F and begin the read of its
+    output."""
     link = _links(shadow, key.stage)[0]
     ref: TapeRef = yield Call("reserve", {"key": key, "slot": None, "link": link})
     yield from _received(shadow, key, ref)
@@ -233,7 +235,8 @@ def _taken(shadow: Shadow, key: TapeKey) -> Generator[Call, Any, TapeRef]:
 
 def _target_reused(shadow: Shadow, stage: int) -> Plan:
     """
-    When dI of the source stage uses a gradient, the target stage's slot already has its next tape.
+    When dI of the source stage uses a gradient, the target stage's slot (set of buffers) already
+    holds its next microbatch.
     """
     target = shadow.configs[stage].feeds
     assert target is not None
@@ -251,7 +254,8 @@ def _target_reused(shadow: Shadow, stage: int) -> Plan:
 
 def _message_after_message(shadow: Shadow, stage: int) -> Plan:
     """
-    When a gradient arrives at the source stage, the target stage's slot already has its next tape.
+    When a gradient arrives at the source stage, the target stage's slot (set of buffers) already
+    holds its next microbatch.
     """
     target = shadow.configs[stage].feeds
     assert target is not None
@@ -326,7 +330,8 @@ def _source_lost(shadow: Shadow, stage: int) -> Plan:
 
 
 def _groups(process: Process, config: StageConfig) -> bool:
-    """Return whether one dW of a stage can take two tapes."""
+    """Return whether one dW of a stage can take two tapes (compute the gradients of two
+    microbatches)."""
     apart = any(one.microbatch is not None for one in config.destinations)
     fed = config.receives_input or config.receives_gradient or config.copies_input
     room = min(config.microbatches, config.slots) > 1 and "arena" not in process.omit
@@ -336,7 +341,8 @@ def _groups(process: Process, config: StageConfig) -> bool:
 def _taken_together(
     shadow: Shadow, stage: int
 ) -> Generator[Call, Any, tuple[Ticket, list[tuple[TapeKey, TapeRef]]]]:
-    """Check one dW for all tapes that fit in a stage's slots; return its ticket and the tapes."""
+    """Check one dW for all tapes (data of one F each) that fit in a stage's slots; return its
+    ticket and the tapes."""
     link, tapes = _links(shadow, stage)[0], []
     for key in _keys(shadow, stage)[: shadow.configs[stage].slots]:
         tapes.append((key, (yield from _forward(shadow, key, link))))
@@ -351,7 +357,8 @@ def _taken_together(
 
 
 def _one_product(shadow: Shadow, stage: int) -> Plan:
-    """One dW takes several tapes; the last tape's input gradient is read until after the dW."""
+    """One dW takes several tapes (computes the gradients of several microbatches); the last tape's
+    input gradient is read until after the dW."""
     ticket, tapes = yield from _taken_together(shadow, stage)
     key, ref = tapes[-1]
     read = {"key": key, "ref": ref, "gradient": True, "link": _links(shadow, stage)[0]}
@@ -372,7 +379,7 @@ def _one_product_spoiled(shadow: Shadow, stage: int) -> Plan:
 
 
 def _one_product_failed(shadow: Shadow, stage: int) -> Plan:
-    """A dW that takes several tapes fails."""
+    """A dW that takes several tapes (computes the gradients of several microbatches) fails."""
     ticket, _ = yield from _taken_together(shadow, stage)
     yield Call("abort_wgrad", {"ticket": ticket})
 

@@ -112,8 +112,8 @@ def moved(st: Any, stage: int) -> int:
 
 def share(st: Any, stage: int) -> tuple[int, int]:
     """
-    Return the gradient weight for the next dI. The total weight has as many equal parts as the
-    stage has cells; the next dI gets one part, or zero if no part is left.
+    Return the gradient weight for the next dI. The total weight has as many equal shares as the
+    stage has microbatches; the next dI gets one share, or zero if no share is left.
     """
     parts = st.parts[stage] or st.cells[stage]
     left = st.unweighed[stage] if st.parts[stage] else parts

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, Final
 
 from attrs import define, evolve, field
 
+from qeffect.countdown import Countdown
 from qeffect.engine.concrete_memory import Memory
 from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeKey
@@ -33,7 +35,11 @@ from .probes import Probe, about, harm
 from .processes import MUTANT_PROCESSES
 from .sites import BREAKDOWN, Site, mutant, sites
 
-__all__ = ["Corpus", "corpus", "legal_schedules"]
+__all__ = ["TELL", "Corpus", "corpus", "legal_schedules"]
+
+#: Function that `corpus` calls with a progress line before each schedule that it tries; None to
+#: print no progress.
+TELL: Final[ContextVar[Callable[[str], None] | None]] = ContextVar("TELL", default=None)
 
 #: Random walks through each process's life, and the steps of each.
 SEEDS: Final = 8
@@ -106,11 +112,12 @@ class Corpus:
         call.
 
         Args:
-            site: The site.
+            site: The place in the code that the mutant lacks.
             clause: The clause of the contract's refusal; None if the contract accepts.
             answer: The clause of the mutant's refusal, or the text of its Python error; None if the
                 mutant accepts.
-            moment: A key for the situation of the call; only a few calls per situation are kept.
+            moment: A value that names the situation of the call; only a few calls per situation are
+                kept.
         """
         self._counts[site,] += 1
         # A refusal of what the contract accepts tells nothing: the call need not be legal.
@@ -229,7 +236,14 @@ def corpus(omit: tuple[str, ...], searched: tuple[str, ...]) -> Corpus:
     if not found.searching:
         return found
     dice = random.Random(0)
-    for process, actions in legal_schedules(omit):
+    schedules, tell = legal_schedules(omit), TELL.get()
+    count = Countdown("schedules", len(schedules))
+    what = "trying them in reachable states"
+    if omit:
+        what = f"trying those that did no harm so far, in contracts without {', '.join(omit)}"
+    for number, (process, actions) in enumerate(schedules):
+        if tell is not None:
+            tell(f"Mutants: {what}: {count(number)}")
         run = ConcreteRun(process, relations=frozenset(transitions(omit).relations))
         scout = _Scout(found, run, dice)
         for position, (name, arguments) in enumerate(actions):
@@ -269,7 +283,8 @@ def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tu
 
 
 def _movements(run: ConcreteRun) -> Iterator[Action]:
-    """Yield a move of scales for each domain whose scales must move before its update ends."""
+    """For each domain whose scales must be updated before its weight update ends, yield the call
+    that updates them."""
     st = run.laid.memory
     stages = {st.domain_of[config.stage]: config.stage for config in run.process.stages}
     for domain, stage in stages.items():
@@ -355,7 +370,8 @@ class _Scout:
         return accepted
 
     def _moment(self) -> tuple[Any, ...]:
-        """Return a key that is equal in situations where calls are likely to have equal effects."""
+        """Return a value that is equal in situations where calls are likely to have equal
+        effects."""
         st = self.run.laid.memory
         now = st.weight_epoch[self.run.process.stages[0].stage]
         final, spoiled = now in st.final, now in st.spoiled

@@ -31,7 +31,7 @@ class Probe:
     One call in one reachable state.
 
     Args:
-        process: The process.
+        process: The configuration of the process in which the call is made.
         trace: Accepted calls that lead to the state.
         transition: The transition that is called.
         arguments: The arguments of the call.

@@ -40,7 +40,7 @@ class Site:
         half: The half with the site, as ``relation.function``.
         kind: ``guard``, ``operand`` or ``update``; or ``condition`` for the test of an update,
             which then always runs.
-        text: The deleted source.
+        text: The source code that is deleted.
         clause: The clause that the guard raises; empty for an update.
         place: The site's path in the syntax tree of the half, after helpers are inlined.
     """
@@ -142,15 +142,16 @@ def sites(omit: tuple[str, ...] = ()) -> tuple[Site, ...]:
 
 def updates_read_by(guards: Iterable[Site]) -> set[Site]:
     """
-    Return the state updates of columns that the given guards read, in the transitions of these
-    guards.
+    Return the state updates of columns (arrays of the state) that the given guards read, in the
+    transitions of these guards.
     """
     read = {(guard.transition, column) for guard in guards for column in _columns_of(guard)}
     return {s for s in sites() if s.kind == "update" and (s.transition, _written(s)) in read}
 
 
 def _columns_of(guard: Site) -> set[str]:
-    """Return the columns that a guard reads, directly or through local names of its half."""
+    """Return the columns (arrays of the state) that a guard reads, directly or through local names
+    of its function."""
     module, _, name = guard.half.partition(".")
     half = _flat(RELATIONS[module], getattr(RELATIONS[module], name))
     named = {

@@ -34,7 +34,7 @@ from .corpus import corpus, legal_schedules
 from .probes import Probe, harm, outcome
 from .sites import BREAKDOWN, Mutant, Site, sites
 
-__all__ = ["CLASSES", "MutantVerdict", "judge", "prepare"]
+__all__ = ["CLASSES", "MutantVerdict", "judge", "prepare", "search"]
 
 #: Kinds of kills in words, strongest first.
 CLASSES: Final = {
@@ -110,7 +110,7 @@ def judge(mutant: Mutant, searched: tuple[str, ...] = tuple(TRANSITIONS)) -> Mut
     Return the verdict on a mutant.
 
     Args:
-        mutant: The mutant.
+        mutant: The contract with one guard, operand or update deleted.
         searched: Transitions, including the mutant's own, whose mutants are tried together in
             reachable states. The verdict does not depend on the other transitions.
     """
@@ -275,6 +275,14 @@ def _companions(site: Site, omit: tuple[str, ...]) -> Iterator[tuple[Site, tuple
             if other.kind == "operand" and other.half == site.half and other != site:
                 if other.place[: len(whole)] == whole:
                     yield other, (guard,)
+
+
+def search(searched: tuple[str, ...]) -> None:
+    """
+    Try the mutants of some transitions in reachable states of the contract with all relations, so
+    that the time of the first verdict does not include this search.
+    """
+    corpus((), searched)
 
 
 def prepare(tell: Callable[[str], None]) -> None:

@@ -140,7 +140,7 @@ class Goal:
         relations: Relations whose lemmas are the hypotheses of the first attempt; None for claims
             about the initial state, which have no hypotheses.
         facts: The path's tests, the assumptions, and the claim before the transition.
-        denied: The negated claim.
+        denied: The negation of the claim, as a solver term.
     """
 
     name: str

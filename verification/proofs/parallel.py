@@ -27,10 +27,10 @@ Part = Callable[[Callable[[str], None]], Any]
 @frozen
 class Result:
     """
-    The result of one part of the proofs.
+    The result of one of the functions that `run_parallel` runs.
 
     Args:
-        found: The value that the part returned.
+        found: The value that the function returned.
         seconds: Wall-clock time in seconds.
         cpu: Processor time in seconds.
     """

@@ -220,7 +220,7 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
     Yield the answers of other seeds, and of cvc5, to the goals of the contract with all relations.
 
     Args:
-        seeds: Seeds of Z3.
+        seeds: Seeds of Z3's random choices, each of which gives a further answer.
         solvers: Names of solvers; if ``cvc5`` is among them, cvc5 is asked too.
 
     Raises:

@@ -125,7 +125,8 @@ def _restored(composition: Composition) -> Iterator[Goal]:
 
 
 def _entry(term: Term, index: Term | None) -> Term:
-    """Return an entry of a column; a column with a single entry has no index."""
+    """Return an entry of a column (an array of the state); a column with a single entry has no
+    index."""
     return term if index is None else z3.Select(term, index)
 
 

@@ -78,8 +78,10 @@ def recurring(
 
     Args:
         composition: The transitions.
-        moved: For each column, the counter with which its numbers move; a mutant lacks an entry.
-        families: The families to move, one at a time.
+        moved: For each column (array of the state), the counter with which its numbers increase; a
+            mutant lacks an entry.
+        families: The families of numbers (numbers that increase together) to move, one family at a
+            time.
     """
     chosen = tuple(families)
     for transition in (name for name in TRANSITIONS if name in RECUR):
@@ -115,8 +117,8 @@ class Move:
 
     Args:
         encoding: The encoding of the sorts.
-        before: Term of every column before a transition.
-        family: The family that moves.
+        before: The Z3 term of every column (array of the state) before a transition.
+        family: The family of numbers (numbers that increase together) that moves.
         moved: For each column, the counter with which its numbers move.
     """
 

@@ -172,7 +172,7 @@ def agreements(
 
     Args:
         asked: The theories, each with its goals.
-        seeds: Seeds of Z3.
+        seeds: Seeds of Z3's random choices, each of which gives a further answer.
         solvers: Names of solvers; if ``cvc5`` is among them, cvc5 is asked too.
 
     Raises:

@@ -67,7 +67,7 @@ class Proved:
         Record that some facts of a goal refute its negated claim.
 
         Args:
-            goal: The goal.
+            goal: The goal whose negated claim was refuted.
             lemmas: Names of the lemmas that were hypotheses.
             facts: Ids of the goal's facts that the refutation used.
         """
@@ -281,7 +281,7 @@ class Z3:
 
         Args:
             solver: A solver that already has the goal's other facts, by their constants.
-            goal: The goal.
+            goal: The goal: facts, and the negated claim to refute.
             facts: The facts to add.
             lemmas: Names of the lemmas in the solver; None if the solver also has other formulas,
                 so that a refutation must not be recorded.

@@ -91,7 +91,8 @@ def _filled(composition: Composition, term: Term, value: Any) -> Term:
 
 
 def refusals(composition: Composition) -> Iterator[Obligation | Goal]:
-    """Yield goals for: every refusing path leaves every column unchanged."""
+    """Yield goals for: every path that refuses leaves every column (array of the state)
+    unchanged."""
     for transition, paths in composition.every_path.items():
         for path in paths:
             if path.clause is None:

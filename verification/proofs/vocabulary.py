@@ -34,7 +34,7 @@ _MAY_FIND_NO_SLOT = frozenset({"reserve", "check_forward"})
 
 @frozen
 class Moment:
-    """The memory and the history at one moment, as terms by column name."""
+    """The memory and the history at one moment, as Z3 terms by the name of the column (array)."""
 
     state: Mapping[str, Term]
     history: Mapping[str, Term]
@@ -140,7 +140,7 @@ class Vocabulary:
 
     @cached_property
     def _read(self) -> dict[str, set[str]]:
-        """The columns that each invariant reads."""
+        """The columns (arrays of memory and history) that each invariant reads."""
         found: dict[str, set[str]] = self.encoding.memo.setdefault("read", {})
         st, h = self.state(self.before), self.history(self.before)
         for predicate in self._invariants():

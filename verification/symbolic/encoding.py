@@ -78,7 +78,8 @@ _MASK_BITS = 6
 
 def flat_arguments(transition: str) -> dict[str, str]:
     """
-    Return the arguments of a transition with their sorts; keys and references are split into parts.
+    Return the arguments of a transition with their sorts; keys and references are split into their
+    fields.
 
     >>> flat_arguments("drop")
     {'key.cell': 'cell', 'key.epoch': 'int', 'ref.slot': 'slot', 'ref.generation': \
@@ -108,11 +109,13 @@ class Encoding:
     the width of a generation. Consumer masks are bit vectors of six bits.
 
     Args:
-        sorts: Z3 sort of every sort name of ``qeffect.relations.columns``.
+        sorts: The Z3 sort for every sort name of ``qeffect.relations.columns``, such as slot or
+            stage.
         constants: Terms that represent plain Python values in uninterpreted sorts.
         members: Members of each finite index sort, without its sentinel; empty if unbounded.
         generation_bits: Width of a generation in bits, or None for an unbounded integer.
-        memo: Cache of results that were computed in this encoding; each user chooses its own keys.
+        memo: Cache of results that were computed in this encoding; each user of the cache chooses
+            its own keys.
     """
 
     sorts: Mapping[str, Any]
@@ -275,7 +278,8 @@ def _values(index_sorts: Mapping[str, Any], generation_bits: int | None) -> dict
 
 class Memory:
     """
-    Symbolic memory: one attribute per column, and the operations ``every`` and ``fill``.
+    Symbolic memory: one attribute per column (array of the contract's state), and the operations
+    ``every`` and ``fill``.
 
     Args:
         encoding: The encoding of the sorts.

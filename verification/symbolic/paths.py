@@ -33,10 +33,10 @@ class Path:
         transition: Name of the transition.
         index: Position among the transition's paths.
         tests: The tests on the path; their conjunction is the path's condition.
-        columns: Term of every column after the path.
+        columns: The Z3 term of every column (array of the state) after the path.
         clause: Clause of the refusal; None if the call is accepted.
         returned: The result of the call; for a check, the ticket.
-        before: Term of every column before the path.
+        before: The Z3 term of every column (array of the state) before the path.
     """
 
     transition: str
@@ -54,7 +54,7 @@ class Path:
 
     @cached_property
     def written(self) -> dict[str, Term]:
-        """The columns that the path writes, with their terms."""
+        """The columns (arrays of the state) that the path writes, with their terms."""
         return {n: t for n, t in self.columns.items() if not _same(t, self.before[n])}
 
     @cached_property

@@ -337,8 +337,8 @@ def _selected(array: Term, constants: Constants, index: Any) -> Term:
 
 class Array:
     """
-    A column as a Z3 array: reading an entry is a select and assigning one is a store. A pair as
-    index selects from an array of arrays.
+    A column (an array of the state) as a Z3 array: reading an entry is a select and assigning one
+    is a store. A pair as index selects from an array of arrays.
     """
 
     __slots__ = ("constants", "run", "term")
@@ -370,7 +370,8 @@ class Array:
 
 
 class Scalar:
-    """A column with one entry as a plain Z3 term; every index gives this entry."""
+    """A column (an array of the state) with one entry, as a plain Z3 term; every index gives this
+    entry."""
 
     __slots__ = ("constants", "run", "term")
 

@@ -193,7 +193,8 @@ def _forward(shadow: Shadow, pick: Pick) -> Call:
 
 
 def _anykey_of(shadow: Shadow, pick: Pick) -> tuple[TapeKey, TapeRef] | None:
-    """Return the key and reference of a tape that is or was live."""
+    """Return the key (epoch, stage and microbatch) and the reference of a tape that is or was
+    live."""
     live = [(key_of(slot), shadow.ref(slot)) for slot in shadow.live()]
     tapes = live + shadow.old_refs[-4:] if pick(4) == 3 else live or shadow.old_refs[-4:]
     return tapes[pick(len(tapes))] if tapes else None
@@ -243,7 +244,8 @@ def _visit(transition: str) -> Callable[[Shadow, Pick], Call | None]:
 
 
 def _grouping(shadow: Shadow, pick: Pick) -> Call | None:
-    """Propose that a dW in flight takes a tape that it must not take."""
+    """Propose that a dW in flight takes a tape (computes the gradient of a further microbatch) that
+    it must not take."""
     tape = _anykey_of(shadow, pick)
     flights = [flight for flight in shadow.flights.values() if flight.slot is not None]
     if tape is None or not flights:

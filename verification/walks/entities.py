@@ -37,7 +37,7 @@ class Tape:
 @define
 class Slot:
     """
-    A slot, which can hold one tape.
+    A slot (set of buffers), which can hold one tape.
 
     ``wrote`` is the time of the latest replay that wrote the output or input gradient. ``vacated``
     is the time of the latest replay of an earlier tape. ``moving`` has the running transfers, and

@@ -2,10 +2,10 @@
 Random tests: real contracts get random legal and illegal calls, and the oracle checks each answer.
 
 `run` tests contracts with whole schedules. `ContractMachine` does the same as a Hypothesis state
-machine with a rule for every transition. A run proves nothing. It fails if a legal call is refused,
-if an illegal call is accepted or refused by another clause than the first that it breaks, if a
-refusal changes the state, if an invariant of the specification breaks, or if a transition or clause
-was never exercised.
+machine with a rule for every transition. A run proves nothing. The test fails if a legal call is
+refused, or if an illegal call is accepted or refused by another clause than the first that it
+breaks. The test also fails if a refusal changes the state, if an invariant of the specification
+breaks, or if a transition or clause was never exercised.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def _empty(slot: Slot) -> bool:
 
 
 def seat(shadow: Shadow, key: TapeKey, slot: int | None) -> tuple[Slot | None, list[str]]:
-    """Return the slot that a forward or reservation takes, and the clauses that this breaks."""
+    """Return the slot (set of buffers) that a forward or reservation takes, and the clauses that
+    this breaks."""
     own = shadow.slot_of(key.cell)
     if slot is None:
         free = shadow.free(key.stage)
@@ -98,7 +99,7 @@ def seat(shadow: Shadow, key: TapeKey, slot: int | None) -> tuple[Slot | None, l
 
 
 def _taken(shadow: Shadow, key: TapeKey, place: Slot, reserved_is_fine: bool) -> Findings:
-    """Violations by a key in a slot, for a forward or a reservation."""
+    """Violations if a forward or a reservation of a key takes a slot (set of buffers)."""
     tape = place.tape
     if place.stage != key.stage:
         yield "ownership.foreign-slot"
@@ -581,7 +582,8 @@ def _group_wgrad(
 
 
 def _ungroup_wgrad(shadow: Shadow, key: TapeKey, ref: TapeRef, covered: Any) -> Findings:
-    """A tape's part of a dW ends after the dW; a lost tape has no part, and frees its slot."""
+    """Violations if a tape leaves the group of tapes that one dW computes together. A lost tape
+    leaves too, which frees its slot."""
     if not shadow.uses("arena"):
         yield "arena.left-out"
     yield from _transfer(shadow, key, ref, "group")
@@ -920,14 +922,14 @@ def _end_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
 
 
 def _commit_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
-    """Scales that move once per epoch must move before the update ends."""
+    """Scales that are updated once per epoch must be updated before the weight update ends."""
     yield from _end_update(shadow, ticket)
     if any(domain.gathered for domain in shadow.domains):
         yield "order.scales-not-moved"
 
 
 def _move_scales(shadow: Shadow, stage: int, updates: int | None = None) -> Findings:
-    """Scales that move once per epoch may move only once, in the update."""
+    """Scales that are updated once per epoch may be updated only once, in the weight update."""
     if shadow.update is None:
         yield "order.moves-outside-update"
     if not shadow.domain(stage).gathered:

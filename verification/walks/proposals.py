@@ -197,8 +197,8 @@ def reports(shadow: Shadow, ticket: Ticket) -> dict[str, Any]:
 
 def _weight(shadow: Shadow, ticket: Ticket, index: int) -> tuple[int, int]:
     """
-    Return the gradient weight of a microbatch: one part, or all remaining parts for the last dI of
-    a walk.
+    Return the gradient weight of a microbatch: one share, or all remaining shares for the last dI
+    of a walk (a pass over the microbatches).
 
     Some dI get one part too many. If this happens to the last dI, the epoch's weights are wrong.
     """
@@ -263,7 +263,7 @@ def shares_pool(shadow: Shadow, stage: int) -> bool:
 
 
 def key_of(slot: Slot) -> TapeKey:
-    """Return the key of the tape in a slot."""
+    """Return the key (epoch, stage and microbatch) of the tape in a slot."""
     assert slot.tape is not None
     return slot.tape.key
 
@@ -391,7 +391,8 @@ def _may_take_more(shadow: Shadow, call: Call) -> bool:
 
 
 def _grouped(shadow: Shadow, call: Call, pick: Pick) -> Call:
-    """Let a dW also take other tapes that fit in its product; return other calls unchanged."""
+    """Let a dW also take other tapes (compute the gradients of other microbatches) that fit in its
+    product; return other calls unchanged."""
     if call.transition != "check_wgrad":
         return call
     for slot in shadow.live():
@@ -513,7 +514,8 @@ def _gradients_reads(shadow: Shadow) -> Iterator[Call]:
 
 
 def _skips(shadow: Shadow) -> Iterator[Call]:
-    """Yield calls that leave the last cell of a stage out of a walk that has not begun."""
+    """Yield calls that leave the last microbatch of a stage out of a walk (a pass over the
+    microbatches) that has not begun."""
     if not shadow.forwarded:
         for it in shadow.stages.values():
             cells = [cell for cell in it.config.cells() if cell not in shadow.skipped]

@@ -36,7 +36,7 @@ class Schedule:
     A sequence of calls that are all legal.
 
     Args:
-        process: The process.
+        process: The configuration of the process that makes the calls.
         calls: The calls in order; a restore says whether it goes to a new contract.
     """
 
@@ -99,13 +99,14 @@ def _slot(call: Call) -> int | None:
 
 class ScheduleWalk(RandomWalk):
     """
-    A random walk without a contract: it computes from the shadow what a contract would return.
+    A random walk (a sequence of random calls) without a contract: it computes from the shadow, a
+    record of the calls, what a contract would return.
 
     Args:
-        process: The process.
+        process: The configuration of the process that makes the calls.
 
     Attributes:
-        calls: The calls so far, each with its slot.
+        calls: The calls so far, each with its slot (set of buffers).
     """
 
     def __init__(self, process: Process) -> None:

@@ -142,21 +142,24 @@ class Shadow:
 
     def gathered(self) -> list[StageConfig]:
         """
-        For each domain whose scales move once per epoch and have yet to move, its first stage.
+        The first stage of each domain whose scales are updated once per epoch and have yet to be
+        updated.
         """
         first = {self.domain_of(s): config for s, config in reversed(self.configs.items())}
         moving = [first[d] for d, domain in enumerate(self.domains) if domain.gathered]
         return moving if self.uses("order") else []
 
     def may_take_more(self) -> bool:
-        """Whether a dW in flight may take more tapes: scales move once per epoch."""
+        """Whether a dW in flight may take more tapes (compute the gradients of further
+        microbatches): only if scales are updated once per epoch."""
         flights = self.flights.values()
         return any(
             f.ticket.action == "dW" and self.configs[f.stage].scales == "epoch" for f in flights
         )
 
     def buffers(self, cell: Cell) -> tuple[Hashable, Hashable]:
-        """Return the buffers of a cell's gradients: its stage's buffer, and the shared buffer."""
+        """Return the gradient buffers of a cell (a stage and a microbatch): its stage's buffer, and
+        the shared buffer."""
         own = self.configs[cell[0]].destinations
         apart = (cell[1],) if own and own[0].microbatch is not None else ()
         together = tuple(sorted({cell[0], self.sharer(cell[0])}))
@@ -183,7 +186,7 @@ class Shadow:
         return self.domains[domain].drained < at and not any(link.joined > at for link in own)
 
     def slot_of(self, cell: Cell) -> Slot | None:
-        """Return the slot that holds a cell's live tape; None if no slot does."""
+        """Return the slot (set of buffers) that holds a cell's live tape; None if no slot does."""
         for slot in self.slots:
             if slot.tape is not None and slot.tape.key.cell == cell:
                 return slot
@@ -394,7 +397,8 @@ class Shadow:
     _abort_evaluation = _abort
 
     def _ungroup(self, group: Group) -> None:
-        """Release every tape that a dW took into its group; a spoiled epoch loses these tapes."""
+        """Release every tape that a dW took into its group (computed together); a spoiled epoch
+        loses these tapes."""
         for key, ref in group:
             slot, stage = self.slots[ref.slot], self.stages[key.stage]
             if slot.tape is not None and stage.spoiled:

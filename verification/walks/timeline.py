@@ -1,5 +1,6 @@
 """
-Print a schedule as text: every call in order, and a row for each slot with its calls.
+Print a schedule as text: every call in order, and a line for each slot (set of buffers) with its
+calls.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class CallRecord:
     One call of a schedule and its outcome.
 
     Args:
-        call: The call.
+        call: The call of the contract, with its arguments.
         refused: The clause that refused the call; empty if the call was accepted.
-        slot: The slot that the call was about; None if it was about no slot.
+        slot: The slot (set of buffers) that the call was about; None if the call was about no slot.
         result: The result of the call in words.
     """
 
@@ -107,7 +108,7 @@ def timeline_text(steps: Sequence[CallRecord], slots: Sequence[int]) -> str:
     Return the calls as a grid, in which time goes to the right.
 
     Args:
-        steps: The schedule.
+        steps: The calls of the schedule, each with its outcome.
         slots: The stage of each slot.
     """
     names = ["process", *(f"slot {slot} of stage {stage}" for slot, stage in enumerate(slots))]

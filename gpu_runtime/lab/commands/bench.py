@@ -46,8 +46,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("step", "sweep"),
         default="step",
-        help="step (default): time, memory, set-up, copies and guards. sweep: slots, graphs, "
-        "memory and times for several numbers of microbatches",
+        help="step (default): time, memory, set-up, copies and guards. sweep: slots (sets of "
+        "buffers for one microbatch), graphs, memory and times for several numbers of microbatches",
     )
     parser.add_argument(
         "--cells",
@@ -76,7 +76,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="which of ZB-V's two ranks the sweep runs (default 1)",
     )
     parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds per column (default 5; 3 in the sweep)"
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="timed rounds per column (default 5; 3 in the sweep)",
     )
     parser.add_argument(
         "--steps", type=int, metavar="N", help="steps per round (default 20; 10 in the sweep)"
@@ -160,7 +163,7 @@ def _refuse_unused(args: argparse.Namespace) -> None:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """The error messages of the columns that failed."""
+    """The error messages of the columns (variants of the step) that failed."""
     return [
         column["error"]
         for cell in report["raw"]["cells"]

@@ -65,7 +65,8 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         "--sides",
         nargs="+",
         choices=SIDES,
-        help="sides to run (default: all). native: Transformer Engine's own full backward. "
+        help="sides (implementations) to run (default: all). native: Transformer Engine's own full "
+        "backward. "
         "native-again: the native side a second time. eager and captured: the guarded "
         "runtime without and with CUDA graphs. disturbed: the guarded runtime with "
         "injected faults",

@@ -72,11 +72,16 @@ def add_groups_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[],
         metavar="N",
-        help="numbers of microbatches per weight-gradient product; a cell with M microbatches "
-        "skips numbers that do not divide M (default: every power of two that divides M)",
+        help="numbers of microbatches per weight-gradient product; a cell (workload) with M "
+        "microbatches skips numbers that do not divide M (default: every power of two that "
+        "divides M)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="rounds per row (default 3)"
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="timed rounds per row, that is, per cell, schedule and group size (default 3)",
     )
     steps = ", ".join(f"{cell.steps} for {name}" for name, cell in CELLS.items())
     parser.add_argument(
@@ -88,17 +93,17 @@ def add_groups_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(_DIGESTED),
         choices=tuple(CELLS),
         metavar="NAME",
-        help="cells whose grouped rows get a digest of parameters, moments and scales; a digest "
-        "takes up to 10 s per row of a large cell; --digests without a NAME takes no digests "
-        f"(default: {' '.join(_DIGESTED)})",
+        help="cells (workloads) whose grouped steps are compared by a digest of parameters, "
+        "moments and scales; each digest of a large cell takes up to 10 s; --digests without a "
+        f"NAME takes no digests (default: {' '.join(_DIGESTED)})",
     )
     parser.add_argument(
         "--limit",
         type=float,
         default=_LIMIT_S,
         metavar="S",
-        help=f"time limit of all rows in seconds (default {_LIMIT_S:g}); --out keeps the rows "
-        "measured until then",
+        help=f"time limit of all measurements in seconds (default {_LIMIT_S:g}); --out keeps what "
+        "was measured until then",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda", help="device (default cuda)"
@@ -108,7 +113,8 @@ def add_groups_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_groups(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure every row; the outcome is `refused` if a row failed or two schedules' digests differ.
+    Measure every row (one cell, schedule and group size); the outcome is `refused` if a row failed
+    or two schedules' digests differ.
 
     Raises:
         UnusableError: The ranks cannot run the rows, or did not end within `--limit`.
@@ -192,7 +198,8 @@ def _run(args: argparse.Namespace, rows: Sequence[GroupRow], progress: Progress)
 
 
 def _measure(args: argparse.Namespace, rows: Sequence[GroupRow], findings: Findings) -> None:
-    """Measure each cell's matrix products, then every row; each rank calls this function."""
+    """Measure each cell's (workload's) matrix products, then every row; each rank calls this
+    function."""
     member = join(args.device)
     if args.device == "cuda":
         for cell in args.cells:
@@ -216,7 +223,8 @@ def _measure(args: argparse.Namespace, rows: Sequence[GroupRow], findings: Findi
 
 
 def _measure_row(member: Member, args: argparse.Namespace, row: GroupRow) -> dict[str, Any]:
-    """Measure one row, with a digest of all ranks' state after the first steps."""
+    """Measure one row (a cell, schedule and group size), with a digest of all ranks' state after
+    the first steps."""
     run = RankRun.of(member, row.make)
     side = run.side
     run.settle(row.settling_steps)

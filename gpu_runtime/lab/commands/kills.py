@@ -491,7 +491,8 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _logged(path: Path, key: str) -> dict[int, list[float]]:
     """
-    The values that a log has under a key, by step; a step that was restarted has several values.
+    The values that a log (one JSON object per line) has under a name, by step; a step that was
+    restarted has several values.
     """
     found: dict[int, list[float]] = {}
     for line in map(json.loads, path.read_text().splitlines()):

@@ -51,15 +51,15 @@ MODES = (OURS, *megatron.GRAPH_MODES)
 
 def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: Findings) -> None:
     """
-    Measure the native rows, the rows of guarded replays and the rows of one launch per step; each
-    rank calls this function.
+    Measure our rows: native training, guarded replays, and one launch per step. A row of the report
+    is one cell (workload) under one schedule and one mode; each rank calls this function.
 
     Args:
         device: `cuda` or `cpu`.
-        rows: Rows to measure; a row of one launch per step follows the row of replays with which it
+        rows: Rows to measure. A row of one launch per step follows the row of replays with which it
             is compared.
         folder: Folder in which native's gradients are saved for later processes.
-        findings: Receives each row once it is measured.
+        findings: Receives the times and digests of each row once the row is measured.
     """
     member = join(device)
     state: dict[str, Tensor] = {}
@@ -157,8 +157,8 @@ def _against_native(
 
 def _measure_far(member: Member, row: PeerRow, folder: Path) -> dict[str, Any]:
     """
-    Measure a row that native training cannot match bit for bit: a row with fp32 gradients, or with
-    weight gradients computed in groups.
+    Measure a row (a cell under one schedule and mode) that native training cannot match bit for
+    bit: a row with fp32 gradients, or with weight gradients computed in groups.
 
     The first steps are guarded actions, and the gradients of the last of these steps are compared
     with native's. Each timed step is one launch if the row's side is `one launch`.
@@ -177,7 +177,8 @@ def _measure_far(member: Member, row: PeerRow, folder: Path) -> dict[str, Any]:
 
 def _runs(modes: Sequence[str], settings: PeerSettings) -> list[tuple[str, list[PeerRow]]]:
     """
-    The mode and the rows of each start of the ranks.
+    For each start of the ranks: the mode (a way to run steps) and the rows that this start
+    measures.
 
     Megatron makes local and full-iteration graphs only once in a process, so each row with such
     graphs gets its own processes.
@@ -272,9 +273,9 @@ def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     Run every mode in its own processes, and write the report.
 
-    The outcome is `refused` if the bits of a guarded row differ from those of its reference, if the
-    gradients of a guarded row under another schedule are far from native's, or if no guarded row
-    was measured.
+    The outcome is `refused` in three cases: the bits of a guarded row (a cell under one schedule)
+    differ from the bits of its reference; the gradients of a guarded row under another schedule are
+    far from native's; or no guarded row was measured.
 
     Raises:
         UnusableError: This machine cannot run the modes.
@@ -317,8 +318,8 @@ def _run_mode(
     progress: Progress,
 ) -> None:
     """
-    Measure one mode, then profile the measured rows; if the measurement or the profile fails, the
-    error is recorded.
+    Measure the rows (cells under each schedule) of one mode, then profile the measured rows; if the
+    measurement or the profile fails, the error is recorded.
     """
     raw, settings = report.raw, rows[0].settings
     done: list[dict[str, Any]] = []
@@ -360,7 +361,8 @@ def _processes(mode: str, rows: Sequence[PeerRow], start: RankStart) -> dict[str
 
 
 def rows_of(mode: str, cells: Sequence[str], settings: PeerSettings) -> list[PeerRow]:
-    """The rows of a mode, in the order in which they are measured."""
+    """The rows of a mode (each a cell under one schedule), in the order in which they are
+    measured."""
     if mode != OURS:
         side = EAGER if mode == "none" else f"megatron {mode}"
         return [
@@ -373,7 +375,7 @@ def rows_of(mode: str, cells: Sequence[str], settings: PeerSettings) -> list[Pee
 
 def _our_rows(cell: str, settings: PeerSettings) -> list[PeerRow]:
     """
-    The rows of mode `ours` for one cell.
+    The rows of mode `ours` for one cell (a workload: layer dimensions and number of microbatches).
 
     The native row comes first, because the gradients of all later rows are compared with its
     gradients. For each data type of gradients, rows follow under both schedules: first with scales

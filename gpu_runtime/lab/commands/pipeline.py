@@ -89,8 +89,9 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--provisioning",
         choices=PROVISIONINGS,
         default="live",
-        help="number of slots per stage. live (default): the largest number of tapes that are "
-        "live at the same time. static: one slot for each microbatch",
+        help="number of slots (sets of buffers for one microbatch) per stage. live (default): the "
+        "largest number of microbatches that are in progress at the same time. static: one slot "
+        "for each microbatch",
     )
     parser.add_argument(
         "--amax",

@@ -78,7 +78,8 @@ def _best(derived: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rows(drawn: Iterable[Iterable[str]]) -> list[str]:
-    """The row titles of all panels, each title once, so that all panels have the same rows."""
+    """The titles of the rows of all panels, each title once, so that all panels show the same rows.
+    A row is one column of the report, that is, one way to run a step."""
     return list(dict.fromkeys(title for titles in drawn for title in titles))
 
 
@@ -104,8 +105,9 @@ def _label_rows(axis: Any, rows: Sequence[str], *, shown: bool) -> None:
 
 def step_time(found: Sequence[Report]) -> Any:
     """
-    Draw each column's median step time with its range, and the shortest kernel time of a library
-    column with the same gradient sum (the floor); one panel per cell.
+    Draw the median step time and its range for each column (a way to run a step); one panel per
+    cell (workload). Also draw the floor: the shortest kernel time of a library column with the same
+    gradient sum.
     """
     pyplot = _pyplot()
     cells = reports.cells(found)
@@ -185,8 +187,8 @@ PEAKS = {
 
 def memory(found: Sequence[Report]) -> Any:
     """
-    Draw the peak memory of each column minus that of the faster native column, from three sources,
-    and mark the largest of the three differences.
+    Draw the peak memory of each column (a way to run a step) minus the peak of the faster native
+    column, from three sources, and mark the largest of the three differences.
     """
     pyplot = _pyplot()
     cells = [

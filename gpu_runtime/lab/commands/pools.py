@@ -56,9 +56,9 @@ def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     Replay with private pools and with a shared pool, and write the report.
 
-    The outcome is `refused` if private pools differ from native in a bit, if the contract allowed a
-    shared pool, or if a shared pool corrupted nothing on a GPU, so that the comparison proves
-    nothing.
+    The outcome is `refused` in three cases: private pools differ from native in a bit; the contract
+    allowed a shared pool; or a shared pool corrupted nothing on a GPU, so that the comparison
+    proves nothing.
 
     Raises:
         UnusableError: This machine cannot run the trials.

@@ -130,7 +130,7 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="number of parts that run at the same time (default 1)",
+        help="number of training runs that run at the same time (default 1)",
     )
     parser.add_argument(
         "--same",
@@ -143,7 +143,8 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
 def _rank_part(
     part: Part, trial: Trial, folder: str, options: Mapping[str, Any], findings: Findings
 ) -> None:
-    """Run one part of the trial on one rank."""
+    """Run one part of the trial (the first run, or a run that resumes from its checkpoint) on one
+    rank."""
     member = join(trial.device, trial.limits)
     if trial.device == "cpu":
         torch.set_num_threads(1)
@@ -152,7 +153,8 @@ def _rank_part(
 
 def _run_part(part: Part, trial: Trial, folder: Path, **options: Any) -> list[Any]:
     """
-    Run one part with a fresh process per rank; return each rank's results.
+    Run one part of the trial, such as a resumed run, with a fresh process per rank; return each
+    rank's results.
 
     Raises:
         UnusableError: A rank failed.
@@ -316,7 +318,7 @@ def resumed_row(
         schedule: The schedule of the run that never stopped.
         whole: Results of the ranks of the run that never stopped.
         again: Results of the ranks of the resumed run.
-        weighed: Bytes of the checkpoint, by part.
+        weighed: Bytes of the checkpoint, by kind of content, such as weights or optimizer moments.
         there: Schedule and mode of the resumed run, if they differ from those of the run that
             saved.
     """

@@ -73,11 +73,11 @@ BEFORE = 6
 @attrs.frozen
 class ScaleRow(NamedRow):
     """
-    One row of the report, to be measured.
+    One row of the report, to be measured: one cell under one schedule, run by one side.
 
     Args:
-        cell: A name of `CELLS`.
-        side: `native`, `guarded` or `one launch`.
+        cell: The workload (layer dimensions and number of microbatches), a name of `CELLS`.
+        side: The way to run a step: `native`, `guarded` or `one launch`.
         schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
         pp: Number of pipeline ranks.
     """
@@ -122,7 +122,8 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(CELLS)[:2],
         choices=CELLS,
         metavar="CELL",
-        help=f"cells to time (default {' '.join(list(CELLS)[:2])})",
+        help="cells to time (layer size and number of microbatches; default "
+        f"{' '.join(list(CELLS)[:2])})",
     )
     parser.add_argument(
         "--compared",
@@ -198,8 +199,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _rows(args: argparse.Namespace) -> list[ScaleRow]:
     """
-    The rows to measure: in each cell one native row, then, under every schedule, a row of replays
-    and a row of one launch per step.
+    The rows to measure. Each cell (workload) has one native row, then, under every schedule, a row
+    of replays and a row of one launch per step.
     """
     sides = ("guarded", "one launch") if args.device == "cuda" else ("guarded",)
     rows = []
@@ -216,7 +217,8 @@ def _job(pp: int, schedule: str, config: LayerConfig, microbatches: int) -> Job:
 
 
 def _measure(args: argparse.Namespace, rows: list[ScaleRow], findings: Findings) -> None:
-    """Run every comparison, then measure every row; each rank calls this function."""
+    """Run every comparison, then measure every row (a cell under one schedule, run by one side);
+    each rank calls this function."""
     member = join(args.device)
     for name in args.compared:
         for schedule in args.schedules:

@@ -2,10 +2,10 @@
 ``qeffect runtime report scales``: compare the losses of training whose FP8 scales are updated
 (move) at every action with training whose scales are updated once per step.
 
-For each seed, one process trains the model of a training file twice: with scales that move at the
-end of every F and dI, and with scales that move once per step. Both runs of a seed begin with the
-same weights and read the same windows. `qeffect.gpu_runtime.lab.statistics.scales` derives the
-figures.
+For each seed, one process trains the model of a training file twice: once with scales that are
+updated at the end of every F and dI, and once with scales that are updated once per step. Both runs
+of a seed begin with the same weights and read the same windows.
+`qeffect.gpu_runtime.lab.statistics.scales` derives the figures.
 """
 
 from __future__ import annotations

@@ -59,21 +59,21 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=PARTS,
         metavar="PART",
-        help=f"parts to measure: {', '.join(PARTS)} (default: the first three)",
+        help=f"parts of the report to measure: {', '.join(PARTS)} (default: the first three)",
     )
     parser.add_argument(
         "--cells",
         nargs="+",
         choices=CELLS,
         metavar="CELL",
-        help=f"cells to measure (default {SMALL} {LARGE})",
+        help=f"cells to measure: layer size and number of microbatches (default {SMALL} {LARGE})",
     )
     parser.add_argument(
         "--microbatches",
         nargs="+",
         type=int,
         metavar="M",
-        help="numbers of microbatches to try in the part resources (default 2 to 32)",
+        help="numbers of microbatches that --parts resources tries (default 2 to 32)",
     )
     parser.add_argument(
         "--merge",
@@ -174,7 +174,8 @@ def merge_trials(paths: Sequence[Path], out: Path | None) -> Report:
 
 def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The fields that must be equal in all merged trials; ranks, parts, cells and hosts may differ.
+    The fields that must be equal in all merged trials. Ranks, parts of the report, cells
+    (workloads) and hosts may differ.
     """
     place, asked = part["environment"], part["configuration"]
     return {
@@ -219,7 +220,8 @@ def _plain(value: Any) -> Any:
 
 
 def _measure(args: argparse.Namespace, rows: Sequence[TableRow], findings: Findings) -> None:
-    """Measure every row; each rank calls this function."""
+    """Measure every row (a cell under one schedule, run by one side); each rank calls this
+    function."""
     member = join(args.device)
     with isolation(member):
         # One-time costs of a process count for no side.
@@ -246,7 +248,8 @@ def measure_row(
     rows: Sequence[TableRow],
 ) -> dict[str, Any]:
     """
-    Measure one row; if a side fails, its error is recorded and the other sides are still measured.
+    Measure one row: a cell (workload) under one schedule, run by one side. If a side fails, its
+    error is recorded and the other sides are still measured.
     """
     job = row.job()
     try:
@@ -310,7 +313,8 @@ def _compare(
     rows: Sequence[TableRow],
 ) -> dict[str, Any] | None:
     """
-    Count the tensors that differ from the reference's; keep this side's tensors for later rows.
+    Count the tensors of this side (a way to run a step) that differ from its reference side; keep
+    this side's tensors for later rows.
     """
     base = REFERENCES.get(row.side)
     theirs = references.get((row.schedule, base)) if base is not None else None

@@ -31,23 +31,24 @@ class Case:
 
     Args:
         name: Name of the case in reports.
-        schedule: A schedule class of torch, to run one rank's row of its table; `random` for a
-            random order; or `given` for the order in `cells`.
-        rank: The rank whose row runs, or the seed of a random order.
+        schedule: A schedule class of torch, of whose table the actions of one rank are run;
+            `random` for a random order; or `given` for the order in `cells`.
+        rank: The rank whose actions are run, or the seed of a random order.
         history: Number of entries of each amax history.
         rule: Which memory a weight-gradient action (dW) writes to, such as `accumulate`.
         dtype: Data type of the gradient destinations.
-        fused_qkv: Whether query, key and value are one parameter, or three.
+        fused_qkv: Whether query, key and value of attention share one parameter, instead of three.
         hidden: Width of the residual stream.
         ffn: Width of the MLP.
         heads: Number of attention heads per layer.
         sequence: Tokens per microbatch.
         steps: Number of optimizer steps.
-        scaling: The FP8 recipe.
+        scaling: The FP8 recipe: how the scales of casts are chosen, such as `delayed`.
         num_layers: Layers in each stage.
-        cells: The order itself if the schedule is `given`, such as `0F0 0I0 0W0`.
-        pp: Ranks of the schedule's table.
-        vpp: Stages per rank.
+        cells: If the schedule is `given`: the actions in order, each as stage, action and
+            microbatch, such as `0F0 0I0 0W0`.
+        pp: Number of ranks in the schedule's table.
+        vpp: Number of stages per rank.
         microbatches: Microbatches per step.
         dropout: Probability with which each layer drops elements of its two residual branches.
         recorded_from: The first step that is recorded. Later steps depend on every bit of earlier

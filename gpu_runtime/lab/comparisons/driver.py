@@ -64,7 +64,8 @@ class GuardedRun(RecordedLoop):
     Attributes:
         upkeep: Counts that must be zero: memory that moved, unfinished work that remained, and
             resources that grew between steps.
-        released: The reference of the last tape that each slot held, by stage and slot.
+        released: The reference of the last tape (one forward's saved data) that each slot (its
+            buffers) held, by stage and slot.
     """
 
     upkeep: Upkeep = attrs.field(init=False)

@@ -26,9 +26,9 @@ def evaluate_native(
     Args:
         member: This process.
         pipeline: The native pipeline, between two steps.
-        job: The training job.
+        job: The pipeline and its model, as trained.
         held_out: The held-out text.
-        windows: Number of windows.
+        windows: Number of windows (sequences of tokens) of the text to evaluate.
 
     Raises:
         BackendError: A message between ranks was lost.

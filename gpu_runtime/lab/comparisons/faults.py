@@ -146,8 +146,8 @@ def inject_faults(run: GuardedRun, number: int) -> list[dict[str, str]]:
 
 def _row(run: GuardedRun, name: str, where: object, action: Callable[[], object]) -> dict[str, str]:
     """
-    Inject one row of the fault table; exactly the clause of that row must refuse the call, in
-    exactly the transition of that row.
+    Inject one violation of the fault table. Exactly the clause that the table names must refuse the
+    call, in exactly the transition (call of the contract) that the table names.
     """
     row = ROWS[name]
     found = require_refusal(run.runtime, row["clause"], row["transition"], action)
@@ -156,7 +156,8 @@ def _row(run: GuardedRun, name: str, where: object, action: Callable[[], object]
 
 def _refusals(run: GuardedRun) -> list[dict[str, str]]:
     """
-    Run an epoch to its commit, and inject the six rows of the fault table that change nothing.
+    Run an epoch to its commit, and inject the six violations of the fault table that change
+    nothing.
     """
     runtime, actions = run.runtime, run.runtime.actions
     first, missing = runtime.order.steps[0], runtime.order.steps[-1]

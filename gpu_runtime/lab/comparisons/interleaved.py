@@ -43,14 +43,15 @@ HISTORY = 16
 @attrs.frozen
 class GraphUse:
     """
-    One way to run a rank's row of the schedule.
+    One way to run a rank's actions of the schedule.
 
     Args:
         name: Name of this use in the report.
         what: Description of this use, in a sentence.
-        graphs: Whether the library's graphs run the row.
+        graphs: Whether the library's CUDA graphs run the rank's actions.
         reuse: Whether the library reuses buffers.
-        captured_by: The rank in whose order the graphs are captured; by default the row's own rank.
+        captured_by: The rank in whose order of actions the graphs are captured; by default the rank
+            that runs them.
         taken: Whether each parameter gradient is added to a separate buffer at once, as Megatron
             does, instead of staying in `.grad`.
         late: How many forwards or backwards later a result is read, as a message in flight would
@@ -148,7 +149,8 @@ class _Late:
 
 
 def actions_of(rank: int) -> list[tuple[bool, int, int]]:
-    """Every F and full backward of a rank's row, in the form that `full_backward_order` returns."""
+    """Every F and full backward of a rank's line in the schedule table, in the form that
+    `full_backward_order` returns."""
     table = torch_schedule("ScheduleInterleaved1F1B", pp=PP, vpp=CHUNKS, microbatches=MICROBATCHES)
     return full_backward_order(Order.of_rank(table, rank))
 

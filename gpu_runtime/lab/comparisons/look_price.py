@@ -2,10 +2,10 @@
 ``python -m qeffect.gpu_runtime.lab.comparisons.look_price FILE.toml``: measure the cost of the
 check for values that are not finite, as ratios from one run of one process.
 
-Each round times five parts: a step; the check; the sums by which a save compares ranks; the
-comparison of gradient scales after a step; and the check for stages with zero gradients, which a
-run without a gradient norm makes in each step. All five parts are thus timed under the same
-conditions. Each ratio divides two medians over all rounds.
+Each round times five things: a step; the check; the sums by which a save compares ranks; the
+comparison of gradient scales after a step; and the check for stages with zero gradients. A run
+without a gradient norm makes this last check in each step. All five parts are thus timed under the
+same conditions. Each ratio divides two medians over all rounds.
 """
 
 from __future__ import annotations

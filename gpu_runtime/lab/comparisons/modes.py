@@ -46,7 +46,8 @@ _LINES = 12
 
 
 def pairs(row: Row) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Every pair of values of a row, each value with the name of its factor."""
+    """Every pair of values of a row (one value of each factor), each value with the name of its
+    factor."""
     return set(combinations(row.items(), 2))
 
 
@@ -54,7 +55,8 @@ def cover(
     factors: Mapping[str, Sequence[Any]], legal: Callable[[Row], bool] = lambda row: True
 ) -> list[Row]:
     """
-    Choose rows that together contain every pair of values that occurs in a legal row.
+    Choose rows that together contain every pair of values that occurs in a legal row. A row is one
+    value of each factor.
 
     The choice always continues with the first row that adds the most missing pairs. Several orders
     of the rows, drawn from fixed seeds, are tried, and the shortest choice is taken. The choice of
@@ -85,10 +87,10 @@ class Framework:
         name: Name of the framework.
         factors: The values of each factor, the plainest first.
         legal: Function that tells whether the framework offers a combination of values.
-        numbers: Factors that change numbers even in a correct run; a row's reference has the row's
-            values of these factors.
-        beyond: Further rows, each given by its differences from the plainest row: rows that the
-            framework itself refuses, and rows known to need more than two values.
+        numbers: Factors that change numbers even in a correct run. A row (one value of each factor)
+            and its reference have the same values of these factors.
+        beyond: Further rows, each given by its differences from the row of plainest values: rows
+            that the framework itself refuses, and rows known to need more than two values.
     """
 
     name: str
@@ -99,8 +101,8 @@ class Framework:
 
     def plainest(self, row: Row) -> Row:
         """
-        The reference of a row: the legal combination that is nearest to each factor's first,
-        plainest value.
+        The reference of a row (one value of each factor): the legal combination that is nearest to
+        each factor's first, plainest value.
         """
         places = {name: [(0, row[name])] if name in self.numbers else [*enumerate(values)]
                   for name, values in self.factors.items()}  # fmt: skip
@@ -263,7 +265,8 @@ class Place:
         python: The Python interpreter that runs the ranks.
         packages: A folder of packages that the ranks import before others; None for no folder.
         device: ``cpu`` or ``cuda``.
-        limit_s: Time limit per row in seconds; the first row of a process has 60 s more.
+        limit_s: Time limit in seconds per row (one combination of values); the first row of a
+            process has 60 s more.
     """
 
     python: str = sys.executable
@@ -316,7 +319,8 @@ def run_rows(
     at_once: int = 1,
 ) -> list[dict[str, Any]]:
     """
-    Run rows, grouped by number of ranks; return each row with its ranks' results.
+    Run rows (each one value of every factor), grouped by number of ranks; return each row with its
+    ranks' results.
 
     If a row fails or does not end in time, the ranks of that row end, and fresh ranks run the next
     rows. On GPUs each row has its own ranks, because Megatron-core keeps graphs and FP8 state in
@@ -438,7 +442,7 @@ def _await(
 
 
 def _merged(each: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge all ranks' results of a row."""
+    """Merge all ranks' results of a row (one combination of values)."""
     said = list(each)
     if failed := [one for one in said if "failed" in one]:
         first = min(failed, key=lambda one: one["at"])

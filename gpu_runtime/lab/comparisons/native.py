@@ -37,11 +37,11 @@ def rule_for(
     The native accumulation that forms the same sum as a destination rule.
 
     The rules `copied` and bf16 `per_microbatch` match `.grad`, because both also sum rounded
-    gradients in the order of dI. `accumulate` matches fused `main_grad` under two conditions: the
-    dWs of every stage follow in the order of its dIs, and the first dW belongs to the microbatch
-    whose F came first (where the library overwrites). All other rules match the full backward's
-    unrounded gradients, summed in the order of dI (fp32 `per_microbatch`) or of dW (`accumulate`).
-    Only some backends can produce unrounded gradients.
+    gradients in the order of dI. `accumulate` matches fused `main_grad` under two conditions. The
+    dWs of every stage follow in the order of its dIs. The first dW, in which the library
+    overwrites, belongs to the microbatch whose F came first. All other rules match the full
+    backward's unrounded gradients, summed in the order of dI (fp32 `per_microbatch`) or of dW
+    (`accumulate`). Only some backends can produce unrounded gradients.
     """
     if destination_rule == "per_microbatch" and dtype == torch.float32:
         return "dgrad_order"

@@ -188,7 +188,7 @@ def native_pipeline(
 
     Args:
         member: This process.
-        job: What to train.
+        job: The pipeline and its model: schedule, mapping to ranks and dimensions.
         backend: `reference` or `transformer-engine`.
         recording: Recording that receives the results, or None to record nothing.
         batch: The data; None for the job's data.
@@ -252,7 +252,7 @@ def compare_pipelines(
 
     Args:
         member: This process.
-        job: What to train.
+        job: The pipeline and its model: schedule, mapping to ranks and dimensions.
         steps: Number of optimizer steps.
         backend: `reference` or `transformer-engine`.
         mode: How the guarded side's steps run: ``eager`` or ``replays``.

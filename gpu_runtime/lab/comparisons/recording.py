@@ -131,8 +131,8 @@ class CategoryResult:
     One category of a comparison.
 
     Args:
-        compared: Number of labels that at least one side has.
-        mismatched: Number of labels whose bits differ, or that one side lacks.
+        compared: Number of labels (names of recorded values) that at least one of the two runs has.
+        mismatched: Number of labels whose bits differ, or that only one run has.
         first: The first mismatched labels, in recorded order.
     """
 

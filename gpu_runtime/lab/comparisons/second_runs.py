@@ -278,7 +278,7 @@ def flips_in_replays(
 
     Args:
         member: This process.
-        job: What is trained.
+        job: The pipeline and its model, whose steps run twice.
         backend: Implementation of the layers.
         mode: `eager` or `replays`.
         count: Number of flips; the kinds take turns.
@@ -343,7 +343,7 @@ def flips_in_launches(
 
     Args:
         member: This process.
-        job: What is trained.
+        job: The pipeline and its model, whose steps run twice.
         backend: Implementation of the layers.
         count: Number of flips; the last flip is in a weight.
         seed: Seed of the random choices.
@@ -492,15 +492,15 @@ def price(
     seconds: float = 40.0,
 ) -> dict[str, Any]:
     """
-    Time three kinds of training in turns: no step runs twice, every N-th step runs twice, or every
-    step runs twice.
+    Time three kinds of training alternately: no step runs twice, every N-th step runs twice, or
+    every step runs twice.
 
     Args:
         member: This process.
-        job: What is trained.
+        job: The pipeline and its model, whose steps are timed.
         backend: Implementation of the layers.
-        every: N, the number of steps in a turn of the first two kinds. In a turn of the second
-            kind, exactly one step runs twice.
+        every: N, the number of steps that the first two kinds train before the next kind follows.
+            With the second kind, exactly one of these steps runs twice.
         rounds: Maximum number of rounds.
         seconds: Seconds after which no further round begins.
 
@@ -538,11 +538,11 @@ def digest_price(
     member: Member, job: Job, backend: str, *, rounds: int = 9, seconds: float = 20.0
 ) -> dict[str, Any]:
     """
-    Time, in turns, guarded steps without digests and with digests of all gradients.
+    Time guarded steps without digests and with digests of all gradients, alternately.
 
     Args:
         member: This process.
-        job: What is trained.
+        job: The pipeline and its model, whose steps are timed.
         backend: Implementation of the layers.
         rounds: Maximum number of rounds.
         seconds: Seconds after which no further round begins.
@@ -578,14 +578,14 @@ def look_price(
     seconds: float = 20.0,
 ) -> dict[str, Any]:
     """
-    Time, in turns, guarded steps without checks of the weights, and with a check after every N-th
-    step.
+    Time guarded steps without checks of the weights and with a check after every N-th step,
+    alternately.
 
     Args:
         member: This process.
-        job: What is trained.
+        job: The pipeline and its model, whose steps are timed.
         backend: Implementation of the layers.
-        every: N, which is also the number of steps in a turn.
+        every: N, which is also the number of steps before the other kind follows.
         rounds: Maximum number of rounds.
         seconds: Seconds after which no further round begins.
 
@@ -626,13 +626,13 @@ def _in_turns(
     seconds: float,
 ) -> dict[str, list[float]]:
     """
-    Time several kinds of steps in turns, in one order and then in the reverse order.
+    Time several kinds of steps alternately, in one order and then in the reverse order.
 
     Args:
         member: This process.
         step: Function that runs a step.
-        turns: For each kind of steps, by name: a function that begins a turn and returns its number
-            of steps.
+        turns: For each kind of steps, by name: a function that switches to this kind and returns
+            the number of steps to time.
         rounds: Maximum number of rounds.
         seconds: Seconds after which no further round begins.
 

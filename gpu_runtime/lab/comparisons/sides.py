@@ -1,8 +1,8 @@
 """
 The sides of a comparison; each runs a case from fresh stages and is recorded.
 
-`native` and `native-again` are the library's own full backward; `eager` and `captured` are the
-guarded runtime; `disturbed` is the captured runtime (on a CPU the eager runtime) with faults
+`native` and `native-again` are the library's own full backward. `eager` and `captured` are the
+guarded runtime. `disturbed` is the captured runtime (on a CPU the eager runtime) with faults
 injected while its graphs are live. If the faults are refused, the epoch continues and is recorded;
 a spoiled epoch is recorded after it was rebuilt and run again.
 """
@@ -40,7 +40,7 @@ def fresh_stages(
     Stages of a case in a new state domain, with the same bits each time.
 
     Args:
-        case: The case.
+        case: The case: dimensions, order of actions, and gradient destinations.
         backend: `transformer-engine` or `reference`.
         fuse: Whether the library accumulates into `main_grad` itself; None lets the backend choose.
         device: Where the reference backend runs.
@@ -77,7 +77,7 @@ def fresh_stages(
 
 def record(case: Case, side: str, backend: str, device: str = "cuda") -> Recording | None:
     """
-    Run one side of a case.
+    Run one side (one way to run the steps) of a case.
 
     Returns:
         The recording; None for a native side if the library cannot form the same sum.

@@ -48,7 +48,8 @@ def load(folder: Path = FOLDER, *, kind: str | None = None) -> Iterator[dict[str
 
 def cells(found: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """
-    The derived and raw parts of each cell in some step-table reports; each cell appears once.
+    The derived and raw measurements of each cell (workload) in some step-table reports; each cell
+    appears once.
 
     A cell that is in several reports is taken from the report with the most columns, so that its
     ratios come from one run. Among reports with equally many columns, the first is taken.

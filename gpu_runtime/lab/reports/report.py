@@ -74,7 +74,7 @@ def read_part(path: Path, kind: str) -> dict[str, Any]:
     Read a report that will become a part of another report.
 
     Args:
-        path: The file.
+        path: The JSON file of the report.
         kind: The expected kind; `qeffect runtime report KIND` makes a report of this kind.
 
     Raises:

@@ -1,5 +1,6 @@
 """
-Split the host time of a guarded action into its parts.
+Split the host time of a guarded action into its parts, such as the check, the launch and the
+commit.
 
 The calls inside an action are timed one part at a time, because reading the clock costs as much as
 a small part and would distort the times of other parts. The clock's own cost is measured on an
@@ -46,7 +47,7 @@ _CALIBRATIONS = 2000
 
 class _Watch:
     """
-    Reads the clock for one part at a time.
+    Reads the clock for one part of an action (such as its check) at a time.
 
     Args:
         clock: Function that is read before and after each call.
@@ -144,7 +145,7 @@ def part_times(
 
     Args:
         step: Function that runs one step through given actions.
-        actions: The guarded actions.
+        actions: The guarded actions (F, dI and dW under the contract) whose calls are split.
         names: Names of the calls to split.
         synchronize: Function that waits for the device.
         steps: Number of steps for each part.

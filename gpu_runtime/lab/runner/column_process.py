@@ -34,7 +34,7 @@ class ColumnSession:
     The column inside its own process, where requests of the parent process call the methods.
 
     Args:
-        spec: The column to run.
+        spec: The column to run: name, family and factory of one way to run a step.
         cell: The layer dimensions and the order of actions to run.
         settings: Rounds, steps and device.
     """
@@ -200,7 +200,7 @@ class ColumnProcess:
     A column's session in a fresh process, which ends when this process ends.
 
     Args:
-        spec: The column to run.
+        spec: The column to run: name, family and factory of one way to run a step.
         cell: The layer dimensions and the order of actions to run.
         settings: Rounds, steps and device.
         profiles: Whether the process may use the profiler; such a process times nothing.

@@ -175,7 +175,7 @@ def calling(loop: Any, actions: Any) -> Iterator[None]:
 
 
 def times_of(column: Any, synchronize: Callable[[], None], steps: int) -> Mapping[str, Any]:
-    """The result of `host_times` for a column of the benchmark."""
+    """The result of `host_times` for a column (a way to run a step) of the benchmark."""
 
     def step(actions: Any) -> None:
         with calling(column.loop, actions):

@@ -40,7 +40,8 @@ SIDE_ERRORS = (BackendError, StoppedError, RuntimeError, ValueError)
 
 
 class SideRow(Protocol):
-    """A row of a report, which can be pickled, so that any process can build its side."""
+    """A row of a report: one cell (workload) under one schedule, run by one side. A row can be
+    pickled, so that any process can build its side."""
 
     @property
     def name(self) -> dict[str, Any]:
@@ -84,9 +85,9 @@ def add_profiles(
     Args:
         starts: Starts the ranks; the processes that measured must have ended.
         meet: Function that each rank calls to connect to the other ranks; it can be pickled.
-        rows: Each row with its measurement. A side that fails under the profiler keeps its
-            measurement without profile figures. On a CPU no side has profile figures, because the
-            profiler records no device events there.
+        rows: Each row with its measurement. If a side (a way to run a step) fails under the
+            profiler, its measurement keeps no profile figures. On a CPU no side has profile
+            figures, because the profiler records no device events there.
         save: Function that is called whenever the figures of a row have been added.
         note: Function that shows a line of progress.
         limit: Time limit in seconds.
@@ -105,7 +106,8 @@ def add_profiles(
 
 
 def profile_rows(meet: Callable[[], Member], rows: Sequence[SideRow], findings: Findings) -> None:
-    """Profile row after row; each rank calls this function."""
+    """Profile one row of the report (a cell under one schedule, run by one side) after another;
+    each rank calls this function."""
     member = meet()
     for row in rows:
         findings.note(f"Profiling: {_spelled(row)}")
@@ -118,7 +120,7 @@ def profile_rows(meet: Callable[[], Member], rows: Sequence[SideRow], findings: 
 
 def profile_row(member: Member, row: SideRow) -> dict[str, Any]:
     """
-    Profile one row and return its figures; every rank calls this function.
+    Profile one row of the report and return its figures; every rank calls this function.
 
     Returns:
         `busy_ms` and `work_ms` by rank, empty on a CPU; `copies` and `split` by rank where the row

@@ -86,8 +86,8 @@ def times_in_row(worker: Worker, gradients: Gradients, order: Order) -> tuple[Ti
     """
     Times of all actions of a rank, replayed in order without messages.
 
-    A graph that is replayed alone finds its own data in the device's cache; when all actions of a
-    rank are replayed in order, the cache has the data of the previous graph.
+    A graph that is replayed alone finds its own data in the device's cache. When all actions of a
+    rank are replayed in order, the cache holds the data of the previous graph.
     """
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):
@@ -165,7 +165,8 @@ def graph_of(
     step: ComputeAction, memory: StageMemory, executor: GraphExecutor
 ) -> torch.cuda.CUDAGraph | None:
     """
-    The graph that an action replays, by the slot of its microbatch and the variant of its dW.
+    The graph that an action replays. The slot (the buffers) of its microbatch and the variant of
+    its dW choose the graph.
 
     None for a dW whose product an earlier dW of the same group computes.
     """

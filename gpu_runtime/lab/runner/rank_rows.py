@@ -21,14 +21,14 @@ __all__ = ["RankRun", "TimedRow", "measure_rows"]
 
 
 class TimedSide(Protocol):
-    """A side that can be timed."""
+    """A side (a way to run a step) that can be timed."""
 
     def step(self) -> object:
         """Enqueue one optimizer step."""
 
 
 class TimedRow(Protocol):
-    """A row of a report over ranks."""
+    """A row of a report over ranks: one cell (workload) under one schedule, run by one side."""
 
     @property
     def label(self) -> str:
@@ -43,11 +43,13 @@ def measure_rows(
     member: Member, rows: Sequence[R], findings: Findings, measure: Callable[[R], Any]
 ) -> None:
     """
-    Measure row after row; a row's memory is freed before the next row is built.
+    Measure one row of the report after another; the memory of a row is freed before the next row is
+    built.
 
     Args:
         member: This rank.
-        rows: The rows, the same on every rank.
+        rows: The rows, the same on every rank. A row is one cell (workload) under one schedule, run
+            by one side (a way to run a step).
         findings: Receives each row's results.
         measure: Function that measures a row and returns its results.
     """
@@ -61,13 +63,13 @@ def measure_rows(
 @attrs.define(eq=False)
 class RankRun(Generic[S]):
     """
-    One row on one rank.
+    One row of the report (a cell under one schedule, run by one side) on one rank.
 
     Args:
         member: This rank.
-        side: The row's side, which has run `steps` steps.
+        side: The side (a way to run a step) that the row names; the side has run `steps` steps.
         construction_s: Seconds that building the side took on this rank.
-        steps: Steps that the side has run before its rounds.
+        steps: Number of steps that the side has run before its timed rounds.
     """
 
     member: Member
@@ -92,7 +94,7 @@ class RankRun(Generic[S]):
         Time the side round by round (`time_side`).
 
         Args:
-            plan: Rounds and steps.
+            plan: How many rounds are timed, and of how many steps each.
             facts: Further results of this rank.
         """
         return time_side(

@@ -90,14 +90,14 @@ def run_ranks(
     limit, or when this call is interrupted. Only processes that were started here are killed.
 
     Args:
-        command: The command line.
+        command: The program and its arguments, the same for every rank.
         world: Number of ranks.
         limit: Time limit in seconds; infinity for no limit.
         folder: Folder of the ranks' output files.
         name: Beginning of the names of these files.
         own: The only rank to start here, if torchrun started this process as that rank; None to
             start all ranks, which connect through a store in this process.
-        environ: Further environment variables.
+        environ: Environment variables that every rank gets in addition to torchrun's.
         watch: Function to call about five times per second.
     """
     began = time.monotonic()

@@ -43,15 +43,16 @@ Progress = Callable[[str], None]
 @attrs.define(eq=False)
 class CellRun:
     """
-    The measurement of one cell.
+    The measurement of one cell (a workload: layer dimensions and number of microbatches).
 
     Args:
         cell: The layer dimensions and the order of actions to run.
-        specs: The columns to measure.
-        settings: Rounds and steps.
+        specs: The columns (ways to run a step) to measure.
+        settings: The device, and how many rounds and steps are timed.
         save: Called whenever `record` has grown, so that a killed run keeps its results.
         progress: Function that shows a line of progress.
-        make_column: Function that starts a column; outside tests, in a new process.
+        make_column: Function that starts a column in a new process; tests pass a function that
+            starts no process.
         record: The measurements, as plain data.
     """
 

@@ -39,7 +39,8 @@ class RankStart:
 
     Args:
         exits: Exit codes and last output lines of the processes.
-        rows: For each rank that this process started, the rows that the rank returned.
+        rows: For each rank that this process started: the rows (dictionaries of results) that the
+            rank handed over.
         error: The error that the first of these ranks reported, under `unusable` or `stopped`.
     """
 
@@ -49,7 +50,7 @@ class RankStart:
 
     def require(self) -> list[Any]:
         """
-        Return the rows of the first rank.
+        Return the rows (dictionaries of results) of the first rank.
 
         Raises:
             StoppedError: Every rank stopped, for one cause.
@@ -126,9 +127,9 @@ class RankStarts:
             arguments: Arguments that can be pickled.
             profiles: Whether the processes may use the profiler.
             limit: Time limit in seconds.
-            environ: Further environment variables.
-            take: Function that is called with each row of the first rank, soon after the row was
-                handed over.
+            environ: Environment variables that every rank gets in addition to this process's own.
+            take: Function that is called with each row (a dictionary of results) of the first rank,
+                soon after the row was handed over.
             note: Function that is called with each of the first rank's progress lines.
         """
         number = next(self._numbers)

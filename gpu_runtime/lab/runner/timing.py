@@ -29,14 +29,14 @@ maximum number of rounds.
 @attrs.frozen
 class RoundPlan:
     """
-    The rounds and steps with which a side is timed.
+    The rounds and steps with which a side (such as this runtime or native) is timed.
 
     Args:
         rounds: Number of rounds, each of some steps back to back and one single step.
         steps: Steps per round, back to back.
-        settles: If True, rounds are added until the last `AGREEING` rounds agree, up to `MOST`
-            rounds in total, because the speed of a host-bound side, such as native, varies with the
-            host. No round is added if False, or if `rounds` is below `AGREEING`.
+        settles: Whether rounds are added until the last `AGREEING` rounds agree, up to `MOST`
+            rounds in total. The speed of a host-bound side, such as native, varies with the host.
+            If `rounds` is below `AGREEING`, no round is added.
     """
 
     rounds: int
@@ -90,13 +90,13 @@ def time_side(
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """
-    Time a side round by round, and keep the time of the slowest rank. Every rank calls this
-    function.
+    Time a side (such as this runtime or native) round by round, and keep the time of the slowest
+    rank. Every rank calls this function.
 
     Args:
         member: This rank.
         step: Function that runs one step.
-        plan: Rounds and steps.
+        plan: How many rounds are timed, and of how many steps each.
         construction_s: Seconds that this rank took to build the side.
         facts: Further results of this rank.
 

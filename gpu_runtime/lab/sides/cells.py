@@ -28,12 +28,12 @@ class BenchCell:
         sequence: Tokens in a microbatch.
         microbatches: Number of microbatches per step.
         heads: Attention heads; None means hidden / 128.
-        schedule: torch's schedule class, whose table determines the order.
+        schedule: torch's schedule class, whose table determines the order of actions.
         pp: Number of ranks in the schedule's table.
         vpp: Number of stages per rank.
-        rank: The rank whose row runs.
-        chained: Whether each stage feeds the next. The value is False for one rank's row of a
-            longer pipeline, in which every stage has its own input and output tensors.
+        rank: The rank whose actions are run; the table lists the actions of each rank in one row.
+        chained: Whether each stage feeds the next. False if the actions belong to one rank of a
+            longer pipeline; every stage then has its own input and output tensors.
     """
 
     name: str
@@ -89,7 +89,8 @@ SWEEP_MICROBATCHES = (2, 4, 8, 16, 32)
 
 def sweep_cell(base: BenchCell, microbatches: int, *, rank: int = 1) -> BenchCell:
     """
-    The row of one rank of ZB-V over two ranks, with a cell's dimensions.
+    The cell (workload) with the actions of one rank of ZB-V over two ranks, and with another cell's
+    dimensions.
 
     The default is rank 1, because it releases more of its live tapes out of order than rank 0.
     """

@@ -30,7 +30,7 @@ class Settings:
     Settings of all columns of a report.
 
     Args:
-        rounds: Rounds per column.
+        rounds: Number of timed rounds per column (a way to run a step).
         steps: Steps per round, between two synchronizations.
         warm_steps: Untimed steps before the timed steps of each round.
         profile_steps: Number of steps under the profiler, after all rounds; 0 for no profile.
@@ -51,7 +51,7 @@ class Settings:
 @attrs.frozen
 class ColumnSpec:
     """
-    A column by name, in a form that can be sent to its process.
+    A column (a way to run a step) by name, in a form that can be sent to the process that runs it.
 
     Args:
         name: Name of the column in reports.
@@ -208,7 +208,7 @@ REFERENCE_SPECS: tuple[ColumnSpec, ...] = (
 
 def specs_named(names: Iterable[str], among: Iterable[ColumnSpec]) -> list[ColumnSpec]:
     """
-    The columns whose names, or the beginnings of whose names, are given.
+    The columns (ways to run a step) whose names, or the beginnings of whose names, are given.
 
     Raises:
         UnusableError: A name matches no column.

@@ -35,7 +35,7 @@ HISTORY = 16
 @attrs.frozen
 class GroupCell:
     """
-    A cell: layer dimensions and number of microbatches.
+    A cell, that is, a workload: layer dimensions and number of microbatches.
 
     Args:
         config: Dimensions of a layer; each stage has one layer.
@@ -60,7 +60,8 @@ CELLS: Mapping[str, GroupCell] = {
 @attrs.frozen
 class GroupRow:
     """
-    One row of the report, to be measured.
+    One row of the report, to be measured: one cell (workload) under one schedule, with one group
+    size.
 
     Args:
         cell: Name of the cell, one of `CELLS`.
@@ -144,7 +145,8 @@ def group_rows(
     launches: bool,
 ) -> list[GroupRow]:
     """
-    The rows of some cells, in the order of measuring.
+    The rows (each one schedule and group size) of some cells (workloads), in the order of
+    measuring.
 
     For each cell, data type and schedule, the rows are: `today`, each group size that divides the
     cell's number of microbatches, and `today` again to show the spread of the baseline.

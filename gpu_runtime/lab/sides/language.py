@@ -86,10 +86,10 @@ class PeerSettings:
         cells: Layers and microbatches, as `h2048-s256-m4`.
         main_grads: Data types of accumulated gradients, names of `MAIN_GRADS`; with fp32, master
             weights are fp32 too.
-        rounds: Rounds per side.
+        rounds: Number of timed rounds per side (a framework in one mode).
         steps: Steps per round for modes that replay graphs.
         native_steps: Steps per round for modes without graphs.
-        device: `cuda`, or `cpu` for our sides and torch's only.
+        device: `cuda`, or `cpu` for our pipeline and torch's only.
         profile: Whether the ranks start a second time, under the profiler.
         settling_steps: Number of steps after which gradients are compared; after these steps,
             scales repeat and graphs are captured.
@@ -112,7 +112,8 @@ class PeerSettings:
 
     def job(self, cell: str, schedule: str, group: int | None = None) -> DrawnLanguage:
         """
-        The language model of a cell, with one layer per stage.
+        The language model of a cell (a workload: layer dimensions and number of microbatches), with
+        one layer per stage.
 
         Args:
             cell: Layers and microbatches.
@@ -152,7 +153,8 @@ def motionless_adamw(
 @attrs.frozen
 class PeerRow(NamedRow):
     """
-    One row of `report peers`.
+    One row of `report peers`: one cell (workload) under one schedule, run by one side (a framework
+    in one mode).
 
     Args:
         cell: Layers and microbatches, as `h2048-s256-m4`.

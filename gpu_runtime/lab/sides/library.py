@@ -40,7 +40,8 @@ def full_backward_order(order: Order) -> list[tuple[bool, int, int]]:
 
 @attrs.define(eq=False)
 class _Training:
-    """The layers, data and optimizer that all columns without this runtime share."""
+    """The layers, data and optimizer that all columns (ways to run a step) without this runtime
+    share."""
 
     cell: BenchCell
     settings: Settings

@@ -230,7 +230,7 @@ def gpt_chunk(
     Build a chunk of Megatron's GPT with Transformer Engine's layers.
 
     Args:
-        lib: Megatron's modules.
+        lib: The modules of Megatron-core, by the last part of their names.
         config: Megatron's `TransformerConfig`.
         vocabulary: Number of tokens.
         sequence: Length of a sequence.
@@ -282,7 +282,7 @@ def meet(mode: str, pp: int = PP) -> Member:
 
 
 class _ModeRow:
-    """A row of one of Megatron's modes."""
+    """A row of the report (a workload under one schedule) in one of Megatron's modes."""
 
     side: str
 
@@ -321,8 +321,8 @@ class MegatronRow(_ModeRow, PeerRow):
 
 def measure_modes(rows: Sequence[MegatronRow], folder: Path, findings: Findings) -> None:
     """
-    Measure the rows of one mode on one rank. For the mode without graphs, also record how Megatron
-    reacts to delayed weight gradients.
+    Measure the rows of one mode on one rank; a row is one cell (workload). For the mode without
+    graphs, also record how Megatron reacts to delayed weight gradients.
 
     Args:
         rows: Rows to measure.
@@ -389,7 +389,7 @@ class MegatronSide:
     Args:
         member: This rank.
         mode: `none`, `transformer_engine`, `local` or `full_iteration`.
-        job: The model.
+        job: The dimensions of the model, and its number of microbatches.
         dtype: Data type of main_grad, and of the weights that the optimizer updates.
     """
 

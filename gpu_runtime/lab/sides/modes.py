@@ -59,7 +59,8 @@ def make(framework: str, row: Mapping[str, Any], device: torch.device) -> ModeRu
 def train(
     framework: str, row: Mapping[str, Any], device: torch.device, guards: bool
 ) -> dict[str, Any]:
-    """Train the model of a row; return losses and digests by step, and the guard's reports."""
+    """Train the model of a row (one combination of values); return losses and digests by step, and
+    the guard's reports."""
     run = make(framework, row, device)
     guarded = run.guard() if guards else None
     said: dict[str, Any] = {"losses": [], "violations": []}
@@ -111,7 +112,7 @@ def versions() -> dict[str, str]:
 
 
 def run(rank: int, world: int, folder: Path) -> int:
-    """Run the rows of a folder; return the exit code."""
+    """Run the rows (combinations of values) that a folder lists; return the exit code."""
     asked = json.loads((folder / "rows.json").read_text())
     prepare(asked["framework"], asked["device"])
     cuda = asked["device"] == "cuda"

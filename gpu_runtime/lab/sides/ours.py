@@ -54,13 +54,14 @@ class FixedData:
 @attrs.define(eq=False)
 class Ours:
     """
-    A column that runs each optimizer step through the runtime; each stage feeds the next stage.
+    A column (a way to run a step) that runs each optimizer step through the runtime; each stage
+    feeds the next stage.
 
     Args:
         cell: The layer dimensions and the order of actions to run.
         settings: Length of amax histories, device, and the other settings of the report.
         destination: Which memory a weight-gradient action (dW) writes to.
-        provisioning: Rule for the number of slots of a stage.
+        provisioning: Rule for the number of slots (sets of buffers for one microbatch) of a stage.
         mode: How a step runs: `eager`, `replays` or `one launch`.
         guards: Whether the guards run; False exists only for this benchmark.
         counts: When the counters in device memory are compared; None for no counters.
@@ -211,5 +212,6 @@ def captured_column(
 
 
 def eager_column(cell: BenchCell, settings: Settings, *, destination: Rule) -> Ours:
-    """This runtime's eager column, with guards, and with slots for live microbatches only."""
+    """This runtime's eager column (a way to run a step), with guards. It has slots for live
+    microbatches only."""
     return Ours(cell, settings, destination, "live", "eager")

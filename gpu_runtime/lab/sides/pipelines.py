@@ -168,8 +168,8 @@ class GuardedSide:
 
     def facts(self) -> dict[str, Any]:
         """
-        Numbers of handoffs and replays, counted in one further step; also slots, arena, graphs and
-        their set-up times.
+        Numbers of handoffs between ranks and of replays, counted in one further step; also slots,
+        bytes of the arena (gradient memory), graphs, and the time to set up each.
         """
         runtime = self.worker.runtime
         executor = runtime.executor

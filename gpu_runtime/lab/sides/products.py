@@ -34,11 +34,10 @@ def product_rows(config: LayerConfig, microbatches: int) -> Iterator[dict[str, A
         config: Dimensions of the layer.
         microbatches: Number of microbatches in the group.
 
-    Yields:
-        For each type of destination: three times in milliseconds, summed over the matrices: `each`
-        (one product per microbatch), `join` (joining the operands) and `one` (one product for all
-        microbatches); the relative distances of the results of `each` and `one` from the sum in
-        fp64; and the number of matrices for which both results have the same bits.
+    Yields: For each type of destination, three times in milliseconds, summed over the matrices:
+        `each` (one product per microbatch), `join` (joining the operands) and `one` (one product
+        for all microbatches). Also the relative distances of the results of `each` and `one` from
+        the sum in fp64, and the number of matrices for which both results have the same bits.
     """
     tokens = config.sequence * config.batch
     shapes = matrices_of(config)

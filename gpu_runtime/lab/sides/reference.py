@@ -55,5 +55,5 @@ class NativeReference(Native):
 
 
 def native_column(cell: BenchCell, settings: Settings) -> NativeReference:
-    """The reference backend's native column."""
+    """The column (a way to run a step) with the reference backend's native training."""
     return NativeReference(cell, settings)

@@ -31,7 +31,7 @@ class Side(Protocol):
 
 
 class Column(Side, Protocol):
-    """A side of the step tables, which runs a cell in its own process."""
+    """A side of the step tables, which runs a cell (workload) in its own process."""
 
     def build(self) -> None:
         """Build the parts of every column: parameters, optimizer, data."""
@@ -44,11 +44,13 @@ class Column(Side, Protocol):
 
 class RankSide(Side, Protocol):
     """
-    One rank of a side of a pipeline, built and ready for its first step.
+    One rank's share of a side (a way to run a step of a pipeline), built and ready for its first
+    step.
 
     Attributes:
         first_steps: Number of steps that belong to the side's set-up.
-        mode: How a step runs; ``eager`` for a side without graphs.
+        mode: How the runtime runs a step: ``eager``, ``replays`` or ``one launch``; ``eager`` for a
+            side without graphs.
         optimizer: The optimizer of the rank's stages.
     """
 
@@ -79,11 +81,12 @@ class RankSide(Side, Protocol):
 @attrs.frozen
 class NamedRow:
     """
-    A row of a report over ranks, with the fields of its name.
+    A row of a report over ranks, with the fields of its name: one cell under one schedule, run by
+    one side.
 
     Args:
-        cell: The measured layers and their number of microbatches.
-        side: The side that runs the cell.
+        cell: The workload: the measured layers and their number of microbatches.
+        side: The side (a way to run a step, such as `native`) that runs the cell.
         schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
     """
 

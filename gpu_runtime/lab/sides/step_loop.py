@@ -111,7 +111,7 @@ class StepLoop:
                 self.after_wgrad(one, ref)
 
     def ref(self, key: TapeKey) -> TapeRef:
-        """The reference of a tape of this epoch."""
+        """The contract's reference to a tape (one forward's saved data) of this epoch."""
         return self._refs[key]
 
     def finish(self) -> None:

@@ -41,15 +41,15 @@ sides form the same sums.
 @attrs.frozen
 class TableRow:
     """
-    One row of the report, to be measured.
+    One row of the report, to be measured: one cell under one schedule, run by one side.
 
     Args:
-        cell: Layers and microbatches of a step, as `h4096-s256-m8`.
+        cell: Layer dimensions and microbatches of a step, such as `h4096-s256-m8`.
         model: `language` or `layers`.
         vpp: Stages of each rank.
         schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
-        side: `native`, `eager`, `copied`, `per_microbatch`, `replays` (captured, accumulating), or
-            `one launch`.
+        side: The way to run a step: `native`, `eager`, `copied`, `per_microbatch`, `replays`
+            (captured, accumulating), or `one launch`.
         pp: Number of pipeline ranks.
     """
 
@@ -116,7 +116,8 @@ def table_rows(
     mode: Mode = "replays",
 ) -> list[TableRow]:
     """
-    The rows of some parts of the report, each row once, in the order of measuring.
+    The rows of some parts of the report, each row once, in the order of measuring. A row is one
+    cell under one schedule, run by one side.
 
     Args:
         parts: Names of `PARTS`: `steps` runs native, replays and one launch of the language model
@@ -124,7 +125,7 @@ def table_rows(
             destinations, in the last cell; `resources` runs ZB-V with several numbers of
             microbatches in the last cell, over two ranks; `weak` runs layers alone, one per stage,
             in every cell; `mapping` runs the model of four layers in the last cell.
-        cells: Names of the cells, from `CELLS`.
+        cells: Names of the cells (workloads), from `CELLS`.
         pp: Number of pipeline ranks.
         microbatches: Numbers of microbatches for `resources`.
         mode: How guarded steps run; with ``eager`` there are no rows of one launch.

@@ -121,7 +121,8 @@ class NativePipeline:
         stages: Fresh stages of the rank; the pipeline's last stage lacks its loss, which torch
             computes.
         num_stages: Stages of the whole pipeline.
-        order: The rank's row of the schedule's table, which determines how gradients are summed.
+        order: The rank's actions in the order of the schedule's table. This order determines how
+            gradients are summed.
         microbatches: Microbatches of a step, over all runs of the schedule.
         walks: How often a step runs the schedule before its update, each time over an equal part of
             the microbatches.
@@ -233,7 +234,8 @@ class NativePipeline:
         self, share: Callable[[], None], agree: Callable[[bool], bool]
     ) -> Calibration | None:
         """
-        Calibrate the scales before the first step if they move once per step; otherwise do nothing.
+        If scales move (are updated) once per step, calibrate them before the first step; otherwise
+        do nothing.
 
         Args:
             share: Function that is called before scales move, if replicas share their scaling

@@ -41,11 +41,11 @@ def guarded_training(member: Member, config: Config, data: JobData) -> TrainedSi
 
 def evaluate_side(side: NativeSide | TrainedSide, data: JobData, windows: int) -> float:
     """
-    Compute the loss of a side on held-out text, between two steps.
+    Compute the loss of a side (native or guarded training) on held-out text, between two steps.
 
     Args:
-        side: The side.
-        data: The side's data, with held-out text.
+        side: The native or guarded training whose weights are evaluated.
+        data: The training data of this side, with held-out text.
         windows: Number of windows.
     """
     assert data.held_out is not None

@@ -42,7 +42,8 @@ Fields that identify a measurement: rows of two trials with equal fields are the
 
 class _Pair(NamedTuple):
     """
-    A row with the native, eager and copied rows of its trial, and the trial's number.
+    A row of the report (a workload under one schedule, run by one side) with the native, eager and
+    copied rows of its trial, and the trial's number.
 
     Trials are numbered separately for each model and number of ranks, so that a failed row does not
     shift the numbers.
@@ -57,12 +58,14 @@ class _Pair(NamedTuple):
 
 def break_even_steps(own: Raw, native: Raw) -> float | None:
     """
-    Number of steps after which a row has caught up with native, including set-up and first step.
+    Number of steps after which a guarded row of the report has caught up with native, including
+    set-up and first step.
 
     The result is 1 if the row is never behind, and None if the row never catches up.
 
     Args:
-        own: A row with `construction_s`, `first_step_s`, and the `step_ms` of its rounds.
+        own: A row (measurements of one side) with `construction_s`, `first_step_s`, and the
+            `step_ms` of its rounds.
         native: The native row of the same trial.
     """
     ours, theirs = step_ms(own), step_ms(native)
@@ -135,7 +138,7 @@ def _ranks(row: Raw) -> tuple[Any, ...]:
 
 
 def _model(row: Raw) -> tuple[Any, ...]:
-    """The fields that are equal in all schedules and sides of a cell."""
+    """The fields that are equal in all schedules and sides of a cell (a workload)."""
     return row["cell"], row["microbatches"], *_ranks(row)
 
 

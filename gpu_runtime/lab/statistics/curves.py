@@ -130,8 +130,8 @@ def _alike(a: Raw, b: Raw, *fields: str) -> bool:
 
 def _non_inferiority(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
     """
-    Compare every other schedule with the schedule `BASE` of the same side and head, over the seeds
-    that both schedules have.
+    Compare every other schedule with the schedule `BASE` of the same side (native or guarded) and
+    head, over the seeds that both schedules have.
     """
     groups: dict[tuple[str, str, str], dict[int, Raw]] = {}
     for run in runs:

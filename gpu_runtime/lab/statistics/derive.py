@@ -57,12 +57,12 @@ def host_ms(column: Raw) -> list[float]:
 
 
 def usable_columns(columns: Mapping[str, Raw]) -> dict[str, Raw]:
-    """Columns that did not fail."""
+    """Columns (ways to run a step) that did not fail."""
     return {name: c for name, c in columns.items() if not c["error"] and c["rounds"]}
 
 
 def fastest_column(columns: Mapping[str, Raw], family: str) -> str | None:
-    """The column of a family with the shortest median step."""
+    """The column (a way to run a step) of a family with the shortest median step."""
     own = {name: exact_median(rounds_ms(c)) for name, c in columns.items() if c["family"] == family}
     return min(own, key=own.__getitem__) if own else None
 
@@ -97,14 +97,15 @@ def floors(columns: Mapping[str, Raw]) -> dict[str, dict[str, Any]]:
 
 
 def paired_ratio(top: Raw, bottom: Raw) -> dict[str, float]:
-    """The ratio of two columns' step times, round by round."""
+    """The ratio of the step times of two columns (ways to run a step), round by round."""
     pairs = zip(rounds_ms(top), rounds_ms(bottom), strict=False)
     return spread([a / b for a, b in pairs])
 
 
 def break_even(column: Raw, native: Raw) -> int | None:
     """
-    The step at which a column has caught up with native, including set-up and first step.
+    The step at which a column (a way to run a step) has caught up with native, including set-up and
+    first step.
 
     The result is None if the column never catches up.
     """
@@ -159,7 +160,7 @@ def growth_bytes(column: Raw) -> dict[str, int] | None:
 
 
 def derive_cell(raw: Raw) -> dict[str, Any]:
-    """Derive all figures of one cell."""
+    """Derive all figures of one cell (workload)."""
     columns = usable_columns(raw["columns"])
     native, te = fastest_column(columns, "native"), fastest_column(columns, "te_graphs")
     whole = {c["rule"]: name for name, c in columns.items() if c["family"] == "whole_step"}
@@ -224,8 +225,8 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
 
 def construction(column: Raw) -> dict[str, float | None]:
     """
-    Seconds of building a column before its first step, and how many of these seconds are warm-up
-    and capture.
+    Seconds of building a column (a way to run a step) before its first step, and how many of these
+    seconds are warm-up and capture.
 
     Construction is all work that only this column needs: for this runtime, slots, destinations, the
     contract, compiled sums, warm-up and capture. Warm-up and capture are host times, which only
@@ -241,8 +242,8 @@ def construction(column: Raw) -> dict[str, float | None]:
 
 def gap_behind(column: Raw, native: Raw) -> dict[str, float | None]:
     """
-    How much longer a column's step takes than native's, and how much of the difference is due to
-    copies between buffers.
+    How much longer the step of a column (a way to run a step) takes than native's, and how much of
+    the difference is due to copies between buffers.
 
     Copies are device-to-device copies in the profiled steps, in which the load of the device
     differs from the load in the timed steps.
@@ -260,7 +261,8 @@ def gap_behind(column: Raw, native: Raw) -> dict[str, float | None]:
 
 def excess_over_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
     """
-    How much longer a column's step takes than its floor, by cause, in milliseconds.
+    How much longer the step of a column (a way to run a step) takes than its floor, by cause, in
+    milliseconds.
 
     The two causes are: kernel time beyond the floor's (partly copies between buffers), and step
     time beyond the column's own kernels. Kernels were profiled under another load than the timed
@@ -268,7 +270,8 @@ def excess_over_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
 
     Args:
         column: The raw measurements of the column.
-        floor: The library's column whose kernel time is the floor.
+        floor: The column of Transformer Engine whose kernel time is the floor: the shortest kernel
+            time with the same gradient sum.
     """
     ms, least = exact_median(rounds_ms(column)), kernel_ms(floor)
     kernels = kernel_ms(column)
@@ -360,7 +363,8 @@ def derive_sweep(raw: Raw) -> dict[str, Any]:
 
 def rank_peak(order: str) -> int:
     """
-    The largest number of tapes live at once in a rank, over all stages, from F to dW.
+    The largest number of tapes (saved data of one forward each) live at once in a rank, over all
+    stages; a tape is live from F to dW.
 
     Slots belong to stages, so a rank needs as many slots as the sum of its stages' peaks, which can
     be larger.

@@ -28,10 +28,10 @@ class Goal:
     Args:
         name: What is measured, in words.
         bound: `at most` or `at least`.
-        value: The goal.
-        cells: Names of the cells with this goal.
-        columns: Names of the columns with this goal.
-        read: Function that reads the measured number of a column from a cell's derived figures.
+        value: The number that the measurement must reach.
+        cells: Names of the cells (workloads) with this goal.
+        columns: Names of the columns (ways to run a step) with this goal.
+        read: Function that reads the measured number of a column from the cell's derived figures.
     """
 
     name: str
@@ -220,8 +220,8 @@ def judge_cells(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def judge_sweep(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    Judge resources with live slots: while the number of live tapes stays the same, more
-    microbatches must not need more resources.
+    Judge resources when slots are provisioned for live tapes only: while the number of live tapes
+    stays the same, more microbatches must not need more resources.
 
     The number of graphs and the arena bytes must stay equal; peak memory may rise by at most one
     granule of the allocator (2 MiB).

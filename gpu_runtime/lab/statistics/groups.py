@@ -29,8 +29,8 @@ _SET, _SUM = ("cell", "schedule", "dtype"), ("cell", "dtype", "group")
 
 def derive_groups(raw: Raw) -> dict[str, Any]:
     """
-    Derive every row's time and memory, and for each group size the ratio of its time to the time of
-    the rows `today` (no groups).
+    Derive time and memory of every row (one cell, schedule and group size). For each group size,
+    also derive the ratio of its time to the time of the rows `today` (no groups).
 
     Returns:
         `products`: for one layer's matrices, the time of joining plus one product, divided by the

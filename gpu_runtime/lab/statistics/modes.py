@@ -29,27 +29,29 @@ WRONG = ("false alarm", "silent difference", "guard changes bits", "no reference
 
 
 def changed(row: Mapping[str, Any], factors: Mapping[str, Sequence[Any]]) -> str:
-    """The values of a row that differ from the plainest value of their factor, in words."""
+    """The values of a row that differ from the plainest value of their factor, in words. A row is
+    one value of each factor."""
     found = {name: value for name, value in row.items() if value != factors.get(name, [None])[0]}
     return row_text(found) or "the plainest mode"
 
 
 def numbers_of(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """
-    The row's values of the factors that change numbers even in a correct run. Rows with equal
-    values share a reference, so the text serves as the key of the reference.
+    The row's values of the factors that change numbers even in a correct run, as text. Rows with
+    equal values share a reference run, and this text names the reference.
     """
     return row_text({name: row[name] for name in names})
 
 
 def row_text(row: Mapping[str, Any]) -> str:
-    """A row in words: `schedule=GPipe, walks=2`."""
+    """A row (one value of each factor) in words: `schedule=GPipe, walks=2`."""
     return ", ".join(f"{name}={value}" for name, value in row.items())
 
 
 def derive_modes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The result (end) of each row, and the number of rows with each result.
+    The result (`end`) of each row (one value of each factor), and the number of rows with each
+    result.
 
     `pairs` is the number of pairs of values in the rows of the cover; `pairs_that_ran` counts the
     pairs in rows that ran to the end.

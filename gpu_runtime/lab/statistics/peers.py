@@ -116,7 +116,8 @@ def has_owed_bits(row: Raw) -> bool:
 
 def derive_peers(raw: Raw) -> dict[str, Any]:
     """
-    Derive each cell's sides relative to native and Megatron, which modes work, and goals.
+    Derive the figures of each cell's sides (frameworks in one mode) relative to native and
+    Megatron, which modes work, and goals.
 
     Returns:
         `rows`, `capability` and `targets`.
@@ -136,8 +137,8 @@ def derive_peers(raw: Raw) -> dict[str, Any]:
 
 def _is_base(row: Raw, main_grad: str) -> bool:
     """
-    Whether rows with this data type of gradients are compared with this row, which must be native
-    or Megatron eager.
+    Whether rows with this data type of gradients are compared with this row (one side in one cell):
+    a row of native, or of Megatron eager with the same data type.
     """
     own = row["main_grad"] == main_grad and row["side"] == EAGER
     return row["error"] is None and (own or row["side"] == "native")

@@ -68,7 +68,7 @@ class Links:
 @attrs.frozen
 class Measured:
     """
-    One cell of a report over two ranks.
+    One cell (workload) of a report over two ranks.
 
     Args:
         first: Times of F, dI (`I`), dW (`W`) and the weight-cache refresh of the first stage, in
@@ -120,19 +120,19 @@ class Measured:
 @attrs.frozen
 class Projected:
     """
-    One row: a simulated step and its parts, in milliseconds.
+    One row of the projection: a simulated step and its parts, in milliseconds.
 
     Args:
         pp: Number of pipeline ranks.
-        microbatches: Microbatches.
+        microbatches: Number of microbatches per step.
         free: The step time if messages take no time.
         step: The step time with the assumed messages.
         slow: The step time if messages between hosts are ten times slower.
         bubble: Idle share of the step with messages, over all ranks.
         replays: The step time with the measured host time of guarded replays before each action.
         launch_host: Host time of one launch with the actions of the projected step.
-        slots: Largest number of slots of a rank; None above `MOST_SLOTS` ranks, where planning
-            takes minutes.
+        slots: The largest number of slots (sets of buffers for one microbatch) on a rank; None
+            above `MOST_SLOTS` ranks, where planning takes minutes.
     """
 
     pp: int

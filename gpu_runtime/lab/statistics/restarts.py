@@ -11,7 +11,8 @@ __all__ = ["derive_restarts"]
 
 
 def derive_restarts(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows by kind, totals of compared values, and the bytes of each checkpoint, listed once."""
+    """The rows by kind (each row is one resumed run), totals of compared values, and the bytes of
+    each checkpoint, listed once."""
     rows = raw["rows"]
     weighed = {row["saved_under"]: row["bytes"] for row in rows}
     return {

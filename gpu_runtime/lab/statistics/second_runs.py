@@ -18,8 +18,8 @@ def derive_second_runs(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     Count bit flips by place and result, and compute the ratios of times.
 
-    A flip is `wrong` in three cases: the flip ended neither as stopped nor as harmless, a weight
-    was updated in spite of the stop, or the restarted step has other bits than an undisturbed step.
+    A flip is `wrong` in three cases: the flip ended neither as stopped nor as harmless; a weight
+    was updated in spite of the stop; or the restarted step has other bits than an undisturbed step.
     Flips for which no memory was found are not counted.
     """
     flips = [one for one in raw["flips"] if one["flipped"]]

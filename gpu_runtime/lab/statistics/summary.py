@@ -136,7 +136,8 @@ def totals(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def step_ms(row: Raw) -> float:
-    """The median over all rounds of the step time of a side over ranks, in milliseconds."""
+    """The median step time, over all rounds, of a side (such as native) over ranks, in
+    milliseconds."""
     return float(exact_median(row["step_ms"]))
 
 
@@ -155,11 +156,11 @@ def goal_row(
 
     Args:
         goal: What is measured, in words.
-        cell: The cell that was measured.
-        column: The column, or the side and its schedule.
+        cell: The workload that was measured, by the name of its cell.
+        column: The way to run a step: the name of a column, or the side and its schedule.
         bound: `at most` or `at least`.
-        value: The goal.
-        measured: The measured number.
+        value: The number that the goal asks for.
+        measured: The number that was measured.
     """
     return {
         "goal": goal,

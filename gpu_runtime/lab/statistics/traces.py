@@ -180,8 +180,8 @@ def launch_shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[st
 
     Args:
         events: The events of a Chrome trace of such steps, back to back.
-        launches: Number of steps in the trace, at least two: the first only marks where the second
-            begins.
+        launches: Number of steps in the trace, at least two: the first step only marks where the
+            second begins.
 
     Returns:
         Milliseconds per step: `busy`, in which work other than messages runs; `awaited`, in which

@@ -43,7 +43,7 @@ class Arena:
 
     Args:
         units: The stage's units of deferred work.
-        rule: Where dW writes.
+        rule: Which memory a dW writes its gradients to, such as `accumulate`.
         num_microbatches: Microbatches of an epoch.
         dtype: Type of the destinations. If this type differs from the parameters'
             type, the optimizer needs master weights of that type.
@@ -196,7 +196,8 @@ class Arena:
         return tuple(sorted(found, key=lambda d: d.matrix))
 
     def keep_copies(self, microbatch: int, by_unit: Mapping[str, Tensor]) -> None:
-        """Under `copied`, clone the gradients in the library's memory before the slot is reused."""
+        """Under the rule `copied`, clone the gradients in the library's memory before the slot (the
+        microbatch's buffers) is reused."""
         self._copies[microbatch] = {name: tensor.clone() for name, tensor in by_unit.items()}
 
     def written(self, microbatch: int) -> Mapping[str, Tensor]:
@@ -245,8 +246,9 @@ class Arena:
 
 def by_matrix(units: Iterable[WgradUnit], by_unit: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
-    Return, by matrix name, the matrix's rows of its unit's gradient; units without a gradient are
-    left out.
+    Return the rows of gradients that belong to each matrix, by matrix name. A unit (a deferred
+    matrix product) may compute the gradients of several matrices, such as query, key and value.
+    Units without a gradient are left out.
     """
     found = [unit for unit in units if unit.name in by_unit]
     return {m.name: rows for unit in found for m, rows in unit.rows(by_unit[unit.name])}

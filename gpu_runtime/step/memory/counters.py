@@ -23,12 +23,14 @@ from qeffect.relations.constants import OVERWRITES
 
 class DeviceCounters:
     """
-    The counters of one state domain.
+    The counters of one state domain (stages whose FP8 scales are updated together).
 
     Args:
-        places: (stage, slot) of every slot of the domain, by the slot's index in the process.
+        places: The stage and slot (set of buffers) of every slot of the domain, by the slot's index
+            in the process.
         device: Device of the counters; on a CPU nothing is asynchronous.
-        destinations: By slot, the number of places that its dW may write to; one by default.
+        destinations: By slot, the number of gradient memories that its dW may write to; one by
+            default.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class DeviceCounters:
 
         Args:
             action: One of `qeffect.counts.COUNTED`.
-            place: The slot of an F, dI or dW in the process's pool; the stage of a refresh.
+            place: For an F, dI or dW: the index of its slot (set of buffers) in the process's pool.
+                For a refresh: the stage.
             writes: How a dW writes (`qeffect.counts.mark`).
             destination: Where a dW writes (`qeffect.counts.located`).
         """

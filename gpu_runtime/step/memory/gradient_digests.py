@@ -119,7 +119,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Hash words with MurmurHash3's finalizer, which is one to one."""
+    """Hash eight-byte words with MurmurHash3's finalizer, which is one to one."""
     words = (words ^ ((words >> SHIFT) & LOW)) * FIRST
     words = (words ^ ((words >> SHIFT) & LOW)) * SECOND
     return words ^ ((words >> SHIFT) & LOW)

@@ -1,8 +1,9 @@
 """
 Snapshots, restores and raw-bit comparison of a domain's numerical state.
 
-A failed F or dI can be repaired only by restoring the snapshot of the last commit: the library
-rolls its scales even when F raises, and an abort cannot undo this roll.
+A failed F or dI can be repaired only by restoring the snapshot of the last commit. The library
+rolls its scales (shifts their amax histories) even when F raises, and an abort cannot undo this
+roll.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Collective(Protocol):
 
 class SharedScaling:
     """
-    The scaling state of one process as int32 words, combined by a collective maximum.
+    The scaling state of one process as int32 numbers, combined over replicas by a collective
+    maximum.
 
     The bits of non-negative floats have the same order as the floats, with NaN above all others. So
     all replicas get the same bits, in whatever order a library compares.
@@ -77,7 +78,7 @@ class SharedScaling:
         Start to combine the replicas' scaling states.
 
         Args:
-            largest: Starts a collective that replaces each int32 word by its maximum over the
+            largest: Starts a collective that replaces each int32 number by its maximum over the
                 replicas.
         """
         with torch.no_grad():

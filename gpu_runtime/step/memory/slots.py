@@ -83,7 +83,7 @@ class Slot:
     The memory of one microbatch in progress at one stage.
 
     Args:
-        index: The slot's index in the process's pool, as the contract counts.
+        index: The slot's index in the process's pool of slots; the contract uses the same index.
         tape: Work retained between F and dW.
         inputs: Static buffers that F reads.
         output_gradients: Static buffers that dI reads.
@@ -108,7 +108,7 @@ class Slot:
         self.input_views = tuple(buffer.detach() for buffer in self.inputs)
 
     def forget(self) -> None:
-        """Drop the last tape's results; keep the buffers."""
+        """Drop the results of the slot's last microbatch; keep the buffers."""
         self.outputs = ()
         self.dgrads = ()
         self.non_matrix = ()
@@ -118,10 +118,10 @@ class Slot:
 @attrs.define(eq=False)
 class SlotTable:
     """
-    The slots of one stage.
+    The slots of one stage; a slot is the buffers and results of one microbatch in progress.
 
     Args:
-        stage: The stage.
+        stage: The stage that the slots belong to, as the backend computes it.
         first_index: Index of the stage's first slot in the process's pool of slots.
         num_slots: Number of slots.
     """
@@ -153,13 +153,13 @@ class SlotTable:
         return iter(self._slots)
 
     def __getitem__(self, index: int) -> Slot:
-        """Return the slot with this index in the process's pool."""
+        """Return the slot that has this index in the process's pool."""
         return self._slots[index - self.first_index]
 
     def rebuild(self) -> None:
         """
-        Give every slot an empty tape with new stores, because a failed dI may have half filled a
-        store.
+        Give every slot an empty tape (the data that F leaves for dI and dW) with new stores,
+        because a failed dI may have half filled a store.
         """
         for slot in self._slots:
             slot.forget()

@@ -32,12 +32,13 @@ def _sum_in_order(table, TERMS: tl.constexpr, ELEMENT: tl.constexpr, SIZE: tl.co
 
 def launch(table: Tensor, terms: int, dtype: Any, most: int) -> None:
     """
-    Add up every row of a table of addresses, into the memory of the row's first address.
+    Add up the terms of every matrix, whose addresses a table lists, into the memory of the first
+    address.
 
     Args:
-        table: One row per matrix: its number of elements, then the addresses of the terms of its
-            sum, in order.
-        terms: Terms per row.
+        table: For each matrix, one line of numbers: its number of elements, then the addresses of
+            the terms of its sum, in order.
+        terms: Number of terms in the sum of each matrix.
         dtype: Type of the elements.
         most: Elements of the largest matrix.
     """

@@ -2,9 +2,9 @@
 Copies of one weight: separate parameters that all get the sum of their gradients.
 
 Two matrices that are one `torch.nn.Parameter` are tied (`tied_weights.py`). Copies are for weights
-that cannot share memory: weights of stages on two ranks; or an embedding and a head, since the
-embedding's gradient comes out of dI and the head's out of dW. Copies start with the same bits and
-get the same sum and the same update, so they stay equal.
+that cannot share memory. Two examples are weights of stages on two ranks, and an embedding with its
+head: the embedding's gradient comes out of dI, the head's out of dW. Copies start with the same
+bits and get the same sum and the same update, so they stay equal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def require_copies(
 
     Args:
         stages: The process's stages.
-        copies: The copies.
+        copies: By the weight's name, the stage and the local name of each copy of the weight.
         buckets: The configured buckets.
         reduces: Whether the runtime has a reducer.
 

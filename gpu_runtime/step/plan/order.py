@@ -48,7 +48,7 @@ class Order:
     {0: 2}
 
     Args:
-        steps: The actions.
+        steps: The F, dI and dW in their order.
         source: Where the actions come from, for error messages.
     """
 
@@ -58,7 +58,8 @@ class Order:
     @classmethod
     def of_rank(cls, schedule: Schedule, rank: int) -> Order:
         """
-        One rank's row of a schedule; a full backward becomes its dI, then its dW.
+        The actions of one rank in the order of a schedule table; a full backward becomes its dI,
+        then its dW.
 
         Raises:
             ValueError: The schedule has no such rank.
@@ -179,5 +180,6 @@ class Order:
 
     @property
     def peaks(self) -> dict[int, int]:
-        """Largest number of live tapes at a time, by stage; a tape lives from its F to its dW."""
+        """Largest number of live tapes (saved data of one F each) at a time, by stage; a tape lives
+        from its F to its dW."""
         return dict(assign(self.steps, own_readers(self.steps)).peaks)

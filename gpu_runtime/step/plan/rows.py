@@ -1,6 +1,6 @@
 """
-One rank's row of a schedule table with messages; `walked` adds waits for sends, `Row.of` adds
-slots.
+One rank's line of a schedule table with messages. `walked` adds waits for sends, `Row.of` adds
+slots (the buffers that each microbatch uses).
 
 A table says when messages are posted; up to torch 2.14 it does not say when a send must have
 finished. Every send from a slot must finish before a receive or an F uses the slot again. So
@@ -59,14 +59,15 @@ class ScheduleRefusedError(ScheduleError):
 @attrs.frozen
 class Row:
     """
-    One rank's actions in a step, and the slots that they use.
+    One rank's line of a schedule table: its actions and messages in a step, and the slots (sets of
+    buffers) that they use.
 
     Args:
-        table: The whole table that `walked` returns.
-        rank: The rank of this row.
-        atoms: The row's entries: actions, posts of messages, and waits for sends.
-        order: The row's F, dI and dW.
-        slots: The slot of each microbatch.
+        table: The whole schedule table, as `walked` returned it.
+        rank: The rank that this line of the table belongs to.
+        atoms: All actions, posts of messages, and waits for sends, in order.
+        order: The F, dI and dW among `atoms`.
+        slots: The slot of each microbatch: which set of buffers it uses.
         feeds: By local stage, the local stage that takes its output without a message.
     """
 
@@ -117,7 +118,8 @@ def feeds_of(table: Schedule, rank: int) -> dict[int, int]:
 
 def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int = 1) -> Schedule:
     """
-    Return a table in the form that ranks run; `qeffect check` accepts the given and the new table.
+    Return a schedule table in the form that ranks run; `qeffect check` accepts the given and the
+    new table.
 
     Each full backward becomes a dI and a dW, with its sends posted before the dW. If the table has
     no wait for a send, the row gets a wait before the send's slot is reused, or at the row's end.
@@ -130,9 +132,10 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int =
     1RECV_F0 1F0 1I0 1SEND_B0 1W0 1WAIT_SEND_B0
 
     Args:
-        schedule: A table of all ranks, with messages if there is more than one rank.
-        provisioning: How slots are assigned: `live` reuses slots; `static` gives each microbatch
-            its own slot. Sends from a slot that is not reused are awaited at the row's end.
+        schedule: A schedule table of all ranks, with messages if there is more than one rank.
+        provisioning: How slots (sets of buffers) are assigned: `live` reuses slots; `static` gives
+            each microbatch its own slot. A rank waits at the end of its actions for sends from a
+            slot that is not reused.
         group: Number of microbatches whose dW is computed as one product; the dW of a group then
             follow one another.
 
@@ -165,7 +168,8 @@ def _require(table: Schedule) -> None:
 
 def _awaited(table: Schedule, rank: int, provisioning: Provisioning) -> tuple[Action, ...]:
     """
-    Return a row with a wait for every send: before the send's slot is reused, or at the row's end.
+    Return a rank's line with a wait for every send: before the slot (the buffers) of the send is
+    reused, or at the end of the line.
     """
     made = _assign(table, _steps(table.atoms[rank]), reuse=provisioning == "live")
     leaving: dict[tuple[int, int], list[Action]] = {}
@@ -190,7 +194,7 @@ def _steps(atoms: Sequence[Atom]) -> list[Event]:
 
 def _assign(table: Schedule, steps: Sequence[Event], *, reuse: bool) -> Assignment:
     """
-    Assign each microbatch a slot from its receive on. The slot is free again once its dW, its local
-    readers and its messages have finished.
+    Assign each microbatch a slot (a set of buffers) from its receive on. The slot is free again
+    once its dW, its local readers and its messages have finished.
     """
     return assign_walked(steps, awaits_sends=table.awaits_sends, reuse=reuse)

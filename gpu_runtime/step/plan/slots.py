@@ -1,11 +1,12 @@
 """
-How many slots a stage gets, and which slot each microbatch uses; both depend only on the order.
+How many slots (sets of buffers for one microbatch) a stage gets, and which slot each microbatch
+uses. Both depend only on the order of the actions.
 
 Live-slot provisioning reserves as many slots as microbatches are in progress at once, and reuses a
 slot as soon as its dW has finished. The paper's provisioning reserves one slot per microbatch. The
-assignment does not depend on events at run time, so graphs can be captured for it: at capture it is
-known which destinations a slot's microbatches write, and whether a microbatch is the first to write
-them.
+assignment does not depend on events at run time, so graphs can be captured for it. At the capture
+it is known which gradient memories a slot's microbatches write, and whether a microbatch is the
+first to write them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ PROVISIONINGS: tuple[Provisioning, ...] = ("live", "static")
 
 class WgradVariant(NamedTuple):
     """
-    One variant of a slot's dW; each variant has its own captured graph.
+    One variant of a microbatch's dW (where and how it writes); each variant has its own captured
+    graph.
 
     Args:
         destination: Index of the set of destinations, -1 for the library's own memory.
@@ -49,8 +51,8 @@ class WgradVariant(NamedTuple):
 
     def adding(self) -> WgradVariant:
         """
-        The variant of this dW in a later walk (pass over the order) of the epoch: it adds to the
-        same destinations.
+        The variant of this dW in a later walk (pass over the rank's actions) of the epoch: it adds
+        to the same destinations.
         """
         return self._replace(accumulate=True, joins=False)
 
@@ -58,16 +60,16 @@ class WgradVariant(NamedTuple):
 @attrs.frozen
 class SlotPlan:
     """
-    Assigns a slot to each microbatch of each stage.
+    Assigns a slot (a set of buffers) to each microbatch of each stage.
 
     Args:
         order: The order of the actions.
         provisioning: How slots were assigned: `live` or `static`.
-        slot_of: Slot, counted within the stage, by stage and microbatch.
+        slot_of: For each stage and microbatch, the index of its slot among the slots of this stage.
         num_slots: Number of slots by stage.
         sharers: By stage, the other stage that writes the same destination of tied weights.
-        walks: Largest number of walks (passes over the order) in an epoch. In walks after the
-            first, every dW adds.
+        walks: Largest number of walks (passes over the rank's actions) in an epoch. In walks after
+            the first, every dW adds.
         group: Number of microbatches whose dW are computed as one product, when the first of these
             dW is due.
     """
@@ -91,7 +93,8 @@ class SlotPlan:
         return found if found[0] == microbatch else ()
 
     def products(self, stage: int, rule: Rule) -> tuple[tuple[tuple[int, ...], WgradVariant], ...]:
-        """Return each distinct pair of slots and variant that the dW of a stage use in an epoch."""
+        """Return each distinct pair of slots (sets of buffers) and variant that the dW of a stage
+        use in an epoch."""
         found: dict[tuple[tuple[int, ...], WgradVariant], None] = {}
         for microbatch in self.order.microbatches(stage, Kind.WGRAD):
             if not (members := self.members(microbatch)):
@@ -105,8 +108,8 @@ class SlotPlan:
 
     def variant(self, stage: int, microbatch: int, rule: Rule) -> WgradVariant:
         """
-        Return where and how the dW of a microbatch writes in the first walk, under a destination
-        rule.
+        Return where and how the dW of a microbatch writes in the first walk (pass over the rank's
+        actions), under a destination rule.
         """
         if rule == "copied":
             return WgradVariant(-1, False)
@@ -140,8 +143,8 @@ def plan_slots(
     group: int = 1,
 ) -> SlotPlan:
     """
-    Assign slots in the order of the actions: F takes the lowest free slot, which is free again once
-    its tape is consumed.
+    Assign slots (sets of buffers) in the order of the actions. F takes the lowest free slot. The
+    slot is free again once its tape (the data that F left) is consumed.
 
     The dW of a tape and the readers of its results consume the tape. If a stage feeds another stage
     of the same process, the fed stage's F reads the feeding stage's output. The feeding stage's dI
@@ -182,8 +185,8 @@ def local_readers(
     stages: Iterable[int], microbatches: Iterable[int], feeds: Mapping[int, int]
 ) -> dict[Event, list[Tape]]:
     """
-    Return the consumers of each tape: its dW, the F of the stage that it feeds, and the dI of the
-    stage that feeds it.
+    Return the actions that read each tape (the data that one F left): its dW, the F of the stage
+    that it feeds, and the dI of the stage that feeds it.
 
     Args:
         stages: Stages of the process.

@@ -162,7 +162,7 @@ class Checkpoints:
 
         Args:
             worker: This rank.
-            naming: The model's names.
+            naming: How the checkpoint names each tensor of the model.
             must: Plain data that must be equal in the run that loads, because they determine the
                 meaning of saved numbers: dimensions, data and so on.
             free: Plain data that may differ in the run that loads, and that `load` returns:
@@ -338,7 +338,7 @@ class Checkpoints:
         Args:
             path: The checkpoint, the same on every rank.
             worker: This rank, between two steps.
-            naming: The model's names.
+            naming: How the checkpoint names each tensor of the model.
             must: Plain data that must equal the `must` of the save.
             extra_tensors: By name, the tensors into which the save's further tensors are copied.
             replicas: Which scaling state replica r loads. With ``same``, the state of saved replica

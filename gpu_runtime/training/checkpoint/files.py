@@ -455,7 +455,7 @@ def problem_of(path: Path, marks: Mapping[str, FileDigest], hashed: Sequence[str
     Describe the first problem with a checkpoint's files; empty without a problem.
 
     Args:
-        path: The checkpoint.
+        path: The folder of the checkpoint.
         marks: The size and the hash of each file, from the checkpoint's manifest.
         hashed: Names of the files whose content is compared with the hash; of all other files, only
             the size is compared.

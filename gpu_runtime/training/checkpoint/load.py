@@ -196,8 +196,8 @@ def require_all_taken(
     Raise an error unless all ranks load the same checkpoint, and together load all its tensors.
 
     Args:
-        path: The checkpoint.
-        facts: The checkpoint's facts.
+        path: The folder of the checkpoint.
+        facts: The facts file of the checkpoint, as plain data.
         said: By rank, the ``path`` of the checkpoint and the ``names`` of the tensors that the rank
             loads.
         replicas: Number of replicas of this run.

@@ -78,7 +78,7 @@ def tensors_of(worker: Worker, naming: Naming, extra: Mapping[str, Tensor]) -> d
 
     Args:
         worker: This rank.
-        naming: The model's names.
+        naming: How the checkpoint names each tensor of the model.
         extra: Further tensors by name.
 
     Raises:

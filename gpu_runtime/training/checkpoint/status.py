@@ -45,7 +45,7 @@ def facts_of_run(
         steps: Number of steps of the whole run.
         step: Number of steps taken; None if the run ended before its first step.
         mismatches: Number of steps that ran twice with different results.
-        by: The reason for the end of the run, as one word.
+        by: The reason for the end of the run: a single word, such as `refused` or `SIGINT`.
         cause: The reason for the end of the run, as a sentence.
         resume: Whether the run may be resumed automatically, without a person's decision.
     """
