@@ -120,19 +120,23 @@ class Judge:
             Refused: The error is a refusal, and violations are not reported.
             Exception: Any other error, if violations are not reported.
         """
-        if isinstance(error, Refused):
-            advised(error, self._advice)
-            if self.reports is None:
-                place = "" if step is None else f", step {step} of its row"
-                error.add_note(f"at pipeline rank {self._rank()}{place}: {self.at}")
-                raise error
-            self.judges = False  # also while the violation is reported to the user's callable
-            self.reports.add(Violation.of(error, self._rank(), self.step, self.at))
-        else:
-            if self.reports is None:
-                raise error
-            self.judges = False
-            self.reports.fail(error, self.at)
+        try:
+            if isinstance(error, Refused):
+                advised(error, self._advice)
+                if self.reports is None:
+                    place = "" if step is None else f", step {step} of its row"
+                    error.add_note(f"at pipeline rank {self._rank()}{place}: {self.at}")
+                    raise error
+                self.judges = False  # also while the violation is reported to the user's callable
+                self.reports.add(Violation.of(error, self._rank(), self.step, self.at))
+            else:
+                if self.reports is None:
+                    raise error
+                self.judges = False
+                self.reports.fail(error, self.at)
+        finally:
+            # Else this frame, which is in the error's own traceback, keeps all its frames alive.
+            del error
         self._stop()
 
     def report_schedule(self, reports: Reports, finding: Finding, source: str, step: int) -> None:

@@ -38,7 +38,7 @@ class Caches:
     """
     The caches of quantized weights of a rank's chunks.
 
-    The modules of a chunk are listed once, at the chunk's first step.
+    The modules of a chunk that keep a cache are listed once, at the chunk's first step.
 
     Attributes:
         skips: The flag of the graphs: True skips quantization; None if it was never written.
@@ -48,9 +48,6 @@ class Caches:
         self.skips: bool | None = None
         self._modules: weakref.WeakKeyDictionary[Any, list[tuple[str, Any]]]
         self._modules = weakref.WeakKeyDictionary()
-        #: By chunk, the attributes of its modules.
-        self._every: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]]
-        self._every = weakref.WeakKeyDictionary()
         self._replayed: list[bool | None] = []
         self._kept: list[str] | None = None
 
@@ -94,10 +91,13 @@ class Caches:
         The result is the number of local graphs that it replayed, and the number of layers to which
         Megatron has given graphs of Transformer Engine.
         """
-        modules = self._every.get(chunk)
-        if modules is None:
-            modules = self._every[chunk] = [vars(module) for module in chunk.modules()]
-        layers = len([1 for attributes in modules if attributes.get("cuda_graphs")])
+        layers, seen, todo = 0, set(), [chunk]
+        while todo:  # less than half the time of `chunk.modules()`
+            module = todo.pop()
+            if module is not None and module not in seen:
+                seen.add(module)
+                layers += bool(vars(module).get("cuda_graphs"))
+                todo += module._modules.values()
         return len(self._replayed), layers
 
     def stale(self) -> str | None:

@@ -4,8 +4,10 @@ Guarded steps that repeat a recorded step: committed in one call, and judged as 
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +28,7 @@ from qeffect.guards.works import Works
 from qeffect.refusals import Refused
 from qeffect.stage_config import Bucket, StageConfig
 from tests.megatron.faults import FAULTS, STEPS
+from tests.megatron.model import Layer
 from tests.megatron.stand_in import StandIn, installed
 from tests.megatron.test_guard import LEGAL, put, steps
 
@@ -38,6 +42,73 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     yield installed(monkeypatch)
     for guarded in list(megatron._active):
         guarded.remove()
+
+
+class Local:
+    """An object to which a weak reference can be made."""
+
+
+@pytest.mark.parametrize("fault", ["another_input", "updated_twice", "weight_written"])
+def test_a_refusal_that_was_handled_keeps_nothing_alive(
+    fault: str, made: dict[str, ModuleType]
+) -> None:
+    """No cycle of references: the tensors of the frames are freed without the cycle collector."""
+    case, left = FAULTS[fault], []
+    run = StandIn(made, LEGAL[case.case], case.ranks[0])
+
+    def train() -> None:
+        activations = Local()
+        left.append(weakref.ref(activations))
+        for _ in range(STEPS):
+            run.step()
+
+    with put(fault, run, manner="refuse"):
+        gc.collect()
+        gc.disable()
+        try:
+            said = ""
+            try:
+                train()
+            except Refused as refusal:
+                said = refusal.clause
+            assert said == case.clause
+            assert left[0]() is None
+        finally:
+            gc.enable()
+
+
+def test_layers_may_be_exchanged_between_steps(made: dict[str, ModuleType]) -> None:
+    """
+    A layer with graphs of Transformer Engine is another mode, with its own number of updates of
+    scales; the guard keeps no module that the model has dropped.
+    """
+    guarded = megatron.guard(manner="refuse")
+    run, updates = StandIn(made, {}, 0), [1]
+    forward = run.forward_step
+
+    def counted(batches: Any, model: Any) -> Any:
+        guarded._scaling_updates += updates[0]
+        return forward(batches, model)
+
+    run.forward_step = counted  # type: ignore[method-assign]
+    layers = run.model[0].module.decoder.layers
+    layers[0].cuda_graphs, layers[0].kept = [], Local()
+    kept = weakref.ref(layers[0].kept)
+    for _ in range(STEPS):
+        run.step()
+
+    layer = Layer(False)
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+    layer.cuda_graphs = ["graph"]  # type: ignore[assignment]
+    layers[0], updates[0] = layer, 0
+    run.optimizer = type(run.optimizer)([])
+    for _ in range(STEPS):
+        run.step()
+    gc.collect()
+
+    assert guarded.violations == ()
+    assert kept() is None
 
 
 def call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
