@@ -6,7 +6,17 @@ import statistics
 from collections.abc import Callable, Mapping
 
 from tests.docs.blocks import ROOT, load, markdown
-from tests.gpu.guard_megatron import FFN, GPU_FAULTS, KEPT, SEQUENCE, Price, cost, found, tenth
+from tests.gpu.guard_megatron import (
+    FFN,
+    GPU_FAULTS,
+    KEPT,
+    SEQUENCE,
+    Price,
+    between,
+    cost,
+    found,
+    tenth,
+)
 
 __all__ = ["BLOCKS", "PAGE", "on_two_gpus"]
 
@@ -55,6 +65,7 @@ def on_two_gpus() -> str:
         [price for rank in ranks if (price := cost(rank, turn)) is not None]
         for turn in ("on", "calls")
     )
+    limits = [" and ".join(f"{us:.0f}" for us in between(rank)) for rank in ranks]
     return "\n\n".join(
         (
             f"2 x {where['gpu']}, torch {where['packages']['torch']}, Transformer Engine "
@@ -69,7 +80,9 @@ def on_two_gpus() -> str:
             "microseconds for each F and each B with their messages. If the guard makes every call "
             f"in every step, it adds {most(whole, 'tenth'):.1%} to a quiet step and "
             f"{most(whole, 'median'):.2%} to the median step, which is {most(whole, 'us'):.0f} "
-            "microseconds.",
+            "microseconds. Steps differ from each other by more than the guard adds. Taken from "
+            "the two steps of each round, the median price lies, with a confidence of 95%, between "
+            f"{limits[0]} microseconds on the first rank and between {limits[1]} on the second.",
         )
     )
 

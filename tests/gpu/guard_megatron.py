@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -321,6 +322,31 @@ def cost(said: dict[str, Any], turn: str = "on") -> Price | None:
     on, off = statistics.median(said[turn]), statistics.median(said["off"])
     quiet = tenth(said[turn]) / tenth(said["off"])
     return Price(on / off - 1.0, quiet - 1.0, (on - off) * 1e3 / ACTIONS)
+
+
+def between(said: dict[str, Any], turn: str = "on") -> tuple[float, float]:
+    """
+    Return the limits, with a confidence of 95%, between which the median price lies.
+
+    The price is taken from the two steps of each round, which ran one after the other. The limits
+    are the differences at the ranks that a binomial distribution gives: they hold for any
+    distribution of the differences.
+
+    Args:
+        said: What `price` returned on the rank, of at least six rounds.
+        turn: ``on`` or ``calls``, as for `cost`.
+
+    Returns:
+        The lower and the upper limit, in microseconds for each F and each B with their messages.
+    """
+    differences = sorted(on - off for on, off in zip(said[turn], said["off"], strict=True))
+    n = len(differences)
+    outside, rank = 0.0, 0
+    while outside + math.comb(n, rank) / 2**n <= 0.025:
+        outside += math.comb(n, rank) / 2**n
+        rank += 1
+    low, high = differences[rank - 1], differences[n - rank]
+    return low * 1e3 / ACTIONS, high * 1e3 / ACTIONS
 
 
 def tenth(times: list[float]) -> float:
