@@ -206,9 +206,10 @@ class Parallel:
             and the log gives the reason. The older flags `captured` and `one_launch` are still
             accepted in place of `mode`.
         recompute: Stages that keep only the inputs of their layers from F to dI: dI then computes
-            the layers' activations again, which takes the time of one more F and frees memory. The
-            bits of training stay the same. A list names some stages: `[0, 3]` the first and the
-            fourth stage of the model. With Transformer Engine `dropout` must be 0 in such a run.
+            the layers' activations again, which takes the time of one more F. The bits of training
+            stay the same. Graphs reserve memory for dI too, so compare the peak memory of both
+            settings. A list names some stages: `[0, 3]` the first and the fourth stage of the
+            model. With Transformer Engine `dropout` must be 0 in such a run.
         amax: The amaxes from which scales are computed: `replica`, those of each replica;
             `replicas`, the largest over all replicas, which then share their scaling state.
     """

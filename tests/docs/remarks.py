@@ -63,6 +63,7 @@ REMARKS = {
     ),
     ("models_8192.json", "fb0f23cabae6"): "Nothing was profiled.",
     ("models_8b.json", "f51db27973e0"): "Nothing was profiled.",
+    ("models_recomputed.json", "ab9768e6a411"): "Nothing was profiled.",
     ("models_replicas.json", "fb0f23cabae6"): (
         "The last row has two replicas on two GPUs, which reduce their gradients within the "
         "launch. Nothing was profiled. The timed rounds of native differ by more than the "

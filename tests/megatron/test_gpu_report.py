@@ -47,7 +47,7 @@ def runs() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_the_limits_of_the_median_price() -> None:
-    """Of 200 rounds the 86th and the 115th difference; each is passed in 2.5% of samples at most."""
+    """Of 200 rounds the 86th and the 115th difference."""
     rounds = list(range(200))
     said = {"on": [90.0 + n * 16e-3 for n in reversed(rounds)], "off": [90.0] * 200}
     assert between(said) == pytest.approx((85.0, 114.0))
