@@ -192,8 +192,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "start_gradients_read(stage, link)",
-        "Before a separate stream reads the stage's final and reduced gradients, for example for a "
-        "norm or a save: that stream first waits for the link's caller.",
+        "Before another stream reads the stage's final, reduced gradients, for example for a norm "
+        "or a save. The call records that this stream first waits for the caller's stream of the "
+        "link.",
     ),
     _transition(
         "finish_gradients_read(stage, link)",

@@ -221,13 +221,14 @@ class _Rows(torch.autograd.Function):
 @attrs.frozen
 class LossShare:
     """
-    A microbatch's share of a step's loss: its mean divided by `parts`; `weight` is the factor (1,
-    parts).
+    A microbatch's share of a step's loss: its mean divided by `parts`. `weight` is this factor as a
+    fraction, the pair (1, parts).
 
     Args:
         mean: Function that returns the mean loss of one microbatch from outputs and targets.
-        parts: The divisor of the mean: the number of microbatches over all walks and replicas, if
-            the shares are to add up to the mean over all microbatches.
+        parts: What the mean is divided by. If the shares are to add up to the mean over all
+            microbatches, it is the number of all microbatches: those of every walk (pass over the
+            schedule) on every replica.
 
     >>> share = LossShare(lambda hidden, target: (hidden - target).mean(), 4)
     >>> float(share(torch.ones(2), torch.zeros(2))), share.weight

@@ -453,7 +453,10 @@ class StageBackend(Protocol):
 
     @property
     def units(self) -> tuple[WgradUnit, ...]:
-        """The stage's units: the deferred products of one dW."""
+        """
+        The stage's units: the matrix products that one dW computes. The result of a unit is the
+        gradient of one or more matrices.
+        """
 
     @property
     def non_matrix(self) -> tuple[NonMatrix, ...]:

@@ -289,7 +289,10 @@ class _Lanes:
             raise ScheduleError(_circle(next(t for t in self.every() if t.end is None)))
 
     def critical(self) -> tuple[Span, ...]:
-        """Return the critical path: tasks that each waited for the previous, up to the last end."""
+        """
+        Return the critical path: a chain of tasks, each of which waited for the one before it. The
+        chain ends with the task that finishes last.
+        """
         task = max(self.every(), key=_end, default=None)
         path = []
         while task is not None:

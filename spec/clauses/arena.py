@@ -23,9 +23,10 @@ and microbatch, or with one accumulating destination per matrix. The kernel comp
 overlap; it never touches memory.
 
 Tied weights, such as an embedding and the output head that reads it, have one gradient. Two
-matrices, in one stage or in two, may share a destination if both are declared tied. Every dW of
-both stages then writes the shared destination as well as its own stage's destination. Undeclared
-sharing is refused, whether two matrices name one buffer or two buffers overlap in memory. The
+matrices, in one stage or in two, may share a destination if both are declared tied. If they are in
+two stages, each dW of either stage then writes two destinations: the shared one, and the one that
+belongs to its own stage. Undeclared sharing is refused, whether two matrices name one buffer or two
+buffers overlap in memory. The
 epoch's first dW of either stage overwrites the shared destination; all later dW add to it, one at a
 time. So a dW states for both destinations whether it overwrites, and a stage is final only when the
 sharing stage's dW have run too. If gradients are reduced, the shared gradient is reduced in one
@@ -152,9 +153,9 @@ arena (the *copied* path). Such a stage leaves this part out and keeps all other
             id="arena.incomplete",
             number="4.8",
             title="An arena is finalized when it is complete",
-            invariant="Finalize requires one committed dW for every cell (a key without its epoch) "
-            "that the walk over the microbatches does not leave out. The cells are those of the "
-            "stage, and of the stage that shares a destination with it.",
+            invariant="Finalize requires one committed dW for every cell (a key without its epoch: "
+            "microbatch, block and invocation) that belongs to the walk over the microbatches. The "
+            "cells are those of the stage, and of the stage that shares a destination with it.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing dW may still run.",

@@ -66,8 +66,9 @@ once.""",
             section="III-A",
             cause="The schedule keeps more tapes live than the stage has slots: forwards run ahead "
             "of their dI and dW, or an earlier tape was never consumed.",
-            remedy="Give the stage as many slots as its schedule's peak of live tapes (`qeffect "
-            "plan` prints the peak), or look for a dW or a reader that was never committed.",
+            remedy="Give the stage as many slots as the largest number of tapes that its schedule "
+            "keeps alive at once (`qeffect plan` prints this number), or look for a dW, or another "
+            "read of a tape, that was never committed.",
         ),
         Clause(
             id="ownership.foreign-slot",
@@ -127,10 +128,11 @@ once.""",
             cause="A microbatch was run again after it had finished or failed. Or activation "
             "recomputation ran F again under the same key, which would roll the amax history "
             "twice.",
-            remedy="Recompute activations inside the key's dI, between its check and its commit, "
-            "with the scales of its F, and record no amax. dI then reports one scaling update and "
-            "the scales of its own F. For an evaluation, call `check_evaluation`. To repeat a "
-            "failed microbatch, restore, then run the whole epoch again.",
+            remedy="Recompute activations while the key's dI runs, after the check of dI and "
+            "before its commit. Use the scales that F of the same key used, and record no amax in the "
+            "recomputation. dI then reports its own one scaling update, and the scales of that F. "
+            "For an evaluation, call `check_evaluation`. To repeat a failed microbatch, restore, "
+            "then run the whole epoch again.",
         ),
         Clause(
             id="ownership.generation-exhausted",

@@ -200,8 +200,8 @@ def finish_weights_read(st, stage, link):
 
 def start_gradients_read(st, stage, link):
     """
-    Before a separate stream reads the stage's final and reduced gradients, for example for a norm
-    or a save: that stream first waits for the link's caller.
+    Before another stream reads the stage's final, reduced gradients, for example for a norm or a
+    save. The call records that this stream first waits for the caller's stream of the link.
 
     Guards: epoch, completion, reduction.
     Writes: completion.
