@@ -129,8 +129,8 @@ once.""",
             "recomputation ran F again under the same key, which would roll the amax history "
             "twice.",
             remedy="Recompute activations while the key's dI runs, after the check of dI and "
-            "before its commit. Use the scales that F of the same key used, and record no amax in the "
-            "recomputation. dI then reports its own one scaling update, and the scales of that F. "
+            "before its commit. Use the scales that F of the same key used, and record no amax in "
+            "the recomputation. dI then reports its own one scaling update, and the scales of that F. "
             "For an evaluation, call `check_evaluation`. To repeat a failed microbatch, restore, "
             "then run the whole epoch again.",
         ),

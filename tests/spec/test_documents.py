@@ -66,8 +66,8 @@ def test_every_clause_is_found_by_its_id() -> None:
 def test_only_calls_with_a_clauses_argument_are_named_for_it() -> None:
     """An evaluation has no key, so a clause that it shares names the two calls that have one."""
     look = "After a refusal, look at the argument `key.epoch`"
-    expected = f"{look} (in `check_forward`, `check_dgrad`)."
-    assert f"`check_forward`, `check_evaluation`, `check_dgrad`; {expected}" in unlinked(contract())
+    expected = f"{look} (of `check_forward`, `check_dgrad`)."
+    assert f"`check_forward`, `check_evaluation`, `check_dgrad`. {expected}" in unlinked(contract())
 
 
 def test_a_promise_and_a_clause_of_one_name_are_linked() -> None:
