@@ -130,9 +130,9 @@ once.""",
             "twice.",
             remedy="Recompute activations while the key's dI runs, after the check of dI and "
             "before its commit. Use the scales that F of the same key used, and record no amax in "
-            "the recomputation. dI then reports its own one scaling update, and the scales of that F. "
-            "For an evaluation, call `check_evaluation`. To repeat a failed microbatch, restore, "
-            "then run the whole epoch again.",
+            "the recomputation. dI then reports its own one scaling update, and the scales of that "
+            "F. For an evaluation, call `check_evaluation`. To repeat a failed microbatch, "
+            "restore, then run the whole epoch again.",
         ),
         Clause(
             id="ownership.generation-exhausted",
