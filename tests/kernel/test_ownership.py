@@ -11,6 +11,19 @@ from qeffect.relations.constants import GENERATION_MAX
 from .helpers import MATRICES, Rig, refused, refused_evidence, stage
 
 
+def require_not_repeated(rig: Rig) -> None:
+    """Microbatch 0 gets neither a second F in this walk nor a slot for it."""
+    with refused(
+        rig,
+        "ownership.repeated-forward",
+        "microbatch 0 of stage 0 in epoch 0",
+        "once per walk",
+    ):
+        rig.check_forward(0)
+    with refused(rig, "ownership.repeated-forward"):
+        rig.contract.reserve(rig.key(0))
+
+
 class TestSlots:
     def test_slots_are_injective(self) -> None:
         """Two live keys are in two slots, and each reference names its own."""
@@ -100,15 +113,7 @@ class TestSlots:
         """A key is forwarded once per walk, even if its tape was released or dropped."""
         rig = Rig()
         rig.microbatch(0)
-        with refused(
-            rig,
-            "ownership.repeated-forward",
-            "microbatch 0 of stage 0 in epoch 0",
-            "once per walk",
-        ):
-            rig.check_forward(0)
-        with refused(rig, "ownership.repeated-forward"):
-            rig.contract.reserve(rig.key(0))
+        require_not_repeated(rig)
 
         other = rig.forward(1)
         rig.contract.drop(rig.key(1), other)
@@ -119,15 +124,7 @@ class TestSlots:
         """A key whose F was aborted gets no slot and no second F in the same walk."""
         rig = Rig()
         rig.contract.abort(rig.check_forward(0))
-        with refused(
-            rig,
-            "ownership.repeated-forward",
-            "microbatch 0 of stage 0 in epoch 0",
-            "once per walk",
-        ):
-            rig.check_forward(0)
-        with refused(rig, "ownership.repeated-forward"):
-            rig.contract.reserve(rig.key(0))
+        require_not_repeated(rig)
 
     def test_next_epoch_forwards_again(self) -> None:
         """The same cell is forwarded again under the next weights."""

@@ -38,6 +38,7 @@ from .concrete_state import Impossible
 from .launches import LAUNCHES
 from .messages_of_logs import MESSAGE_EVENTS, number_of
 from .protocol import TRANSITIONS
+from .replayed_messages import take_transfers
 from .replayed_state import ReplayedState, UnlikeError, same
 
 __all__ = ["LAUNCH_EVENTS", "LaunchFacts", "LaunchesOfRank", "launch_facts", "settle_launched"]
@@ -443,16 +444,9 @@ class LaunchesOfRank:
 
 def settle_launched(st: ReplayedState, launches: Mapping[int, LaunchesOfRank]) -> None:
     """Take every transfer in launches, and every update of unknown outcome, that is possible."""
-    moved = True
+    transfer, moved = LAUNCHES["transfer_launched"], True
     while moved:
-        moved = False
-        for (r, q), n in st.total.messages.items():
-            if n and st.sends_run[r, q] < st.graph_sends[r, q]:
-                try:
-                    LAUNCHES["transfer_launched"].run(st, r, q)
-                except Impossible:
-                    continue
-                moved = True
+        moved = take_transfers(st, transfer, st.sends_run, st.graph_sends)
         moved |= any(part.settle() for part in launches.values())
 
 

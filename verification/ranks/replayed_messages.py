@@ -13,7 +13,7 @@ from .messages_of_logs import SENT, action_of, number_of
 from .protocol import TRANSITIONS
 from .replayed_state import ReplayedState, UnlikeError
 
-__all__ = ["ReplayedMessages", "settle_transfers"]
+__all__ = ["ReplayedMessages", "settle_transfers", "take_transfers"]
 
 
 class ReplayedMessages:
@@ -98,13 +98,26 @@ def _buffer(event: Mapping[str, Any]) -> int:
 
 def settle_transfers(st: ReplayedState) -> None:
     """Take every transfer that is possible."""
-    moved = True
-    while moved:
-        moved = False
-        for (r, q), n in st.total.messages.items():
-            if n and st.sent_done[r, q] < st.sent[r, q]:
-                try:
-                    TRANSITIONS["transfer"].run(st, r, q)
-                except Impossible:
-                    continue
-                moved = True
+    while take_transfers(st, TRANSITIONS["transfer"], st.sent_done, st.sent):
+        pass
+
+
+def take_transfers(st: ReplayedState, transfer: Any, ended: Any, posted: Any) -> bool:
+    """
+    Take a transfer once between each two ranks where it is possible; return whether any was.
+
+    Args:
+        st: The state of all ranks.
+        transfer: The transition that ends one message from a rank to another.
+        ended: By sender and receiver, how many messages have ended.
+        posted: By sender and receiver, how many messages the sender has posted.
+    """
+    moved = False
+    for (r, q), n in st.total.messages.items():
+        if n and ended[r, q] < posted[r, q]:
+            try:
+                transfer.run(st, r, q)
+            except Impossible:
+                continue
+            moved = True
+    return moved

@@ -168,6 +168,7 @@ class TransformerEngineDomain:
 
     Attributes:
         random: The random numbers of the domain's dropout.
+        recomputing: Whether dI is recomputing the activations of a layer.
 
     Raises:
         BackendError: The library is missing, or modules of other owners already share the state;
@@ -181,7 +182,7 @@ class TransformerEngineDomain:
     device: torch.device = attrs.field(factory=placed, converter=placed)
     scales: Scales = "action"
     frozen: bool = attrs.field(default=False, init=False)
-    _recomputing: bool = attrs.field(default=False, init=False)
+    recomputing: bool = attrs.field(default=False, init=False)
     random: DeviceNumbers = attrs.field(init=False)
     _dropping: bool = attrs.field(default=True, init=False)
     _microbatch: tuple[int, int] | None = attrs.field(default=None, init=False)
@@ -270,11 +271,6 @@ class TransformerEngineDomain:
             self._lib.manager.quantization_state.is_first_fp8_module = False
             yield
 
-    @property
-    def recomputing(self) -> bool:
-        """Whether dI is recomputing the activations of a layer."""
-        return self._recomputing
-
     def around_recomputation(
         self, layer: torch.nn.Module
     ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -310,12 +306,12 @@ class TransformerEngineDomain:
         kept = [(state.scale.clone(), state.amax_history[0].clone()) for state in states]
         for state, scale in zip(states, scales, strict=True):
             state.scale.copy_(scale)
-        self._recomputing = True
+        self.recomputing = True
         try:
             with self._gathering():
                 yield
         finally:
-            self._recomputing = False
+            self.recomputing = False
             for state, (scale, newest) in zip(states, kept, strict=True):
                 state.scale.copy_(scale)
                 state.amax_history[0].copy_(newest)
