@@ -85,10 +85,10 @@ class Start:
         Find out, after a connection broke during the start, which rank of this host has ended.
 
         Returns:
-            The first rank that ended without reporting a cause, and how it ended, in words; None if
-            there is no such rank, or if this rank is not starting. If SIGTERM came first, the
-            thread that the signal woke reports the cause and ends this process, so this call does
-            not return.
+            The first rank that ended, and how it ended, in words. None if no rank of this host has
+            ended, if a rank that ended has reported a cause, or if this rank is not starting. If
+            SIGTERM came first, the thread that the signal woke reports the cause and ends this
+            process, so this call does not return.
         """
         if self._wakes is None or signal.getsignal(signal.SIGTERM) != self._noted:
             return None

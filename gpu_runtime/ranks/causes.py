@@ -276,8 +276,8 @@ class Verdicts:
         Args:
             spoken: The verdicts of the ranks that the cause may name, in ascending order. The cause
                 names the sender if the sender is among these ranks, else the first of these ranks.
-            whole: Whether sender and receiver both completed all their actions and messages. If
-                not, different numbers of posted messages are no difference.
+            whole: Whether sender and receiver both completed all their actions and messages. Only
+                then the numbers of posted messages are compared.
         """
         said = self.said
         for ends in self.every:
