@@ -1,8 +1,8 @@
 """
 ``qeffect runtime``: the runtime's commands, registered with the kernel's command line.
 
-torch, and every module that imports torch, is loaded only when a command that needs torch is named.
-So ``--help`` and the command `doctor` also work on a machine without torch.
+torch is imported only if the named command needs torch. So ``--help`` and the command `doctor` also
+work on a machine without torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RuntimeCommand:
             ``run_NAME(args, progress)``.
         comparison: Module of `lab/` that declares ``--compare`` and runs the command if that option
             is given; empty if the command has no such option.
-        moved: The command's new name, if it was renamed. The old name works for one release, with a
-            warning.
+        moved: The command's new name, if the command was renamed; otherwise None. The old name
+            works for one release, with a warning.
     """
 
     name: str
@@ -90,9 +90,9 @@ PARTS = (
         "time a guarded pipeline and torch's own over the ranks that torchrun started, and compare "
         "their bits",
     ),
-    ("tables", "measure the paper's tables of complete steps over the ranks that torchrun started"),
+    ("tables", "measure steps for the tables of the paper, over the ranks that torchrun started"),
     ("models", "measure TFLOP/s of whole decoders over the ranks that torchrun started"),
-    ("groups", "measure steps with one weight-gradient product for several microbatches"),
+    ("groups", "measure steps that compute dW of several microbatches as one product"),
     ("peers", "measure torch's own pipeline and Megatron-core beside the guarded pipeline"),
     ("curves", "train guarded and native runs alternately, and report their loss curves"),
     ("restarts", "stop training, resume it from a checkpoint and compare every bit"),
@@ -105,7 +105,7 @@ PARTS = (
     ),
     (
         "second_runs",
-        "test and time steps that run twice: flip bits, which the comparison must find",
+        "run steps twice, flip bits, check that no flipped bit reaches an update; measure the time",
     ),
     ("streams", "count stale reads with one-way and two-way waits between streams"),
     ("pools", "show which data CUDA graphs corrupt if they share one memory pool"),
@@ -144,12 +144,12 @@ class RuntimeCommands:
             ),
             (
                 "demo",
-                "run a few guarded steps and the same steps natively, and compare every bit",
+                "run a few guarded steps and the same steps without guards, and compare every bit",
                 "lab.commands.demo",
             ),
             (
                 "compare",
-                "compare native, eager and captured steps bit for bit",
+                "compare steps bit for bit: native (no graphs, no guards), eager and captured",
                 "lab.commands.compare",
             ),
             (

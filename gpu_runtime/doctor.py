@@ -42,9 +42,9 @@ def examine(*, probe: bool = False) -> list[Diagnosis]:
     Examine Python, torch, the device and Transformer Engine, in that order.
 
     Args:
-        probe: Also run one small layer of Transformer Engine on the device. The layer finds
-            failures that a check of the library's names cannot find. The examination creates a CUDA
-            context and resets FP8 state.
+        probe: Also run one small layer of Transformer Engine on the device. This run finds failures
+            that a check of the library's names cannot find. The run creates a CUDA context and
+            resets Transformer Engine's FP8 state.
     """
     findings = [Diagnosis("Python", platform.python_version(), True)]
     torch_finding, torch = _torch()

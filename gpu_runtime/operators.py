@@ -1,23 +1,23 @@
 """
 The guarded actions as `torch.library` operators that take and return explicit tensors.
 
-A graph compiler sees four operators: refresh, forward, dgrad and wgrad. Each operator mutates the
-effect token, two integers on the CPU. The first integer counts the effects (F and dI) of the state
-domain in this epoch; the second counts all actions of the domain. The kernel checks the first
-integer, and therefore refuses an operator that runs twice, was dropped or was moved. Because the
-mutation is declared, a compiler may not repeat, drop or move an operator. Outputs are independent
-of the runtime's static buffers.
+A graph compiler sees four operators: refresh (of a stage's FP8 weight cache), forward (F), dgrad
+(dI) and wgrad (dW). Each operator mutates the effect token, a tensor of two integers on the CPU.
+The first integer counts the F and dI in this epoch (an optimizer step); the second counts all
+actions. The contract checks the first integer, and therefore refuses an operator that runs twice,
+was dropped or was moved. Because the mutation is declared, a compiler may not repeat, drop or move
+an operator. Outputs are independent of the runtime's static buffers.
 
-Gradient memory is an argument too, and declared as mutated: dW writes its microbatch's destinations
-(`Session.destinations`), dI adds to the sums of the non-matrix gradients, and a refresh empties the
-sums (`Session.sums`). So a compiler sees that a read of a gradient must follow the last operator
-that writes it. Pass the gradient memory itself. If a compiler passes a copy of this memory, to keep
-the graph functional, the operator updates the copy at its end.
+Gradient memory is an argument too, and declared as mutated. dW writes the gradients of weight
+matrices (`Session.destinations`). dI adds to the sums of all other gradients, and a refresh empties
+these sums (`Session.sums`). So a compiler sees that a read of a gradient must follow the last
+operator that writes it. Pass the gradient memory itself. A compiler may pass a copy instead, to
+keep the graph functional; the operator then also updates the copy.
 
-`torch.library.opcheck` runs an operator several times on clones of one token. A contract must
-refuse these repetitions, and an ordinary session refuses them. A session in *rehearsal* instead
-goes back to the point of the epoch that the token names: it restarts the epoch and repeats its
-actions. So `opcheck` can check schema, aliasing, fake implementation and functionalization.
+`torch.library.opcheck` runs an operator several times on clones of one token. An ordinary session
+refuses every run but the first, as the contract demands. A session in *rehearsal* instead goes back
+to the point of the epoch that the token names: it restarts the epoch and repeats the actions up to
+this point. So `opcheck` can check schema, aliasing, fake implementation and functionalization.
 
 Operators are defined with `Library.define`, not `custom_op`: bodies of `custom_op` do not record
 autograd. F and dI have an overload for each number of results (`forward.n1`), because a compiler
@@ -50,24 +50,25 @@ MAX_RESULTS = 4
 
 class Session:
     """
-    A runtime, and the references that it has issued to callers; operators name a session by an
-    integer handle.
+    Connects the operators to a runtime. Pass the session's integer `handle` to each operator. The
+    session keeps the reference that each F returned, for dI and dW.
 
     Args:
-        runtime: The runtime.
-        rehearsal: Go back to the point of the epoch that an old token names, instead of refusing
-            the token. For `opcheck`; keeps the epoch's inputs alive.
+        runtime: The runtime whose actions the operators run.
+        rehearsal: For `opcheck`. If True, an operator that gets an old token goes back to the point
+            of the epoch that the token names; the session then keeps the epoch's inputs alive. If
+            False, an old token is refused.
 
     Raises:
-        BackendError: The runtime computes the dW of several microbatches as one product, which the
-            operator of dW cannot express.
+        BackendError: The runtime computes the dW of several microbatches as one product; the dW
+            operator takes only one microbatch.
     """
 
     def __init__(self, runtime: Runtime, *, rehearsal: bool = False) -> None:
         if runtime.config.group > 1:
             raise BackendError(
-                f"group is {runtime.config.group}: the operator of dW takes one tape; make the "
-                "runtime with group=1"
+                f"group is {runtime.config.group}: expected 1, because the operator of dW takes "
+                "one microbatch; make the runtime with group=1"
             )
         self.runtime = runtime
         self.rehearsal = rehearsal
@@ -83,10 +84,11 @@ class Session:
 
     def destinations(self, stage: int, microbatch: int) -> list[Tensor]:
         """
-        The gradient destinations of a microbatch's dW, one per deferred product: the argument
-        `arena` of `wgrad`.
+        Return the tensors to which a microbatch's dW writes gradients, one per deferred matrix
+        product. Pass them to the operator `wgrad` as `arena`.
 
-        Empty with the rule ``copied``: the library then writes its gradients to its own memory.
+        The list is empty with the rule ``copied``: the library then writes its gradients to its own
+        memory.
         """
         memory = self.runtime.memories[stage]
         held = memory.arena.destinations(microbatch) or {}
@@ -94,8 +96,8 @@ class Session:
 
     def sums(self, stage: int) -> list[Tensor]:
         """
-        The sums of a stage's non-matrix gradients; the stage's refresh empties them and dI adds to
-        them.
+        Return the sums of a stage's gradients that are not of matrices. The stage's refresh empties
+        these sums, and dI adds to them.
         """
         return list(self.runtime.memories[stage].sums)
 
@@ -199,7 +201,7 @@ class Session:
 
     def wgrad(self, token: Tensor, arena: Sequence[Tensor], stage: int, microbatch: int) -> None:
         """
-        Run dW. A dW does not change the state domain, so only the token's second number rises.
+        Run dW. A dW changes no FP8 scaling state, so only the token's second number rises.
         """
         own = self.destinations(stage, microbatch)
         with _written(arena, own, f"destinations({stage}, {microbatch})"):
@@ -229,7 +231,7 @@ def session_of(handle: int) -> Session:
     Return the session with this integer handle, the argument of an operator.
 
     Raises:
-        BackendError: The session does not exist; a session lives only while it is referenced.
+        BackendError: No session has this handle. A session ends once no reference to it is left.
     """
     found = _SESSIONS.get(handle)
     if found is None:
@@ -272,7 +274,7 @@ def _written(given: Sequence[Tensor], own: Sequence[Tensor], where: str) -> Iter
     forms = [[(t.shape, t.dtype, t.device) for t in tensors] for tensors in (given, own)]
     if forms[0] != forms[1]:
         raise BackendError(
-            f"the operator mutates {len(own)} tensors of gradient memory; found {len(given)}, or "
+            f"expected the session's {len(own)} gradient tensors; found {len(given)} tensors, or "
             f"tensors of another shape, dtype or device; pass session.{where}"
         )
     yield
@@ -351,8 +353,8 @@ def _with_arity(function: Callable[..., list[Tensor]], arity: int) -> Callable[.
         wanted = len(_with_gradients(runtime.stages[stage].inputs) if specs is None else specs)
         if wanted != arity:
             raise BackendError(
-                f"stage {stage} has {wanted} results here, but overload n{arity} has {arity}; "
-                f"call n{wanted}"
+                f"overload n{arity} returns {arity} tensors, but stage {stage} gives {wanted} "
+                f"here; call overload n{wanted}"
             )
         found = function(token, *given)
         return found[0] if arity == 1 else tuple(found) if found else None

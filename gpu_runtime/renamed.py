@@ -53,7 +53,7 @@ MODULES: Mapping[str, str] = {
     "execute.actions": "step.actions",
     "execute.eager": "step.eager",
     "execute.graphs": "step.graphs",
-    "execute.nested": "step.nested_graphs",
+    "execute.nested": "step.launch_executor",
     "execute.reports": "step.effects",
     "execute.streams": "step.streams",
     "guards": "qeffect.guards",
@@ -135,7 +135,7 @@ MODULES: Mapping[str, str] = {
 NAMES: Mapping[str, str] = {
     "bench.add_bench_arguments": "lab.commands.bench.add_bench_arguments",
     "bench.run_bench": "lab.commands.bench.run_bench",
-    "execute.nested.obstacle": "step.nested_graphs.nesting_obstacle",
+    "execute.nested.obstacle": "runtime.step_mode.device_obstacle",
     "memory.looks.Look": "step.memory.tensor_identity.TensorIdentity",
     "memory.tied.Tied": "step.memory.tied_weights.TiedWeights",
     "parallel.command.begun": "ranks.processes.join_ranks",

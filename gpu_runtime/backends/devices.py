@@ -39,7 +39,7 @@ def visible_id(index: int = 0, environ: Mapping[str, str] | None = None) -> str:
     nvidia-smi ignores `CUDA_VISIBLE_DEVICES`, but CUDA numbers only the devices in this variable.
 
     Args:
-        index: The number of the device among the visible ones.
+        index: The number of the device among the visible devices.
         environ: The environment variables; None takes those of this process.
 
     Returns:

@@ -4,7 +4,8 @@ The parts of a language model before its first layer and after its last layer, f
 Tokens enter the first stage as integers. The last stage ends in a final norm, a head over the
 vocabulary and a cross entropy. The head is computed like every other product of its backend: with a
 deferred weight gradient, a weight cache and scales. The embedding's gradient is a sum of rows, not
-a product that could be deferred, so it comes out of dI with the gradients of norms and biases.
+a product that could be deferred. So dI computes this gradient, together with the gradients of norms
+and biases.
 """
 
 from __future__ import annotations
@@ -226,9 +227,9 @@ class LossShare:
 
     Args:
         mean: Function that returns the mean loss of one microbatch from outputs and targets.
-        parts: What the mean is divided by. If the shares are to add up to the mean over all
-            microbatches, it is the number of all microbatches: those of every walk (pass over the
-            schedule) on every replica.
+        parts: The divisor of the mean. The shares add up to the mean over all microbatches if
+            `parts` is the number of all microbatches: those of every walk (pass over the schedule)
+            on every replica.
 
     >>> share = LossShare(lambda hidden, target: (hidden - target).mean(), 4)
     >>> float(share(torch.ones(2), torch.zeros(2))), share.weight

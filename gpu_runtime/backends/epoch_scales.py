@@ -1,6 +1,6 @@
 """
-FP8 scales that move (are updated) once an epoch, and the methods that a domain with such scales
-adds to `StateDomain`.
+FP8 scales that move (are updated) once an epoch (optimizer step), and the methods that a domain
+with such scales adds to `StateDomain`. A domain is the stages whose scales are updated together.
 
 By default the library moves scales at the end of every F and dI, so the bits of a step depend on
 the order of its microbatches. In a domain of epoch scales, F and dI only gather amaxes: the open

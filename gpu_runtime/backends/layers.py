@@ -54,11 +54,11 @@ class LayerConfig:
         heads: Number of attention heads; `hidden` must be a multiple of this number.
         sequence: Tokens in a microbatch.
         batch: Sequences in a microbatch.
-        fused_qkv: Whether query, key and value share one parameter (12 parameters per layer, 4 of
-            them matrices), or have three (16 parameters, 6 matrices).
+        fused_qkv: Whether query, key and value share one matrix. With `layernorm` and biases, a
+            layer then has 12 parameters, 4 of them matrices; otherwise 16, 6 of them matrices.
         dtype: Type of parameters and activations.
-        kv_heads: Number of key and value heads; several query heads share each of them
-            (grouped-query attention). None gives every query head its own.
+        kv_heads: Number of key and value heads. If the number is below `heads`, several query heads
+            share one key and value head (grouped-query attention). None means as many as `heads`.
         norm: One of `NORMS`.
         activation: One of `ACTIVATIONS`. With `swiglu`, fc1 computes twice the width of the MLP.
         positions: One of `POSITIONS`.
@@ -145,7 +145,7 @@ class LayerConfig:
 
     @property
     def parameters(self) -> int:
-        """Number of parameter tensors of a layer."""
+        """Number of parameters of a layer: the elements of all its parameter tensors."""
         rows = self.qkv_rows + self.hidden + self.fc1_rows
         matrices = rows * self.hidden + self.ffn * self.hidden
         norms = 2 * self.hidden * self.norm_vectors
@@ -153,7 +153,7 @@ class LayerConfig:
 
     @property
     def norm_vectors(self) -> int:
-        """Number of parameter vectors of a norm: a weight, and a bias except with `rmsnorm`."""
+        """Number of parameter vectors of a norm: weight and bias; only weight with `rmsnorm`."""
         return 1 if self.norm == "rmsnorm" else 2
 
     def hidden_states(self, device: torch.device, *, differentiable: bool = True) -> TensorSpec:

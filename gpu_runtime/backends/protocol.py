@@ -1,15 +1,17 @@
 """
-The interface that a stateful layer library must offer so that its F, dI and dW can be guarded.
+The interface that a stateful layer library must offer so that the contract can guard its F, dI and
+dW (a stage's forward, input gradient and weight gradient for one microbatch).
 
-A `StateDomain` is the numerical state that every F and every dI changes, with all stages that share
-this state. In Transformer Engine the domain is the whole process, because each update goes over
-every registered module and rolls each history with a new entry. A `StageBackend` is one pipeline
-stage (one chunk): it maps a tuple of tensors to a tuple of tensors, keeps the work between dI and
-dW on a `Tape`, and lists the kernel's relations that it needs. The paper lists these requirements
+A `StateDomain` is the numerical state (FP8 scales and amax histories) that every F and every dI
+changes, with all stages that share this state. In Transformer Engine the domain is the whole
+process, because each update goes over every registered module. The update rolls (shifts by one
+entry) each history with a new entry. A `StageBackend` is one pipeline stage (one chunk): it maps a
+tuple of tensors to a tuple of tensors, and keeps the work between dI and dW on a `Tape`. It also
+lists the contract's relations (groups of clauses) that it needs. The paper lists these requirements
 in "What a backend contract would need" (Section VI).
 
-A backend checks nothing and does not know epochs, keys or generations: it acts and reports, and the
-runtime asks the contract.
+A backend checks nothing, and does not know the contract's epochs, keys (stage and microbatch) or
+slot generations. A backend acts and reports; the runtime asks the contract.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class TensorSpec:
         shape: The fixed shape, which captured graphs need.
         dtype: The element type.
         device: Device of the tensor.
-        differentiable: Whether a gradient flows back through it. Token ids, targets and the input
-            of a first stage are not differentiable.
+        differentiable: Whether a gradient flows back through the tensor. Token ids, targets and the
+            input of a first stage are not differentiable.
     """
 
     shape: tuple[int, ...] = attrs.field()
@@ -195,8 +197,8 @@ class Tape:
 @attrs.frozen(eq=False, kw_only=True)
 class Reports:
     """
-    Which of its own effects a stage's backend reports. The host gets these reports without reading
-    from the device.
+    Which effects of its F, dI and dW a stage's backend reports. The host gets these reports without
+    reading from the device.
 
     The contract takes all other effects on trust (`qeffect.StageConfig.on_trust`).
 
@@ -248,9 +250,9 @@ class Reports:
         """
         Return those reports that are still valid if graphs are replayed.
 
-        The host sees a capture, but no replay. A recorded effect is reported only if it holds for
-        every replay. The position of random numbers is reported only if the domain sets it before
-        each replay. The position of a tape's scales is never reported.
+        The host sees a capture, but no replay. Fills and updates are reported only if `recorded`
+        says that they hold for every replay. The position of random numbers is reported only if the
+        domain sets this position before each replay. The scales that dI used are never reported.
         """
         live = "live" if self.tape_scales == "live" else None
         unseen = attrs.evolve(self, tape_scales=live, **self._unseen())
@@ -518,7 +520,7 @@ class StageBackend(Protocol):
         Args:
             tape: The tape that the same microbatch's dI filled.
             accumulate: Add to the destination instead of overwriting it.
-            keep: Leave the work on the tape, to capture it a second time.
+            keep: Leave the work on the tape, so that dW can be captured a second time.
             joining: Units that add even if `accumulate` is False; passed only if weights of two
                 stages are tied.
             others: Further tapes of the stage, whose dI have run under the same scales. Where

@@ -68,8 +68,8 @@ def require_probability(dropout: Any) -> None:
 
 def reported_draws(scales: Scales, *, draws: bool) -> bool | None:
     """
-    Return a value for `Reports.draws`: False if no numbers are drawn, True if positions are
-    reported, None with epoch scales, since draws by name have no position.
+    Return the value for `Reports.draws`. It is False if no numbers are drawn. Otherwise it is True,
+    or None with epoch scales, because draws by name have no position to report.
 
     Args:
         scales: When the domain's scales move.

@@ -9,7 +9,7 @@ its hooks, and every write to a tensor raises the tensor's version counter.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-#: Gets a tensor's version counter; `map` calls it for many tensors without frames of Python.
+#: Gets a tensor's version counter. `map` calls this getter without a Python frame per tensor.
 VERSION = attrgetter("_version")
 
 
@@ -125,7 +125,7 @@ class BackwardPasses:
         counts: By the name of a forward whose outputs have a graph, a list of one number: how many
             passes went through the outputs.
         total: Number of passes through the outputs of all forwards.
-        last: Name of the forward through whose outputs the last pass went.
+        last: Name of the forward whose outputs the last pass went through.
     """
 
     def __init__(self) -> None:
@@ -148,14 +148,14 @@ class BackwardPasses:
             return
         passes = self.counts[work] = [0]
         self._nodes[work] = len(nodes)
-
-        def count(_: Any) -> None:
-            passes[0] += 1
-            self.total += 1
-            self.last = work
-
+        count = partial(self._passed, work, passes)
         for node in nodes:
             node.register_prehook(count)
+
+    def _passed(self, work: Hashable, passes: list[int], gradients: Any) -> None:
+        passes[0] += 1
+        self.total += 1
+        self.last = work
 
     def of(self, work: Hashable) -> int | None:
         """Return how many passes went through a forward's outputs; None if none has a graph."""
@@ -234,9 +234,9 @@ class ReplicaHooks:
     Watches when torch's DistributedDataParallel reduces gradients, and whether it is *armed*:
     whether its next backward will reduce them.
 
-    DistributedDataParallel reduces gradients in the nodes that accumulate gradients, in the next
-    backward after a forward outside of `no_sync`. `torch.autograd.grad` passes none of these nodes:
-    gradients that a program then writes by itself are not reduced.
+    DistributedDataParallel reduces gradients in the next backward after a forward outside of
+    `no_sync`, in the graph nodes that accumulate gradients. `torch.autograd.grad` passes none of
+    these nodes. So gradients that a program computes with it and writes itself are not reduced.
 
     Args:
         module: The DistributedDataParallel.
@@ -297,8 +297,8 @@ class Weights:
     writes by itself in its forward (`torch.nn.Embedding` with ``max_norm``), and all parameters of
     a module that FSDP shards, because FSDP puts gathered parameters in their place.
 
-    Where each frame of Python counts, a guard compares the `VERSION` of `counters` with `expected`
-    itself, and calls `check` if they differ.
+    To save a Python frame, a guard may compare the `VERSION` of `counters` with `expected` itself,
+    and call `check` only if they differ.
 
     Args:
         module: The module; None has no weights.

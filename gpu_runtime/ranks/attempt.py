@@ -1,12 +1,12 @@
 """
-The name of an attempt, which all its ranks agree on. An attempt begins when all ranks have met, and
-ends with the first rank that ends.
+All ranks agree on a name for their attempt. An attempt begins when all ranks have connected, and
+ends when the first rank ends.
 
 torchrun restarts its workers in rounds. Workers do not learn the number of their round, and the
-store of torchrun's agents outlives all rounds. Each agent passes its own count of restarts to its
-workers: an agent does not count a restart whose cause is a lost worker of another agent, and counts
-from 0 if the agent was killed and started again (pytorch/pytorch#135712). So no count identifies a
-round, and the ranks agree on a random name instead.
+store of torchrun's agents outlives all rounds. Each agent (one per host) passes its own count of
+restarts to its workers. These counts differ: an agent does not count a restart that another agent's
+worker caused, and an agent that was killed counts from 0 again (pytorch/pytorch#135712). So no
+count identifies a round, and the ranks agree on a random name instead.
 
 Rank 0 draws a name and writes it under a key that every round overwrites. Each other rank registers
 under a key that begins with this name; only the first process that writes such a key is accepted.
@@ -31,7 +31,8 @@ from .bounded import bounded
 __all__ = ["UnreachableError", "agree_on_attempt", "first_line"]
 
 _OFFER, _CONFIRMED = "qeffect/offer", "confirmed"
-#: Seconds between two queries of the store: the larger of the first and of ranks times the second.
+#: Seconds between two queries of the store: the first number, or the second number times the number
+#: of ranks if that is larger.
 _POLL_S, _POLL_A_RANK_S = 0.02, 5e-4
 #: Seconds past the deadline after which a store that has not answered is given up.
 _MARGIN_S = 5.0
@@ -49,7 +50,7 @@ def agree_on_attempt(
     events: list[tuple[str, str]] | None = None,
 ) -> str:
     """
-    Agree with the other ranks on a name for this attempt that no other attempt has.
+    Agree with the other ranks on a unique name for this attempt.
 
     Args:
         store: The launcher's key-value store. Earlier attempts may have written to this store, and
@@ -57,8 +58,8 @@ def agree_on_attempt(
         rank: The global rank of this process.
         world: Number of ranks.
         deadline: Timeout in seconds for all ranks to agree.
-        events: A list to which this function appends this rank's steps, as pairs of a rank log's
-            event and a name.
+        events: A list to which this function appends what this rank did: pairs of an event for the
+            rank log and the name that the event concerns. None records nothing.
 
     Raises:
         BackendError: A rank did not register in time, or the store is gone or does not answer.
@@ -81,7 +82,7 @@ def agree_on_attempt(
 
 
 class _Meeting:
-    """The share of one rank in the agreement on a name."""
+    """One rank's part in the agreement on a name."""
 
     def __init__(self, store: Any, rank: int, world: int, events: list[tuple[str, str]]) -> None:
         self.store, self.rank, self.world, self.events = store, rank, world, events

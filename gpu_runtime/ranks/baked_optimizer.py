@@ -1,8 +1,8 @@
 """
-The optimizer as captured in the graph of a step: the addresses of its state, and numbers such as
-the learning rate.
+Detect changes of the optimizer that the graph of a captured step would not see.
 
-If such a number is a tensor on the device, the graph contains the tensor's address, and the value
+The graph contains the addresses of the optimizer's state, and numbers such as the learning rate. If
+such a number is a tensor on the device, the graph contains only the tensor's address, so the value
 may change.
 """
 

@@ -32,13 +32,13 @@ WEIGHT = "weight "
 """Prefix of the name of a weight that changed while a step ran twice."""
 _LOSSES = ("late", "ended", "lost")
 """
-Kinds of verdicts of ranks without a reason of their own. If ranks have several of these kinds, the
-cause is of the kind that is listed first.
+Kinds of verdicts of ranks that stopped only because of other processes. If the ranks have several
+of these kinds, the cause has the kind that is listed first.
 """
 
 
 class DisagreementError(RuntimeError):
-    """All ranks reached the commit, but with different epochs, messages or gradients."""
+    """All ranks reached the commit, but their step numbers, messages or gradients differ."""
 
 
 @attrs.frozen
@@ -49,10 +49,10 @@ class Difference:
     Args:
         rank: The rank that computed the gradient, state or weight.
         stage: The stage of the gradient, state or weight.
-        name: The gradient's name within the stage; for a weight, its name after the prefix
-            `WEIGHT`; for numerical state, the text `double_run.STATE`.
-        count: 1 if every difference of the rank has its own `Difference` object. If only the first
-            difference of the rank is known, the number of all its differences.
+        name: The gradient's name within the stage. For a weight: the prefix `WEIGHT`, then the
+            weight's name. For numerical state: the text `double_run.STATE`.
+        count: 1 if every difference of the rank has its own `Difference` object. Otherwise only the
+            rank's first difference is known, and `count` is the number of all its differences.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class MismatchError(RuntimeError):
     Two runs of one step, both from the same state, have different gradients.
 
     Args:
-        found: The gradients that differ.
+        found: The gradients, weights and states that differ.
 
     Attributes:
         unrecoverable: Whether a weight has changed. If so, the step cannot be restarted.
@@ -129,8 +129,8 @@ class Cause:
         action: That action in the notation of schedule tables, such as ``1W2``, or `commit`.
         clause: The clause that refused the action, or None.
         text: The whole cause in one line.
-        recoverable: Whether every rank still runs and can rebuild the epoch from the last commit.
-        step: The epoch of the cause; None if unknown.
+        recoverable: Whether every rank still runs and can restart the step from the last commit.
+        step: The number of the optimizer step in which the cause began; None if unknown.
         differ: For the kind `differs`, the gradients that differ.
     """
 
@@ -179,11 +179,12 @@ class Verdicts:
 
     def cause(self, epoch: int) -> Cause:
         """
-        Choose the common cause, with this precedence: a refusal or an error, two runs of a step
-        that differ, a skipped message, a disagreement, a rank that is gone or late.
+        Choose the common cause. If several causes are known, the first of this list is taken: a
+        refusal or an error, two runs of a step that differ, a skipped message, a disagreement, a
+        rank that is gone or late.
 
-        The cause names only a rank that `_nameable` allows. If messages or two runs differ on a
-        rank that the cause may not name, the cause names a rank that published the difference.
+        The cause names only a rank that `_nameable` allows. If messages or two runs differ on
+        another rank, the cause names a rank that published the difference.
 
         Args:
             epoch: The epoch of the rank that makes the choice.
@@ -221,7 +222,9 @@ class Verdicts:
             together = {v["awaits"] for v in said.values() if v["peer"] == -1}
             place = together.pop() if len(together) == 1 else None  # of all ranks, as evaluations
             awaited = self._awaited_of(seen[0]) if seen else {"stage": None, "action": place}
-            text = "the process did not reach it in time" if late else "the process has ended"
+            text = (
+                "the process did not reach this action in time" if late else "the process has ended"
+            )
             if seen:
                 text += f" (rank {_first(said, seen[0])} waits at {seen[0]['awaits']})"
             known = {"epoch": epoch, "clause": None, **awaited}
@@ -231,8 +234,9 @@ class Verdicts:
 
     def _nameable(self) -> set[int]:
         """
-        Return the ranks that the cause may name: ranks with a reason of their own, else ranks that
-        published nothing, else all ranks. The formal model of ranks has the same rule.
+        Return the ranks that the cause may name. If ranks stopped for a reason of their own, only
+        these ranks are named. Otherwise, if ranks published nothing, only these ranks are named.
+        Otherwise all ranks may be named. The formal model of ranks has the same rule.
         """
         own = {rank for rank, v in self.said.items() if v["kind"] not in _LOSSES}
         every = set(range(self.world))
@@ -244,8 +248,8 @@ class Verdicts:
 
     def _differ(self) -> list[Difference]:
         """
-        Return every gradient that differs between two runs. For a rank's gradients, that rank's own
-        report takes precedence over other ranks' reports.
+        Return every gradient that differs between two runs. If a rank reported its own differences,
+        other ranks' reports about that rank are ignored.
         """
         found: list[Difference] = []
         for rank in range(self.world):
@@ -276,8 +280,8 @@ class Verdicts:
         Args:
             spoken: The verdicts of the ranks that the cause may name, in ascending order. The cause
                 names the sender if the sender is among these ranks, else the first of these ranks.
-            whole: Whether sender and receiver both completed all their actions and messages. Only
-                then the numbers of posted messages are compared.
+            whole: Whether sender and receiver both completed all their actions and messages. If
+                not, a message that only one of them posted is not a difference.
         """
         said = self.said
         for ends in self.every:
@@ -349,9 +353,9 @@ def verdict_of(
     Args:
         error: The error that stopped the rank.
         epoch: The epoch of the error.
-        atom: The action or message of the rank that raised the error; None if none of them raised
-            it.
-        passed: Number of actions and messages of its line in the schedule table that the rank has
+        atom: The rank's action or message that raised the error; None if the error has another
+            origin.
+        passed: How many actions and messages of its line in the schedule table the rank has
             completed.
         posted: By channel, the `Message.number` of each message that the rank posted in this step.
         at: Description of what the rank was doing, if `atom` is None.

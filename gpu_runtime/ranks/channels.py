@@ -195,8 +195,8 @@ class Channels:
         host: True for gloo: the host waits for a transfer, and tags are used. False for NCCL: the
             current stream waits, and tags are ignored.
         deadline: Timeout of a host's wait, in seconds.
-        tagged: Whether to use tags if the transport has tags; without tags, order alone pairs
-            messages, as with NCCL.
+        tagged: Whether to use tags if the transport has tags. Without tags, sends and receives are
+            paired by order alone, as with NCCL.
 
     Attributes:
         log: The rank log, which records posted and ended messages; None for no log.
@@ -235,10 +235,10 @@ class Channels:
         Make a process group for each channel, and connect the channel's two ranks by sending a
         number.
 
-        Every rank of the job calls this method, with the same channels. On a GPU, the first
+        Every rank of the job calls this method, with the same channels. On a GPU, a channel's first
         transfer creates the communicator and blocks the host until both ranks take part. So this
-        method creates all communicators, in the same order on all ranks. NCCL has no timeout for
-        this wait, so the wait runs in a thread.
+        method makes the first transfer of every channel, in the same order on all ranks. NCCL has
+        no timeout for this wait, so the wait runs in a thread.
 
         Args:
             every: Every channel of the world, in the same order on all ranks.
@@ -395,8 +395,9 @@ class Channels:
             before: What `posted` returned.
 
         Returns:
-            For each rank with a channel to or from this rank: that rank, the digest of the sends to
-            it, and the digest of the receives from it. The digests depend on the messages' order.
+            For each rank with a channel to or from this rank, a list of three numbers: the rank,
+            the digest of the messages sent to it, and the digest of the messages received from it.
+            The digests depend on the order of the messages.
         """
         found: dict[int, list[int]] = {}
         for ends, channel in self._channels.items():

@@ -1,16 +1,17 @@
 """
 Consent of all ranks to a step: no rank updates its weights before all ranks agree to the update.
 
-Consent is one small all-reduce on the CPU over all ranks; it does not wait for a device. Each rank
-contributes its epoch and, for each of its channels, the digest of the messages that it posted. A
-rank that cannot continue first publishes the reason in the store, then closes its connections. The
-rank's peers wake up at once and publish which error they saw. The first rank that has the reports
-of all other ranks, or has waited for `grace` seconds, chooses the cause of the stop; all ranks read
-this cause.
+Consent is one small all-reduce on the CPU over all ranks, which waits for no device. Each rank
+contributes its epoch (the number of the optimizer step). For each of its channels (messages to or
+from one other rank), a rank also contributes the digest of the messages that it posted. A rank that
+cannot continue first publishes the reason in the store, then closes its connections. The rank's
+peers wake up at once and publish which error they saw. The first rank that has the reports of all
+other ranks, or has waited for `grace` seconds, chooses the cause of the stop; all ranks read this
+cause.
 
-The all-reduce may end on some ranks and fail on others when a rank stops during it. Then some ranks
-have updated their weights and others have not. The epochs in the ranks' reports differ, so the
-cause is not recoverable in place, and all ranks must restart from a checkpoint.
+If a rank stops during the all-reduce, the all-reduce may succeed on some ranks and fail on others.
+Then some ranks have updated their weights and others have not. The epochs in the ranks' reports
+differ, so the cause is not recoverable in place, and all ranks must restart from a checkpoint.
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: floa
 
     Args:
         done: An event of the device, recorded after the work.
-        consent: Says whether another rank has stopped; None leaves this question out.
+        consent: Says whether another rank has stopped; None skips this check.
         deadline: Timeout of the work, in seconds.
-        grace: In seconds. Once another rank has stopped, the work gets a quarter of this time,
-            because it may be able to finish without the other rank.
+        grace: Once another rank has stopped, the wait continues for at most a quarter of this time,
+            in seconds: the work may be able to finish without the other rank.
 
     Raises:
         LostError: The work did not finish in time.
@@ -133,8 +134,8 @@ class Consent:
         grace: Timeout in seconds for the other ranks to publish why they stopped.
         replicas: The reducer over replicas; a stop also closes its connections.
         log: The rank log, which records a stop; None for no log.
-        release: Drops a graph that holds kernels of the connections; otherwise, ending the
-            connections would wait for the graph.
+        release: Drops the captured graph of the step, which holds kernels of the connections;
+            called before the connections end. Otherwise the end would wait for the graph.
         ending: Whether this rank has begun to stop.
         asks: A number of at least 0 that the next `agree` sends to all ranks: this rank's request
             for what to do after the step, such as to end the run (`training/ending.py`).
@@ -178,10 +179,10 @@ class Consent:
         error.
 
         Args:
-            epoch: The epoch that ends.
+            epoch: The number of the optimizer step that ends.
             parts: The sum of squared gradients of each part of the model (embedding, layer, rest of
-                a stage) on this rank. Either all ranks give these sums or no rank does. The
-                all-reduce of the consent also exchanges the sums.
+                a stage) on this rank. Either all ranks give these sums or no rank does. The sums
+                are exchanged in the all-reduce of the consent.
             places: Every part of the model, in the model's order; the same on all ranks.
 
         Returns:
@@ -191,7 +192,8 @@ class Consent:
         Raises:
             LostError: A rank is gone or late.
             DisagreementError: The ranks' epochs differ, sender and receiver of a channel recorded
-                different messages, or two replicas have different finite sums of one part.
+                different messages, or two replicas have different finite sums of squares for one
+                part.
         """
         if self.world == 1:
             self.channels.commit()
@@ -290,10 +292,10 @@ class Consent:
         Args:
             error: The error for which this rank stops.
             epoch: The epoch of the error.
-            atom: The action or message of this rank that raised the error; None if none of them
-                raised it.
-            passed: Number of actions and messages of its line in the schedule table that this rank
-                has completed.
+            atom: This rank's action or message that raised the error; None if the error has another
+                origin.
+            passed: How many actions and messages of its line in the schedule table this rank has
+                completed.
             at: What the rank was doing, if `atom` is None.
         """
         if isinstance(error, StoppedError):
@@ -328,8 +330,8 @@ class Consent:
 
     def claim(self, speaker: str) -> bool:
         """
-        Return whether the caller must report why this process stops: True for the first speaker
-        that calls, False for the second.
+        Return whether the calling thread must report why this process stops. The first thread that
+        calls gets True, the second gets False.
 
         Args:
             speaker: ``main``, the thread that trains, or ``aside``, another thread.
@@ -476,7 +478,7 @@ def _one_of_replicas(told: Sequence[Sequence[float]], places: Sequence[Part]) ->
 
 
 def _odd_epochs(epochs: Sequence[int]) -> str:
-    """Say which ranks have another epoch than most ranks."""
+    """Say which ranks have a different epoch than most ranks."""
     most = max(Counter(epochs).items(), key=lambda item: (item[1], item[0]))[0]
     odd = ", ".join(f"rank {r} is at epoch {e}" for r, e in enumerate(epochs) if e != most)
     return f"{odd}; the others are at epoch {most}"

@@ -2,11 +2,12 @@
 Two runs of one step, before its update: the device compares the gradients of both.
 
 Every N-th step runs twice from the same numerical state. Both runs have the same inputs, weights,
-scales and random numbers. So both runs give the same bits of gradients and numerical state, unless
-memory or a computation was wrong in one run. The comparison does not find an error that is the same
-in both runs, such as a bit of a weight that flipped before the first run, or a device that always
-computes the same wrong number. If a weight changes during the runs, the error names this weight. A
-step cannot be restarted from a changed weight, so the stop is then not recoverable in place.
+scales and random numbers. So if any bit of the gradients or of the numerical state differs, memory
+or a computation was wrong in one of the runs. The comparison does not find an error that is the
+same in both runs, such as a bit of a weight that flipped before the first run, or a device that
+always computes the same wrong number. If a weight changes during the runs, the error names this
+weight. A step cannot be restarted from a changed weight, so the stop is then not recoverable in
+place.
 
 The contract checks and counts a single step. The second run (`second_run.py`) repeats only device
 work, before this rank consents or its device votes.
@@ -32,12 +33,13 @@ from .second_run import SecondRun
 __all__ = ["STATE", "DoubleRun", "compared", "first_of", "is_due"]
 
 WORD = 3
-"""Smallest number that a device's gate publishes if two runs of a step differ."""
+"""Smallest number that a device publishes instead of its vote (`gate.py`) if two runs differ."""
 
 
 def is_due(every: int, epoch: int) -> bool:
     """
-    Whether the step of an epoch runs twice: every N-th step does, beginning with epoch N - 1.
+    Whether the step with the number `epoch` runs twice: every N-th step does, beginning with step
+    N - 1.
 
     >>> [epoch for epoch in range(7) if is_due(3, epoch)]
     [2, 5]
@@ -114,7 +116,7 @@ class DoubleRun:
 
     Args:
         runtime: The guarded runtime of this rank, which makes the first run.
-        every: N, if every N-th step runs twice.
+        every: N: every N-th step runs twice.
         names: By rank, the names that `compared` returned on that rank.
         rank: The global rank of this process.
         log: Takes the gradients' digests for the training log, from the second run; None if the log
@@ -264,7 +266,7 @@ class DoubleRun:
 
     def require_equal(self) -> None:
         """
-        Raise an error unless both runs of a guarded step have equal results; waits for the device.
+        Raise an error if the results of a guarded step's two runs differ; waits for the device.
 
         Raises:
             MismatchError: A gradient of this rank differs.

@@ -41,8 +41,8 @@ class Feed(Protocol):
     of the same step.
 
     No method may wait for the device, so copy with `to_device`. A graph that waits for another rank
-    can block any stream of its device. If that rank is gone, the host would wait forever without
-    learning why.
+    can block every stream of its device. If the other rank is gone, a host that waits for the
+    device waits forever and never learns why.
     """
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:

@@ -1,6 +1,6 @@
 """
-The gate before an update: each device compares its counts of actions with the expected counts, and
-publishes its vote and its counts.
+The gate is the check before an update: each device compares its counts of actions with the expected
+counts, sends its vote on the update to all ranks, and publishes votes and counts for the host.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class UpdateGate:
 
         Args:
             gradients: Gradients of this rank's stages, for the norm; None in a warm-up.
-            differs: `DoubleRun.differs` of a step that ran twice. If this scalar is not 0, a yes
-                becomes a no that says which gradients differ.
+            differs: `DoubleRun.differs` of a step that ran twice; otherwise None. If this scalar is
+                not 0, this rank votes no, and its vote says which gradients differ.
 
         Returns:
             Float32 scalar on the device: 1 to skip the update, else 0.

@@ -1,7 +1,5 @@
 """
 A small model and its data, for either backend; the pipeline command and its tests train this model.
-
-The pipeline's command and its tests train it.
 """
 
 from __future__ import annotations
@@ -64,8 +62,8 @@ class Job:
             microbatches are in progress at once; `static`: one slot per microbatch.
         config: Dimensions of a layer.
         seed: Seed of parameters and data.
-        amax: Source of the amaxes from which scales are made: each `replica` for itself, or all
-            `replicas` together.
+        amax: Which amaxes (largest absolute values) determine a replica's scales: those of the
+            `replica` itself, or those of all `replicas`.
         dropout: Probability with which each layer drops elements of its two residual branches.
         wgrad_group: Number of microbatches whose weight gradients are computed as one product; more
             than 1 needs ``scales="epoch"``.
@@ -140,7 +138,7 @@ class Job:
         if self.microbatches % self.walks:
             raise ValueError(
                 f"microbatches is {self.microbatches} and walks is {self.walks}; expected a "
-                "multiple of walks, since each walk takes an equal part"
+                "multiple of walks: each walk (pass over the table) takes an equal share"
             )
         if not self.cls_name:
             return read_table(self.schedule)

@@ -2,8 +2,8 @@
 Faults that a rank finds late. The rank reports such a fault to its contract before it stops.
 
 An error of a device, or a difference between two runs of a step, is found only after the contract
-has accepted the faulty actions. The contract then refuses the commit of that epoch, and a
-checkpoint over weights that the fault may have reached.
+has accepted the faulty actions. The contract then refuses the commit of that epoch (the optimizer
+step). The contract also refuses a checkpoint of weights that the fault may have changed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ __all__ = ["record_fault"]
 
 def record_fault(runtime: Runtime, error: BaseException, epoch: int, rank: int) -> None:
     """
-    Report to the contract which stages an error may have affected; other errors are not reported.
+    Report to the contract which stages a device's error, or a difference between two runs of a
+    step, may have affected. Errors of other kinds are not reported.
 
     After an error of a device (`torch.AcceleratorError`), no later work of the process runs. The
     error may come from the last update, since the host does not wait for the update. So the last
     committed epoch counts as failed, every action and checkpoint is refused until a `restore`, and
     the error is marked as unrecoverable. If a weight changed between two runs of a step, the last
-    committed epoch also counts as failed. Any other difference between two runs makes the step
-    fail, unless a device's gate has already skipped the step's update.
+    committed epoch also counts as failed. Any other difference between two runs makes only the
+    running step fail. Such a difference is not reported if a device's gate has already skipped the
+    step's update.
 
     Args:
         runtime: The guarded runtime of this rank, whose contract gets the report.

@@ -18,7 +18,8 @@ from torch import Tensor
 
 __all__ = ["LaunchStamps"]
 
-#: Writes the device's clock into a row; takes the rows, the step's number, and the index there.
+#: Writes the device's clock. Arguments: the stamps (one row per step), the step's number, and the
+#: index within the step's row.
 Stamp = Callable[[Tensor, Tensor, int], None]
 
 

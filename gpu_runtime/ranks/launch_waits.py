@@ -58,8 +58,8 @@ class LaunchWaits:
 
     def confirm(self) -> None:
         """
-        If the contract awaits a launch's counts, wait for the oldest launch and read its verdict;
-        otherwise do nothing.
+        Wait for the oldest launch and read its verdict, if the contract still awaits that launch's
+        counts; otherwise do nothing.
 
         Raises:
             Refused: The device did not run exactly the committed actions.

@@ -28,7 +28,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS, _MOST_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), 999_999_999
 #: How this process met the other ranks; kept because `join` may be called again.
 _MET: list[tuple[str, str]] = []
-#: Seconds past a deadline after which a store that does not answer is given up.
+#: Seconds past a deadline after which this rank no longer waits for a store.
 _MARGIN_S = 5.0
 _LAUNCH = "start the ranks with torchrun, or unset the variable"
 
@@ -152,8 +152,8 @@ def join(device: str, limits: Limits | None = None) -> Member:
     """
     if device not in ("cpu", "cuda"):
         raise BackendError(
-            f"device is {device!r}; expected 'cpu' or 'cuda': a rank takes the GPU of its local "
-            "rank on the host"
+            f"device is {device!r}; expected 'cpu' or 'cuda': with 'cuda' a rank uses the GPU "
+            "whose number is its local rank"
         )
     launcher_ranks()
     missing = [name for name in _VARIABLES if name not in os.environ]
@@ -244,10 +244,10 @@ def leave() -> None:
     A thread of gloo may hold the tensors of its last collective for a while after the collective.
     If the thread releases these tensors while the interpreter ends, the thread waits for a lock
     that it never gets. The process then ends in `std::terminate`, although all its work is done
-    (pytorch/pytorch#190489). A group ends with its last reference, and then waits for its threads,
-    at most for its own timeout. No rank waits for another rank in this function, because all
-    messages have been sent. If groups on GPUs remain, the driver ends them, and the group of all
-    ranks stays too.
+    (pytorch/pytorch#190489). A group ends once no reference to it is left. The group then waits for
+    its threads, at most for the group's timeout. No rank waits for another rank in this function,
+    because all messages have been sent. If groups on GPUs remain, the driver ends them, and the
+    group of all ranks remains too.
     """
     gc.collect()  # pipelines refer to themselves, and to groups
     held = dist.distributed_c10d._world.pg_map

@@ -1,39 +1,41 @@
 """
 A rank's whole step as one CUDA graph, under the same contract.
 
-The graphs of the slots, the messages between ranks, the reductions and the update are nodes of one
-graph, so no host acts between two actions. These checks are made:
+The actions (F, dI and dW), the messages between ranks, the reductions and the update are nodes of
+one graph, so no host acts between two actions. These checks are made:
 
-* *Once, when the step is captured*: everything that guarded replays check, since the capture is a
+* *Once, when the step is captured*: everything that a guarded step checks, since the capture is a
   guarded step; and whether both ends of each channel posted the same messages in the same order.
-* *Before each of the two launches that follow the captured step*: every transition of the step, one
-  after another. The guarded actions call the same contract, but without device work
-  (`rehearsal.py`). The two recorded steps must be the same step.
-* *Before each later launch*: whether everything that those transitions read is unchanged, except
-  counters that all advanced by the same amount (`qeffect.steps` says why all guards then decide as
-  before), and whether the row's program and the gradient destinations are unchanged. If anything
-  differs, the step is rehearsed again. After the launch the whole step is committed in one call.
-* *Before each launch*: whether all addresses that a graph contains are unchanged.
-* *In each launch, by the device*: whether the device ran every action as often as the contract
+* *Before each of the two launches that follow the captured step*: the contract checks every action
+  of the step, one after another, without device work. This is a rehearsal (`rehearsal.py`). The
+  records of both rehearsals must describe the same step.
+* *Before each later launch*: everything that these checks read must be unchanged. Counters may have
+  advanced, if all of them advanced by the same amount (`qeffect.steps` says why all guards then
+  decide as before). The rank's list of actions and the gradient destinations must also be
+  unchanged. If anything differs, the step is rehearsed again. After the launch, one call commits
+  the whole step.
+* *Before each launch*: all addresses that a graph contains must be unchanged.
+* *In each launch, by the device*: the device must have run every action as often as the contract
   requires (`qeffect.counts`), and in the required order, no matter who launched the action
   (`gate.py`). Each rank sends its vote to all ranks. If one rank's counts differ, or its vote is
   missing, every rank skips this update and the update of every later launch. If a rank dies while
   votes are exchanged, some ranks may have received all votes and updated: then all ranks restart
-  from a checkpoint. * *One step later, by the host*: the contract checks the device's counts. If a
-  rank voted no, the training ends on all ranks with the same cause, and no rank has updated its
-  weights since that vote.
+  from a checkpoint.
+* *One step later, by the host*: the contract checks the device's counts. If a rank voted no, the
+  training ends on all ranks with the same cause, and no rank has updated its weights since that
+  vote.
 
 A step that runs twice (`double_run.py`) is two launches. The first launch runs the work of the step
 and keeps the digests of its gradients. The second launch restores the state, runs the work again,
 compares the digests, and then runs the vote and the update. A rank whose gradients differ votes no.
 
-If no rank is gone, `OneLaunch.rebuild` then restarts the epoch, from the weights and scales after
-the last update that all devices ran; each device has kept this state. The slots' graphs stay valid.
-The graph of the step contains closed connections, so the step is captured again. If a rank is gone,
-all ranks restart from a checkpoint.
+After a stop that all ranks survived, `OneLaunch.rebuild` restarts the epoch. The epoch restarts
+from the weights and scales after the last update that all devices ran; each device has kept this
+state. The graph of the step contains closed connections, so the step is captured again. If a rank
+is gone, all ranks restart from a checkpoint.
 
-`step_capture.py` captures the step, `launch_waits.py` waits for launches and reads their verdicts,
-and `launch_draws.py` advances the device's random generator as replays would.
+`step_capture.py` captures the step, and `launch_waits.py` waits for launches and reads their
+verdicts.
 """
 
 from __future__ import annotations
@@ -49,11 +51,10 @@ from torch import Tensor
 
 from ..backends.protocol import BackendError, parameters
 from ..step.clipping import DeviceNorm, Norm
-from ..step.graphs import GraphExecutor
+from ..step.launch_executor import LaunchExecutor
 from .baked_optimizer import BakedOptimizer
 from .consent import StoppedError
 from .gate import UpdateGate
-from .launch_draws import LaunchDraws
 from .launch_waits import LaunchWaits, log_event
 from .obstacles import obstacles
 from .rehearsal import Rehearsal
@@ -71,8 +72,8 @@ verdict.
 
 class OneLaunch:
     """
-    Training steps of one rank: the first step runs as guarded replays, the second step is captured
-    and launched, and each later step is launched.
+    Training steps of one rank: the first step is guarded and runs without graphs, the second step
+    is captured and launched, and each later step is launched.
 
     Every rank of the job makes a `OneLaunch`, and takes part in each step.
 
@@ -82,9 +83,9 @@ class OneLaunch:
     Attributes:
         host_ms: The host's time in the latest launch, in milliseconds, by the kind of work in
             `PARTS`, such as the launch itself.
-        rehearsal: Runs the contract's checks without device work. It counts rehearsed steps and
-            steps checked in one call, and says why the latest rehearsed step could not be checked
-            in one call.
+        rehearsal: Runs the contract's checks without device work. This object also counts rehearsed
+            steps and steps checked in one call, and says why the latest rehearsed step could not be
+            checked in one call.
 
     Raises:
         BackendError: The step cannot be one launch; every obstacle is named.
@@ -96,7 +97,6 @@ class OneLaunch:
         self.worker, self.runtime = worker, worker.runtime
         self.capture_seconds = 0.0
         self.steps = 0
-        self._draws = LaunchDraws(worker.member.device)
         self._begin()
 
     def _begin(self) -> None:
@@ -117,7 +117,7 @@ class OneLaunch:
         self._captured: BakedOptimizer | None = None
         self._guarded = False  # whether a guarded step was taken over these connections
         self.host_ms: dict[str, float] = {}
-        assert isinstance(self.runtime.executor, GraphExecutor)
+        assert isinstance(self.runtime.executor, LaunchExecutor)
         self.rehearsal = Rehearsal(self.pipeline, self.runtime.executor)
 
     def step(self) -> None:
@@ -151,8 +151,7 @@ class OneLaunch:
         """Run a guarded step, which opens the connections that a capture needs."""
         try:
             self.worker.calibrate()
-            with self._draws.measure(self._runs()):
-                gradients = self.worker.step()
+            gradients = self.worker.step()
         except StoppedError:
             self._gate.close(abort=True)
             raise
@@ -227,7 +226,6 @@ class OneLaunch:
             log_event(self.pipeline, "second_run")
         else:
             self.graph.replay()
-        self._draws.launched(runs)
         runtime.handoff.record_tail()
         self._waits.record()
         at.append(time.perf_counter())
@@ -258,8 +256,8 @@ class OneLaunch:
         assert self._captured is not None
         if not self._captured.unmoved():
             raise BackendError(
-                "the optimizer's state has other tensors, or one of its numbers has changed (such "
-                "as a learning rate), since the step was captured; make a new OneLaunch"
+                "since the step was captured, a tensor of the optimizer's state was replaced, or a "
+                "number such as the learning rate was changed; make a new OneLaunch"
             )
 
     def _release(self) -> None:
@@ -332,7 +330,7 @@ class OneLaunch:
 
     def leave(self) -> None:
         """
-        Wait for the last step and its verdict; afterwards guarded replays or a checkpoint are
+        Wait for the last step and its verdict; afterwards guarded steps or a checkpoint are
         possible.
 
         Raises:
@@ -360,7 +358,8 @@ class OneLaunch:
 
     def rebuild(self, stopped: StoppedError) -> None:
         """
-        Restart the epoch after a stop that all ranks survived; every rank calls this method.
+        Restart the epoch (the stopped optimizer step) after a stop that all ranks survived; every
+        rank calls this method.
 
         The next step is guarded; the step after it is captured.
 
@@ -375,7 +374,8 @@ class OneLaunch:
 
     def give_up(self, stopped: StoppedError) -> None:
         """
-        Restart the epoch as `rebuild` does, and end the launches; later steps use `Worker.step`.
+        Restart the epoch as `rebuild` does, and end the launches; later steps use `Worker.step`,
+        which replays a graph of each action.
 
         The method makes no connections for launches, because a rank that made and closed such
         connections could close them while another rank is still connecting.
@@ -388,6 +388,7 @@ class OneLaunch:
         """
         self._restart(stopped)
         self._drop()
+        self.runtime.replay_actions()
 
     def _restart(self, stopped: StoppedError) -> None:
         """Restart the epoch from the weights after the last update that all devices ran."""

@@ -2,10 +2,12 @@
 Run one rank's row of a schedule table with messages: the entries run in order, and the contract
 checks each action.
 
-A receive reserves its slot and fills the slot's static input in place. A send reads the result of F
-or dI in the slot until the transfer has been waited for. Two neighbouring stages on the same rank
-pass tensors directly, without a message. A `Passage` carries a microbatch's key and reference from
-F to dI to dW. At the end of the step all ranks consent, and only then is the update run.
+A slot is the set of static buffers that a microbatch uses in a stage. A receive reserves a slot,
+and fills the slot's input in place. A send reads the result of F or dI in the slot, until the send
+has been waited for. Two neighbouring stages on the same rank pass tensors directly, without a
+message. A `Passage` carries what dI and dW of a microbatch need from its F: the key (epoch, stage
+and microbatch) and the reference (which slot). At the end of the step all ranks consent, and only
+then is the update run.
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ class Pipeline:
             must send their norm to the other ranks.
 
     Raises:
-        BackendError: The runtime was made for another row, or a stage cannot be part of a pipeline.
+        BackendError: The runtime was made for another line of the schedule table, or a stage cannot
+            be part of a pipeline.
     """
 
     def __init__(
@@ -343,8 +346,8 @@ class Pipeline:
 
     def drawn(self, p: Passage) -> int:
         """
-        Return the microbatch's number in the step's data; each walk (pass over the row) takes as
-        many microbatches as the table has.
+        Return the microbatch's number in the step's data. Each walk (pass over the row) takes the
+        next microbatches of the step, as many as the table has.
         """
         return p.microbatch + self.walk * self.row.table.num_microbatches
 
@@ -536,11 +539,11 @@ def _require_boundaries(stage: StageBackend, *, first: bool, last: bool) -> None
     flows = [n for n, spec in enumerate(stage.inputs) if spec.differentiable]
     if not first and flows != [0]:
         raise BackendError(
-            f"{where} has gradients of its inputs {flows}; expected a gradient of input 0 only: "
-            "a message brings this input to every stage but the first"
+            f"{where} computes gradients of its inputs {flows}; expected input 0 only, which is "
+            "the output of the stage before"
         )
     if first and flows:
         raise BackendError(
-            f"{where} is the first stage, but has input gradients, which nothing reads; make this "
-            "stage with first=True, or with the equivalent option of its backend"
+            f"{where} is the first stage, but computes input gradients, which nothing reads; make "
+            "this stage with first=True, or with the equivalent option of its backend"
         )

@@ -1,6 +1,6 @@
 """
-Functions for commands that run on every rank: connect the ranks, print on one rank, exit codes of a
-stop.
+Functions for commands that run on every rank: connect the ranks, print on one rank, choose the exit
+code of a stop.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = [
 _LAST_WORD_S = 5.0
 #: Kinds of causes whose rank cannot print.
 _LOST = ("gone", "late")
-#: Kinds of causes that are violations of the contract, disagreements of ranks in a step, different
-#: gradients of two runs of one step, or numbers that are not finite.
+#: Kinds of causes with exit code 1: violations of the contract, disagreements of ranks in a step,
+#: different gradients of two runs of one step, and numbers that are not finite.
 _VIOLATIONS = ("refused", "dropped", "disagreed", "differs", "diverged")
 
 
@@ -100,8 +100,8 @@ def report_once(run: Callable[[], Outcome]) -> Outcome:
 
 def speaker_of(outcome: Outcome) -> int:
     """
-    Return the rank that prints an outcome: the rank without connections, if the outcome names such
-    a rank; otherwise rank 0, or rank 1 if rank 0 is lost.
+    Return the rank that prints an outcome. If the outcome names a rank that lost its connections,
+    that rank prints. Otherwise rank 0 prints, or rank 1 if rank 0 is lost.
     """
     cause = outcome.data.get("cause") or {}
     lost = cause.get("rank") == 0 and cause["kind"] in _LOST

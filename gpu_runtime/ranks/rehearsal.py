@@ -1,12 +1,14 @@
 """
-A step of a pipeline without its device work, to check a step that is one launch.
+A rehearsal is a step of a pipeline without device work. A rehearsal lets the contract check a step
+that is one launch.
 
-The pipeline's own actions ask the contract, in the order of guarded replays; a performer that does
-nothing replaces the device. So the contract gets the same calls in a rehearsal as in replays; a
-test compares the two. Two rehearsed steps are recorded. If both records are the same step
-(`qeffect.steps`), a later step is checked by comparing everything that its transitions would read,
-and committed as a whole after its launch. If anything differs, the step is rehearsed again, action
-by action, and recorded anew.
+The pipeline's own actions ask the contract, in the order of a guarded step; a performer that does
+nothing replaces the device. So the contract gets the same calls in a rehearsal as in a guarded
+step; a test compares these calls. Two rehearsed steps are recorded. If both records describe the
+same step (`qeffect.steps`), later steps need no rehearsal. Before such a step's launch, everything
+that the contract's checks would read is compared with the record. After the launch, one call
+commits the step. If anything differs, the step is rehearsed again, action by action, and recorded
+anew.
 """
 
 from __future__ import annotations
@@ -137,7 +139,8 @@ class _RehearsalChannels:
 
 class Rehearsal:
     """
-    Runs every transition of a step through a pipeline's own actions, without device work.
+    Asks the contract for every action of a step, through a pipeline's own actions, without device
+    work.
 
     An event log writes one line for a step that is committed in one call. With any other observer,
     every step is rehearsed, so that the observer sees each action, and no step is recorded.
@@ -149,7 +152,7 @@ class Rehearsal:
     Attributes:
         as_one: Whether the latest step was checked in one call, and must therefore be committed in
             one call.
-        steps: Number of steps rehearsed, and of steps checked in one call.
+        steps: Two numbers: of steps rehearsed, and of steps checked in one call.
         recurs: The recorded step, if two consecutive rehearsed steps were the same; otherwise None.
         difference: Why the latest rehearsed step could not be checked in one call; empty before the
             first rehearsal.
@@ -216,7 +219,8 @@ class Rehearsal:
         After a stop, report the step's actions to the contract, if they were only checked so far.
 
         Device work may have been launched. So the contract must be in the middle of an epoch, as
-        after a rehearsed step, and accepts neither a step nor a checkpoint before a restore.
+        after a rehearsed step. In this state the contract accepts neither a step nor a checkpoint
+        before a restore.
         """
         self.drop()
         if self.as_one:
@@ -240,14 +244,14 @@ class Rehearsal:
 
     def _beside(self) -> str:
         """
-        Say what has changed in the actions' inputs that the contract does not know; empty if
-        nothing has.
+        Say which input of the actions has changed that the contract does not know; empty if none
+        has changed.
         """
         pipeline, runtime = self.pipeline, self.pipeline.runtime
         if runtime.actions.broken is not None:
             return runtime.actions.broken
         if pipeline.program != self._program:
-            return "the program of the row has changed"
+            return "this rank's list of actions has changed"
         if not all(memory.arena.in_place() for memory in runtime.memories.values()):
             return "a gradient destination has moved"
         try:

@@ -24,9 +24,9 @@ from .wait_clock import WaitClock
 __all__ = ["Replicas", "calls_of"]
 
 ALONE_BYTES = 1 << 20
-"""Size above which a gradient gets its own call under gloo. gloo copies the gradients of a shared
-call into one buffer and back, and for larger ones the copies cost more than the calls they save.
-NCCL copies nothing."""
+"""Size in bytes above which a gradient gets its own call under gloo. gloo copies the gradients of a
+shared call into one buffer and back; for larger gradients, these copies cost more than a separate
+call. NCCL copies nothing."""
 
 
 class _BucketCollectives:
@@ -73,8 +73,8 @@ class Replicas:
         host: Whether the host waits for a collective (gloo).
         deadline: Timeout of a host's wait, in seconds.
         mean: Whether to divide each sum by the number of replicas.
-        together: Whether gradients of the same type in a bucket share a call; None shares only with
-            two replicas, when sharing changes no bits.
+        together: Whether gradients of the same type in a bucket share a call. With None they share
+            a call only if there are two replicas, because sharing then changes no bits.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class Replicas:
 
     def close(self, *, abort: bool = True) -> None:
         """
-        End the group; replicas that wait on the group wake up. `abort` says that collectives may
-        still run.
+        End the group; replicas that wait on the group wake up. `abort` says whether collectives may
+        still be running.
         """
         self._forget()
         ending, self._ending = self._ending, None

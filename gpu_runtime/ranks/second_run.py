@@ -38,8 +38,8 @@ class _Place:
 
 class _Actions:
     """
-    The methods of `GuardedActions`, but without asking the contract, which accepted all actions in
-    the first run.
+    The methods of `GuardedActions`, but these methods do not ask the contract, because the contract
+    accepted all actions in the first run.
     """
 
     def __init__(self, run: SecondRun) -> None:

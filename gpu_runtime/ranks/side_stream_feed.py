@@ -1,10 +1,10 @@
 """
 Make a pipeline's data on a side stream, so that the feed never waits for a message.
 
-A pipeline's stream waits for messages of other ranks. If a host waits for data on that stream,
-after a message from a rank that is gone, the host waits forever and cannot learn the cause. Even a
-separate stream can be blocked if a launch occupies all the device's queues, so a feed must not wait
-for the device at all (`feed.to_device`).
+A pipeline's stream waits for messages of other ranks. If the sender of a message is gone, and the
+host waits for data behind this message on the same stream, the host waits forever and cannot learn
+the cause. Even a separate stream can be blocked, if a launch occupies all the device's queues. So a
+feed must not wait for the device at all (`feed.to_device`).
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class SideStreamFeed:
         separate stream.
 
         The data are made on the side stream, so that no copy from the host waits for the slot. The
-        caller's stream waits for the data. The copying stream waits for the caller's stream, on
-        which the slot was last used; the caller's stream then waits for the copy.
+        caller's stream waits for the data. The copy into the slot runs on a third stream. This
+        stream first waits for the caller's stream, on which the slot was last used; afterwards the
+        caller's stream waits for the copy.
         """
         given = self.inputs(stage, step, microbatch)
         if self.copies is None:

@@ -1,5 +1,6 @@
 """
-Capture a rank's whole step as one graph, and a step that runs twice as two further graphs.
+Capture a rank's whole step as one graph. If some steps run twice, also capture two further graphs,
+one for each run of such a step.
 
 Either all ranks capture at once, or no rank does. A capture is a guarded step: the contract checks
 each action while the device work is recorded.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..backends.epoch_scales import move_scales
 from ..backends.protocol import BackendError
-from ..step.graphs import no_collection
+from ..step.captures import no_collection
 from ..step.optimizer import Gradients
 from .baked_optimizer import BakedOptimizer
 from .double_run import DoubleRun
@@ -72,6 +73,9 @@ class StepCapture:
     waits: LaunchWaits
     epoch: int | None = None
     pipeline: Pipeline = attrs.field(init=False)
+    # The memory of all three graphs: only one of them runs at a time, and none reads what another
+    # one leaves there.
+    _pool: Any = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         self.pipeline = self.worker.pipeline
@@ -105,6 +109,9 @@ class StepCapture:
         self.epoch = runtime.epoch
         log_event(pipeline, "capture")
         began = time.perf_counter()
+        # The graphs' pool cannot use the memory that the guarded step leaves in the cache.
+        torch.cuda.empty_cache()
+        self._pool = torch.cuda.graph_pool_handle()
         graph, messages = self._with_messages(self._whole)
         double = pipeline.double
         twice: tuple[torch.cuda.CUDAGraph, ...] = ()
@@ -114,8 +121,8 @@ class StepCapture:
             twice = first, second
             if messages != of_first or messages != of_second:
                 raise BackendError(
-                    "the two runs of a step that runs twice must post the messages of a step that "
-                    "runs once, in the same order; their graphs have recorded other messages"
+                    "each run of a step that runs twice must post the same messages, in the same "
+                    "order, as a step that runs once; the captured graphs differ in their messages"
                 )
         seconds = time.perf_counter() - began
         contract.check_commit(caller="main")
@@ -134,7 +141,7 @@ class StepCapture:
         """Capture work as one graph; return the graph and the messages that it posts."""
         channels = self.pipeline.channels
         before = channels.posted()
-        return _recorded(work), channels.orders(before)
+        return _recorded(work, self._pool), channels.orders(before)
 
     def _whole(self) -> None:
         """Run the work of a step, the vote and the update, and ask the contract."""
@@ -176,14 +183,14 @@ def post_by_graph(pipeline: Pipeline, by_graph: bool) -> None:
     pipeline.channels.log = None if by_graph else pipeline.log
 
 
-def _recorded(work: Callable[[], None]) -> Any:
+def _recorded(work: Callable[[], None], pool: Any) -> Any:
     """
-    Capture the operations that `work` queues on the current stream as one graph, in a separate
-    memory pool.
+    Capture the operations that `work` queues on the current stream as one graph, whose memory is in
+    `pool`.
     """
     graph = torch.cuda.CUDAGraph()
     with no_collection():
-        graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             work()
         except BaseException:

@@ -32,8 +32,8 @@ class Tie:
 
     Args:
         name: The weight's name in the model and in a checkpoint, and the name of its bucket.
-        copies: The stage, and the name within the stage, of each copy. Gradients are added in this
-            order; the norm of all gradients counts only the first copy.
+        copies: For each of the two copies, its stage and its name within the stage. Gradients are
+            added in this order; the norm of all gradients counts only the first copy.
 
     Raises:
         BackendError: The tie does not have exactly two different copies.
@@ -65,8 +65,8 @@ def require_declared(
         ranks: By rank within the pipeline, its global rank.
 
     Raises:
-        Refused: ``arena.overlapping-destinations``: a rank has a copy that another rank declares
-            tied, but does not declare the tie itself.
+        Refused: ``arena.overlapping-destinations``: one rank declares a copy on another rank as
+            tied, but the other rank does not declare this tie.
         BackendError: A tie names a missing stage, or ranks declare different ties.
     """
     for name in dict.fromkeys(tie.name for ties in said for tie in ties):
@@ -120,8 +120,8 @@ class Reducers:
 
     The sum over a weight's copies starts after the sum over replicas, and later sums wait for the
     sum over copies. If sums of two groups ran side by side, each device would choose their order.
-    Ranks with different orders could then wait for each other in a circle, because a weight's
-    copies and its replicas are on different ranks.
+    Ranks with different orders could then wait for each other forever, because a weight's copies
+    and its replicas are on different ranks.
 
     Args:
         replicas: Computes the sum over replicas; None with one replica.

@@ -21,10 +21,10 @@ class TorchrunAgent:
     The agent of torchrun that started this process, if torchrun did.
 
     Attributes:
-        pid: The agent's process id, read at this process's first import, seconds before the first
-            step; None if torchrun did not start this process.
-        orphaned: Whether torchrun started this process, but its parent process is not torchrun's
-            agent: the agent had ended before the first import.
+        pid: The agent's process id, read when this process first imports qeffect, seconds before
+            the first step; None if torchrun did not start this process.
+        orphaned: True if torchrun started this process, but this process's parent is not torchrun's
+            agent. The agent had then ended before the first import.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,8 @@ class TorchrunAgent:
 
 def shared_store_warning() -> str:
     """
-    Return a warning if an agent of torchrun could not join again after a restart; otherwise empty.
+    Return a warning if a torchrun agent that is restarted could not join the run again; otherwise
+    return an empty text.
 
     Agents of several hosts that restart their ranks share one store over all restarts by default.
     torch 2.13 tells agents the store's address only in the first round.

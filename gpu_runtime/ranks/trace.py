@@ -3,9 +3,9 @@ Write a Chrome trace of one step on every rank, followed by the simulation of th
 
 Times come from the host's clock on a CPU, and from events on the graph stream on a GPU. A message
 has a slice on each of its two ranks: the slice begins when the rank posts the transfer and ends
-when the rank has waited for the transfer. Arrows go from the send to the receive. Time zero on
-every rank is its exit from a barrier of all ranks. Ranks of one host share the host's clock.
-Between hosts, times are wrong by the difference between the ranks' exits from the barrier.
+when the rank has waited for the transfer. Arrows go from the send to the receive. Time zero of a
+rank is the moment at which the rank leaves a barrier of all ranks. Ranks of one host share the
+host's clock. Between hosts, times are wrong by as much as these moments differ.
 """
 
 from __future__ import annotations

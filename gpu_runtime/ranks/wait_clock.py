@@ -17,8 +17,8 @@ class WaitClock:
 
     Attributes:
         seconds: The sum of all waits so far, in seconds.
-        place: While the host waits, the action that waits and the awaited rank (-1 for all ranks);
-            otherwise None. Other threads may read this attribute.
+        place: While the host waits: a pair of the action that waits and the awaited rank (-1 for
+            all ranks). Otherwise None. Other threads may read this attribute.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ from .wait_clock import WaitClock
 
 __all__ = ["Worker"]
 
-#: Seconds past a deadline after which a store that does not answer is given up.
+#: Seconds past a deadline after which this rank no longer waits for a store.
 _MARGIN_S = 5.0
 #: Numbers the workers of this process, equally on all ranks, so that each has its own store keys.
 _WORKERS = itertools.count()
@@ -105,13 +105,13 @@ class Worker:
         zero_stages: Whether to record in every step which stages have only zero gradients
             (`Worker.zero_stages.values`). Ignored if steps have a norm, which also shows zero
             stages.
-        replay_every: N, to run every N-th step twice before its update and stop all ranks if the
-            gradients differ (`double_run`); 0 runs no step twice. All ranks must give the same
-            number.
+        replay_every: With N above 0, every N-th step runs twice before its update, and all ranks
+            stop if the gradients of both runs differ (`double_run`). 0 runs no step twice. All
+            ranks must give the same number.
 
     Attributes:
-        new: Whether the first step calibrates scales that move once an epoch; after the load of a
-            checkpoint, which contains scales, this is False.
+        new: Whether the first step calibrates scales that are updated once an epoch (an optimizer
+            step). False after a checkpoint was loaded, because a checkpoint contains scales.
         calibration: The result of the calibration; None without a calibration.
 
     Raises:
@@ -316,8 +316,8 @@ class Worker:
         if stages and moves_once(stages[0].domain) and self.together and self._replicas > 2:
             problem = (
                 f"together=True sums several gradients of {self._replicas} replicas in one call. "
-                "The order of additions then depends on where the model is cut; scales that "
-                "are updated once an epoch do not allow that; leave together out"
+                "The order of additions then depends on where the model is cut, which is not "
+                "allowed if scales are updated once an epoch; pass together=None or False"
             )
         agree_on(self.member, problem, failed)
         self._require_alike(stages, config.dtype)
@@ -467,7 +467,8 @@ class Worker:
 
     def step(self) -> Gradients:
         """
-        Run one optimizer step. The first step of a new run calibrates epoch scales first.
+        Run one optimizer step. If scales are updated once an epoch, the first step of a new run
+        first calibrates them.
 
         Returns:
             The gradients that were passed to the optimizer; valid until the next dW.
@@ -482,7 +483,8 @@ class Worker:
 
     def calibrate(self) -> None:
         """
-        Calibrate epoch scales, before the first step of a new run; otherwise do nothing.
+        Calibrate scales that are updated once an epoch, before the first step of a new run. In all
+        other cases, do nothing.
 
         Raises:
             StoppedError: All ranks stopped, with the same cause.
@@ -533,7 +535,7 @@ class Worker:
         if self.consent.ending:
             return  # this rank is publishing its cause
         if self._stepping:
-            raise TerminatedError("the launcher ended it with SIGTERM")
+            raise TerminatedError("the launcher ended this rank with SIGTERM")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -545,7 +547,8 @@ class Worker:
         restore: Callable[[], None] | None = None,
     ) -> None:
         """
-        Restart the epoch after a stop that all ranks survived; every rank calls this method.
+        Restart the epoch (the stopped optimizer step) after a stop that all ranks survived; every
+        rank calls this method.
 
         All messages of the stopped step are dropped. The numerical state is restored to that of the
         last commit.
@@ -602,8 +605,8 @@ class Worker:
         """
         Wait for the device after a stop, at most as long as the other ranks wait for this rank.
 
-        The stop has released the connections, so device work that uses a connection can finish. A
-        communicator that cannot be released blocks the device forever.
+        The stop has released the connections, so device work that uses a connection can finish. If
+        a communicator could not be released, the device never finishes.
 
         Raises:
             BackendError: Device work did not finish before the deadline.

@@ -54,14 +54,14 @@ def build_worker(
         repeat: Whether every step gets the data of the first step.
         clip_norm: Upper limit of the norm over the gradients of all ranks; None takes the job's
             limit.
-        skip_nonfinite: Whether every rank skips an update whose norm is not finite; also true if
-            the job says so.
+        skip_nonfinite: Whether every rank skips an update whose norm is not finite. The job's
+            option has the same effect.
         registry: Records the gradient destinations of all runtimes in this process, which must not
             overlap.
         gradient_digests: Whether to take the digest of each gradient in every step.
         zero_stages: Whether to record in every step which stages have only zero gradients.
-        replay_every: N, to run every N-th step twice and compare the gradients; 0 runs no step
-            twice.
+        replay_every: With N above 0, every N-th step runs twice and the gradients are compared; 0
+            runs no step twice.
 
     Raises:
         ScheduleError: The table is refused.

@@ -204,16 +204,29 @@ class Assembly:
         """
         if not self.config.replays_graphs:
             return EagerExecutor(counters)
+        if self.config.mode == "one launch":
+            from ..step.launch_executor import launch_executor
+
+            return launch_executor(self.domain, memories, handoff, counters)
+        return self.graphs(memories, handoff, counters)
+
+    def graphs(
+        self,
+        memories: Mapping[int, StageMemory],
+        handoff: Handoff,
+        counters: DeviceCounters | None,
+    ) -> Executor:
+        """
+        Capture a graph of each action, and make the executor that replays these graphs.
+
+        Raises:
+            BackendError: The backend cannot be captured; every obstacle is named.
+        """
         from ..step.graphs import capture
 
+        pool = self.config.pool
         return capture(
-            self.domain,
-            memories,
-            self.plan,
-            handoff,
-            shared_pool=self.config.pool,
-            counters=counters,
-            nested=self.config.mode == "one launch",
+            self.domain, memories, self.plan, handoff, shared_pool=pool, counters=counters
         )
 
     def _stage_config(self, memory: StageMemory) -> StageConfig:
@@ -254,7 +267,9 @@ class Assembly:
 
     def _scales(self) -> Scales:
         """
-        Return when the domain's scales move; ``action`` if the contract does not check their order.
+        Return when the domain's scales are updated, for the contract's configuration.
+
+        The result is ``action`` if the contract does not check the order of actions.
         """
         return "epoch" if moves_once(self.domain) and "order" in self.relations else "action"
 

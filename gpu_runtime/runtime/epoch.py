@@ -50,8 +50,8 @@ class EpochRuntime(RuntimeParts):
         """
         Start a bucket's reduction before the epoch ends, while other stages may still run.
 
-        The last dW of its stage must have run. `finalize` reduces the other buckets, and waits for
-        the reductions that were started here.
+        The last dW of the bucket's stage must have run. `finalize` reduces the other buckets, and
+        waits for the reductions that were started here.
 
         Args:
             bucket: Name of the bucket.
@@ -149,8 +149,8 @@ class EpochRuntime(RuntimeParts):
 
         Raises:
             BackendError: The configuration declares the order, has another rule than
-                ``accumulate``, ties weights of two stages, or runs a step as one launch; or the
-                walk would leave out the microbatch of the order's first dW.
+                ``accumulate`` or a group above 1, ties weights of two stages, or runs a step as one
+                launch. Or the walk would leave out the microbatch of the order's first dW.
             Refused: The walk has begun, or was shortened already.
             TypeError, ValueError: `microbatches` is not an ``int``, or is out of range.
         """
@@ -230,11 +230,11 @@ class EpochRuntime(RuntimeParts):
         """
         Run the optimizer and commit the epoch.
 
-        The contract is asked before the update, so a refusal leaves the weights unchanged. If the
-        optimizer raises, the weights are half updated, and no action or checkpoint is accepted
-        before a `restore`. The update runs on the graph stream, after the caller's work and before
-        the next replay. FP8 scales that move once an epoch move in this call, even if the norm
-        skips the update.
+        The contract checks the update before it runs, so a refusal leaves the weights unchanged. If
+        the optimizer raises an error, the weights are half updated, and no action or checkpoint is
+        accepted before a `restore`. The update runs on the graph stream, after the caller's work
+        and before the next replay. FP8 scales that are updated once an epoch are updated in this
+        call, even if the norm skips the update of the weights.
 
         Args:
             optimizer: The optimizer over the same stages.
@@ -248,8 +248,8 @@ class EpochRuntime(RuntimeParts):
             The new epoch.
 
         Raises:
-            Refused: An action is unfinished, a stage is not final, another caller finalized, or the
-                device did not run the committed actions; nothing was updated.
+            Refused: An action is unfinished, a stage is not final, another caller called
+                `finalize`, or the device did not run the committed actions. Nothing was updated.
         """
         link = self.actions._enter(caller)
         late = self.config.counts_late
@@ -279,7 +279,7 @@ class EpochRuntime(RuntimeParts):
         return self.contract.epoch
 
     def _move_scales(self, update: Update) -> None:
-        """Move the FP8 scales that move once an epoch, and report the movement to the contract."""
+        """Update the FP8 scales that are updated once an epoch, and tell the contract."""
         if not moves_once(self.domain):
             return
         reports = next(iter(self.memories.values())).reports
@@ -289,7 +289,7 @@ class EpochRuntime(RuntimeParts):
 
     def tell_moved(self, update: Update, moved: int | None) -> None:
         """
-        Report to the contract that the domain's scales moved, if they move once an epoch.
+        Tell the contract that the domain's scales moved (were updated), if they move once an epoch.
 
         Args:
             update: The update in flight.

@@ -49,6 +49,7 @@ class RuntimeParts:
         self.config = config or RuntimeConfig()
         assembly = Assembly(stages, order, self.config, reducer, row)
         self.row, self.order, self.reducer = row, order, reducer
+        self._assembly = assembly
         self._keys: dict[tuple[int, int], TapeKey] = {}
         self._keys_of = -1
         self._final: set[int] = set()
@@ -79,7 +80,7 @@ class RuntimeParts:
         handoff.synchronize()
         live = tuple(live_state(self.domain).values())
         self._committed = Snapshot(live)
-        # Of the commit before the last: with late counts, the last update may have been skipped.
+        # The commit before the last: with late counts, the device may have skipped the last update.
         self._before = Snapshot(live) if self.config.counts_late else self._committed
 
     @property
@@ -89,7 +90,7 @@ class RuntimeParts:
 
     @property
     def handoff(self) -> Handoff:
-        """The graph stream, with the waits between it and the callers' streams."""
+        """The graph stream, and the waits between the graph stream and the callers' streams."""
         return self.performer.handoff
 
     @property
@@ -100,8 +101,9 @@ class RuntimeParts:
     @contextmanager
     def performed_by(self, performer: Performer) -> Iterator[None]:
         """
-        A context in which another performer replaces the runtime's own: it acts on memory, streams
-        and other ranks.
+        A context in which another performer replaces the runtime's own performer.
+
+        A performer is the object that acts on memory, streams and other ranks.
         """
         before = self.performer
         self._perform_with(performer)
@@ -120,10 +122,10 @@ class RuntimeParts:
 
     def on_trust(self) -> dict[int, tuple[str, ...]]:
         """
-        List, by stage, the effects that the backend does not report and nobody therefore checks.
+        List, by stage, the effects that the backend does not report; nothing checks these effects.
 
-        Unless `RuntimeConfig.counts` is set, the list also contains the assumption that each
-        replayed graph ran once, as captured.
+        If `RuntimeConfig.counts` is None, the list also contains the assumption that each replayed
+        graph ran once, as captured.
         """
         return {
             own.stage: (*own.on_trust(), *self.memories[own.stage].reports.source.on_trust())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -25,15 +26,17 @@ __all__ = ["Runtime"]
 
 class Runtime(EpochRuntime):
     """
-    Guarded F, dI and dW over the stages of one state domain, which share FP8 scaling state.
+    Runs F (forward), dI (input gradient) and dW (weight gradient) of the process's stages, guarded.
+
+    The stages are one state domain: they share FP8 scaling state.
 
     Args:
-        stages: Every stage of the state domain, which is every stage of the process.
+        stages: Every stage of the process; together they form one state domain.
         order: The rank's row of the schedule; it determines how many slots (memory of a microbatch
             in progress) each stage gets.
         config: How the steps run, and how memory is laid out.
-        event_log: Where to write every accepted transition: a path, a binary file, or True for
-            memory (`recorder.lines`). None writes no log and costs nothing. `close` ends the log.
+        event_log: Where to write every accepted call of the contract: a path, a binary file, or
+            True for memory (`recorder.lines`). None writes no log. `close` ends the log.
         reducer: Reduces a bucket's gradients in place over data-parallel ranks. The reducer takes
             the bucket's name and the gradients by name, and may return an object whose `wait` ends
             the reduction.
@@ -87,10 +90,10 @@ class Runtime(EpochRuntime):
         tapes.
 
         The call drops every remaining tape, waits for the device, and restores the numerical state
-        from the snapshot of the last commit. Afterwards the contract refuses every older reference,
-        and every weight cache is stale. Captured graphs stay valid: they hold addresses, not
-        contents. If the device's counts show that it skipped the last update, the epoch of that
-        update is restarted.
+        from the snapshot of the last commit. Afterwards the contract refuses every reference to an
+        older tape, and every weight cache is stale. Captured graphs stay valid, because they hold
+        addresses and no contents. If the device's counts show that the device skipped the last
+        update, the epoch of that update is restarted.
 
         Raises:
             BackendError: An optimizer update failed halfway; snapshots do not hold weights.
@@ -137,6 +140,19 @@ class Runtime(EpochRuntime):
         self.drain()
         self.contract.restore(Checkpoint(epoch, self.contract.configuration))
         self.restart_counts()
+
+    def replay_actions(self) -> None:
+        """
+        Capture a graph of each action, and replay these graphs from now on.
+
+        Call this method between two epochs, if the mode is ``one launch`` but a step cannot be one
+        launch. Until then the actions of such a runtime call the backend.
+
+        Raises:
+            BackendError: The backend cannot be captured; every obstacle is named.
+        """
+        performer: Any = self.performer
+        performer.executor = self._assembly.graphs(self.memories, self.handoff, self.counters)
 
     def restart_counts(self) -> None:
         """

@@ -108,15 +108,14 @@ class RuntimeConfig:
 
     Args:
         mode: How a step runs. ``eager`` calls the backend. ``replays`` captures one CUDA graph per
-            action and slot, and replays it. ``one launch`` captures graphs that can be nodes of
-            the graph of a whole step (`ranks/one_launch.py`); until that graph exists, they are
-            replayed one by one.
-        counts: When the device's counts of the actions that it ran are compared with the committed
-            actions (`qeffect.counts`). None counts nothing. ``commit`` compares before the update,
-            and the host waits there for the step's last action. With ``next step`` the device
-            compares: it skips the update if the counts differ. The host does not wait, and refuses
-            at the next `finalize` or `checkpoint`. The default is ``next step`` in mode ``one
-            launch``, which accepts no other value, and None otherwise.
+            action and slot, and replays it. ``one launch`` calls the backend until a whole step
+            is captured as one graph (`ranks/one_launch.py`), and then replays that graph.
+        counts: When the actions that the device ran are counted and compared with the committed
+            actions (`qeffect.counts`). None counts nothing. ``commit`` compares before the update:
+            the host waits for the step's last action. With ``next step`` the device compares, and
+            skips the update if the counts differ. The host does not wait; it refuses at the next
+            `finalize` or `checkpoint`. The default is None. In mode ``one launch`` the default is
+            ``next step``, and no other value is accepted.
         rule: Where dW writes: `copied`, `per_microbatch` or `accumulate` (`step/memory/arena.py`).
         walks: Largest number of walks (passes over the order) in an epoch, at least 1.
             `Runtime.next_walk` begins the next walk, and gradients accumulate over the walks. More
@@ -133,15 +132,15 @@ class RuntimeConfig:
             `static`: one slot per microbatch.
         readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
             recorder). A slot is free only after its readers have finished.
-        feeds: By local stage, the local stage that reads its output, if there is one. The slot of
-            the output is kept until this reader has finished.
+        feeds: Maps a local stage to the local stage that reads its output. The slot of the output
+            is kept until the reading stage has finished.
         declared: Whether to refuse every order of F and dI other than the plan's. If False, the
             order is not compared with the plan.
         callers: Names of the calling streams.
-        feeder: Name of the caller whose stream copies data into the slots of stages that take data,
-            one of `callers`; F then waits for that stream. The default, None, copies on the graph
-            stream. `Pipeline` uses a feeder, but not in mode ``one launch``, whose graph copies the
-            data.
+        feeder: Name of a caller, one of `callers`. Its stream copies data into the slots of stages
+            that take data, and F waits for this stream. The default, None, copies on the graph
+            stream. `Pipeline` uses a feeder, except in mode ``one launch``: there the step's graph
+            copies the data.
         pool: A CUDA graph memory pool that all slots share. Only the test that shows why sharing is
             wrong sets a pool; None gives every slot its own pool.
         buckets: By stage, the gradients that are reduced together: each matrix belongs to exactly
@@ -150,9 +149,10 @@ class RuntimeConfig:
             stage's index.
         reductions: All buckets, in the order in which every replica must start their reductions;
             empty if this order is not checked.
-        tied: Groups of matrices, each by stage and name, that are one parameter. The matrices of a
-            group share one gradient destination, and the gradient is listed under the first matrix.
-            A parameter that two matrices share must be declared here; otherwise it is refused.
+        tied: Groups of matrices that are one parameter; a matrix is given by stage and name. The
+            matrices of a group share one gradient destination, and the gradient is listed under the
+            first matrix. If two matrices share a parameter that is not declared here, the stages
+            are refused.
         copies: By weight name, the copies of each weight that exists several times. Copies are
             separate parameters with separate gradients. The reducer gets the gradients of all
             copies of this process under the weight's name, after all other gradients. The reducer
@@ -164,9 +164,9 @@ class RuntimeConfig:
             `qeffect.gpu_runtime.ranks.replicas`.
 
         weights_sum: Expected sum of the factors that weight the gradients of an epoch's
-            microbatches, as (numerator, denominator), for stages whose backend reports these
-            factors: (1, R) if the gradients of R replicas are summed, (1, 1) otherwise. None checks
-            no sum. A `Worker` sets this sum.
+            microbatches, as (numerator, denominator). The sum is (1, R) if the gradients of R
+            replicas are summed, and (1, 1) otherwise. The sum is checked for stages whose backend
+            reports these factors. None checks no sum. A `Worker` sets this sum.
 
     Raises:
         BackendError: `mode`, `counts` or `walks` has an unknown value, or these values do not fit
@@ -229,7 +229,8 @@ class RuntimeConfig:
             raise BackendError(f"mode is 'one launch', but {why}, or set mode='replays'")
         if self.feeder is not None and self.feeder not in self.callers:
             raise BackendError(
-                f"feeder is {shown(self.feeder)}; expected one of callers {self.callers}: add it"
+                f"feeder is {shown(self.feeder)}; expected one of callers {self.callers}: add the "
+                "feeder to callers"
             )
         if self.feeder is not None and self.mode == "one launch":
             raise BackendError(

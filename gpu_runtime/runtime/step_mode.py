@@ -13,8 +13,6 @@ from typing import Literal, get_args
 
 import torch
 
-from ..step.nested_graphs import nesting_obstacle
-
 __all__ = ["MODES", "Mode", "mode_on", "one_launch_obstacles", "walks_obstacle", "without_launches"]
 
 Mode = Literal["eager", "replays", "one launch"]
@@ -42,6 +40,11 @@ def without_launches(mode: Mode) -> Mode:
     return "replays" if mode == "one launch" else mode
 
 
+def device_obstacle(device: torch.device) -> str | None:
+    """Return why no step can be one launch on a device; None if a step can."""
+    return "a CPU has no CUDA graphs: run on cuda" if device.type == "cpu" else None
+
+
 def walks_obstacle(walks: int) -> str | None:
     """
     Return why a step of several walks (passes over the table) cannot be one launch; None for one
@@ -50,8 +53,8 @@ def walks_obstacle(walks: int) -> str | None:
     if walks == 1:
         return None
     return (
-        f"a step has {walks} walks (passes over the table), each with its own graphs: take one "
-        "walk over a table of all microbatches"
+        f"a step has {walks} walks (passes over the table), and one graph holds one walk: take "
+        "one walk over a table of all microbatches"
     )
 
 
@@ -75,8 +78,8 @@ def one_launch_obstacles(
         mode: The mode of the runtime; leave it out if there is no runtime yet.
         capturable: Whether the optimizer's update can be captured; leave it out if there is no
             optimizer yet.
-        keeps_gradients: Whether gradients of single microbatches are kept outside of the slots'
-            graphs; leave it out if there is no runtime yet.
+        keeps_gradients: Whether the host keeps gradients of single microbatches; leave it out if
+            there is no runtime yet.
         draws: Whether F draws random numbers, as dropout does.
 
     Returns:
@@ -91,19 +94,19 @@ def one_launch_obstacles(
         found.append("the update cannot be captured: make the optimizer with capturable=True")
     if rule == "copied":
         found.append(
-            "rule is 'copied', which copies gradients outside of the slots' graphs: take "
-            "'accumulate' or 'per_microbatch'"
+            "rule is 'copied', so the host keeps copies of gradients, which a graph cannot do: "
+            "take 'accumulate' or 'per_microbatch'"
         )
     if keeps_gradients:
         found.append(
-            "the scales are updated once an epoch and the table's dI are not in the order of "
-            "microbatches, so gradients are kept outside of the slots' graphs: take a table whose "
-            "dI are in the order of microbatches"
+            "the host keeps each microbatch's gradients, which a graph cannot do, because scales "
+            "are updated once an epoch and the table's dI are not in the order of microbatches: "
+            "take a table whose dI are in this order"
         )
     if draws:
         found.append(
             "F draws random numbers, and every F in one graph of a step would draw the same "
             "numbers: take mode 'replays', or leave dropout out"
         )
-    found += filter(None, (walks_obstacle(walks), nesting_obstacle(device)))
+    found += filter(None, (walks_obstacle(walks), device_obstacle(device)))
     return found

@@ -2,12 +2,13 @@
 F, dI, dW and the cache refresh as guarded actions: check, act, commit.
 
 Every action runs on the graph stream, which first waits for the caller's stream; afterwards the
-caller's stream waits for the action. An action asks the contract before it touches memory, and
-reports to the contract afterwards. A refusal before the action changes nothing. An exception during
-the action, or incomplete evidence, fails the step: all tapes of the state domain are aborted at
-once (paper, IV-E), and the epoch can no longer commit. A failed F, dI or refresh also poisons the
-state domain, because the library rolls its scales even when F raises. The same code runs for eager
-and captured actions; only the executor differs.
+caller's stream waits for the action. An action asks the contract before it touches memory.
+Afterwards the action reports its evidence to the contract, such as the matrices whose gradients a
+dW wrote. A refusal before the action changes nothing. An exception during the action, or incomplete
+evidence, fails the step: all tapes (the data that each F keeps for its dI and dW) are aborted at
+once (paper, IV-E), and the epoch (the optimizer step) can no longer commit. After a failed F, dI or
+refresh the FP8 scales are invalid too, because the library rolls its amax histories even when F
+raises. The same code runs for eager and captured actions; only the executor differs.
 
 The constructor prepares once, for each configured stage and microbatch, what its actions need
 (`_Place`): a graph launch takes two microseconds, so a lookup in every action would be noticeable.
@@ -73,7 +74,7 @@ HALF_UPDATED: Final = (
 
 def _pairs(group: Any) -> tuple[tuple[TapeKey, TapeRef], ...]:
     """
-    Turn a group into a tuple of its pairs; the group may be a generator, which can be read only
+    Turn a group into a tuple of pairs. The given group may be a generator, which can be read only
     once.
 
     Raises:
@@ -84,8 +85,8 @@ def _pairs(group: Any) -> tuple[tuple[TapeKey, TapeRef], ...]:
         found = tuple((key, ref) for key, ref in group)
     if found is None or any([*map(type, pair)] != [TapeKey, TapeRef] for pair in found):
         raise TypeError(
-            "wgrad: expected a group of pairs (key, ref), the keys and references of the other "
-            f"tapes, found {shown(group)}; leave group out for a dW of one tape"
+            "wgrad: expected a group of pairs (key, ref), one for each other microbatch of the "
+            f"group, found {shown(group)}; for a dW of one microbatch, pass no group"
         )
     return found
 
@@ -115,9 +116,9 @@ def _not_grouped(
     found = [key.microbatch, *(other.microbatch for other, _ in group)]
     others = [str(other) for other, _ in group if other.stage != key.stage]
     return (
-        f"{where}: expected one dW of microbatches {list(expected)}, as the configuration's group "
-        f"says, found {others or found}; pass the other "
-        "microbatches as group=[(key, ref), ...]"
+        f"{where}: expected one dW of microbatches {list(expected)}, which the configuration "
+        f"groups, found {others or found}; pass the other microbatches of the group as "
+        "group=[(key, ref), ...]"
     )
 
 
@@ -162,10 +163,10 @@ class GuardedActions:
 
     def refresh(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Refresh a stage's weight cache: once per epoch, directly before the stage's first F.
+        Refresh a stage's cache of FP8 weights: once per epoch, directly before the stage's first F.
 
-        A backend without a cache leaves out the version relation. A refresh then only begins the
-        stage's epoch, without asking the contract.
+        With a backend without such a cache, a refresh only begins the stage's epoch, and does not
+        ask the contract.
 
         Raises:
             Refused: A clause of version, order or completion is violated; `version.fill-missing` if
@@ -292,17 +293,18 @@ class GuardedActions:
         Args:
             key: Names the epoch, stage and microbatch.
             inputs: The stage's inputs; None if `input_buffers` were filled in place.
-            token: The effect token that the caller passes along; None takes the domain's own.
+            token: How many F and dI have run so far (the effect token), as the caller counts them;
+                the contract refuses another count. None takes the contract's own count.
             caller: Name of the calling stream.
 
         Returns:
             The reference that dI, dW and readers must present with the key.
 
         Raises:
-            Refused: A clause of ownership, version, order, capture or completion is violated. After
-                F has run: `order.scaling-updates` if the backend reports that F did not update the
-                scales exactly once, `version.fill-unasked` if the backend reports that F filled
-                caches.
+            Refused: A clause of ownership, version, order, capture or completion is violated. Two
+                clauses are checked after F has run: `order.scaling-updates` if the backend reports
+                that F did not update the scales exactly once, and `version.fill-unasked` if the
+                backend reports that F filled caches.
             BackendError: The inputs do not match what the stage takes; nothing was changed.
         """
         place = self._places.get(key.cell)
@@ -356,18 +358,19 @@ class GuardedActions:
             ref: The reference that F of the same key returned.
             output_gradients: Gradients of the stage's outputs; None if `gradient_buffers` were
                 filled in place.
-            token: The effect token that the caller passes along; None takes the domain's own.
+            token: As in `forward`.
             caller: Name of the calling stream.
 
         Raises:
-            Refused: A clause of ownership, version, order, arena, capture or completion;
-                `ownership.work-not-queued` if the library did not defer every matrix;
-                `order.scaling-updates` if the backend reports that dI did not update the scales
-                exactly once, `order.wrong-scales` if it reports another F's scales,
-                `epoch.other-parts` if the loss changed its divisor.
-            BackendError: The gradients do not match what the stage takes, and nothing was changed;
-                or the library deferred a wrong number of products: Transformer Engine's backend
-                finds this before the contract is asked, and the tape is aborted.
+            Refused: A clause of ownership, version, order, arena, capture or completion is
+                violated. Four clauses are checked after dI has run: `ownership.work-not-queued` if
+                the library did not defer every matrix, `order.scaling-updates` if the backend
+                reports that dI did not update the scales exactly once, `order.wrong-scales` if the
+                backend reports that dI used another F's scales, and `epoch.other-parts` if the loss
+                changed its divisor.
+            BackendError: The gradients do not match what the stage takes; nothing was changed. Or
+                the library deferred a wrong number of products: Transformer Engine's backend finds
+                this error before the action is reported to the contract, and the tape is aborted.
         """
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:
@@ -416,9 +419,10 @@ class GuardedActions:
             The outputs, detached.
 
         Raises:
-            Refused: A clause of version, order, completion or epoch, for example
-                `version.refresh-interrupted` between a refresh and the stage's first F; after the
-                forward has run, `order.scaling-updates` if scaling state was not put back.
+            Refused: A clause of version, order, completion or epoch is violated, for example
+                `version.refresh-interrupted` between a refresh and the stage's first F. One clause
+                is checked after the forward: `order.scaling-updates` if scaling state was not
+                restored.
             BackendError: The inputs do not match what the stage takes; nothing was changed.
         """
         memory = self._memory(stage)
@@ -447,8 +451,8 @@ class GuardedActions:
         come before its dI.
 
         Raises:
-            Refused: `arena.mismatch` if a destination is no longer the configured memory,
-                `arena.duplicate-bind`, `arena.spoiled` or `version.wrong-epoch`.
+            Refused: The clause is `arena.mismatch` (a destination is no longer the configured
+                memory), `arena.duplicate-bind`, `arena.spoiled` or `version.wrong-epoch`.
         """
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:
@@ -469,8 +473,9 @@ class GuardedActions:
         Args:
             key: Names the epoch, stage and microbatch.
             ref: The reference that F of the same key returned.
-            group: With `RuntimeConfig.group` above 1, the other tapes of the microbatch's group, in
-                ascending order; one product over all tapes replaces the dW of each tape.
+            group: If `RuntimeConfig.group` is above 1: key and reference of each other microbatch
+                of the group, in ascending order. One matrix product then computes the dW of all
+                these microbatches.
             caller: Name of the calling stream.
 
         Raises:
@@ -478,7 +483,8 @@ class GuardedActions:
             Refused: A clause of ownership, version, order, arena, capture or completion is
                 violated; `ownership.matrix-coverage` if dW did not compute each matrix's gradient
                 exactly once.
-            BackendError: The tapes are not a group of the configuration; nothing was changed.
+            BackendError: The microbatches are not a group of the configuration; nothing was
+                changed.
         """
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:
@@ -532,7 +538,7 @@ class GuardedActions:
         after the read.
 
         Raises:
-            Refused: A clause of ownership, or `completion.graph-to-caller`.
+            Refused: A clause of ownership, or `completion.graph-to-caller`, is violated.
         """
         self.contract.read(key, ref, link=self.links[caller])
         return self._slot_of(ref).outputs
@@ -541,7 +547,8 @@ class GuardedActions:
         """
         Declare that the reader of F's outputs has finished.
 
-        The reader's work has been submitted to the caller's stream, or that stream waits for it.
+        Call this method once the reader's work has been submitted to the caller's stream, or once
+        the caller's stream waits for this work.
 
         Raises:
             Refused: A clause of ownership or completion is violated.
@@ -669,7 +676,7 @@ class GuardedActions:
         Abort every unfinished tape (what one F left for its dI and dW) of the process after a
         failed step (paper, III-A and IV-E).
 
-        A failed action calls this method itself. Your loop calls it if another part of the step
+        A failed action calls this method itself. Call this method if another part of the step
         fails, for example a transfer. The epoch can then no longer commit; `Runtime.rebuild`
         restarts the epoch.
 

@@ -1,11 +1,13 @@
 """
-Calibration, before the first step of a run, of FP8 scales that move once an epoch.
+Find FP8 scales for the first step of a run, if scales are updated once an epoch (an optimizer
+step).
 
-A new run has scales of 1, at which gradients underflow in E5M2. Scales that move at every F and dI
-recover within a step. Scales that move once an epoch recover only after a step, so the whole step
-would be spoiled. A gradient that has become zero also hides the gradients of earlier layers, so
-several steps may be spoiled. Therefore a run begins with walks (passes) over the microbatches of
-its first step. The gradients and losses of these walks are dropped, and no weight is updated:
+A new run has scales of 1, at which gradients underflow in E5M2. Scales that are updated at every F
+and dI recover within a step. Scales that are updated once an epoch recover only after a step, so
+the whole first step would be wrong. A gradient that has become zero also hides the gradients of
+earlier layers, so several steps may be wrong. Therefore a run begins with walks (passes) over the
+microbatches of its first step. The gradients and losses of these walks are dropped, and no weight
+is updated:
 
 1. Empty every history.
 2. Run F, dI and dW of every microbatch of the first step, on every replica.
@@ -34,7 +36,7 @@ from .memory.numerical_state import live_state
 __all__ = ["MOST_WALKS", "SETTLED", "Calibration", "calibrate"]
 
 MOST_WALKS: Final = 16
-"""Largest number of walks, since scales never converge if a tensor is always zero."""
+"""Largest number of walks: if a tensor is always zero, the scales never converge."""
 SETTLED: Final = 2.0
 """Largest factor by which a scale may move in the last walk."""
 
@@ -66,8 +68,8 @@ def calibrate(
         domain: A state domain (stages whose scales are updated together) whose scales are updated
             once an epoch.
         walk: Runs F, dI and dW of every microbatch of the first step, and drops the gradients.
-        agree: Function from "this process's scales have converged" to "the scales of all processes
-            have converged".
+        agree: Function that takes whether this process's scales have converged, and returns whether
+            the scales of all processes have converged.
     """
     live = live_state(domain)
     histories = [tensor for name, tensor in live.items() if name.endswith("amax_history")]

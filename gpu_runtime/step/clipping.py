@@ -1,6 +1,6 @@
 """
-The norm of an epoch's gradients, for clipping and skipping. The norm has the same bits on every
-rank, for every mapping of stages to ranks.
+The norm of the gradients of an epoch (an optimizer step), for clipping and for skipping the update.
+The norm has the same bits on every rank, for every mapping of stages to ranks.
 
 A part of a model is its embedding, one of its layers, or the rest of a stage, which is the head.
 A part's sum of squares is taken over its finalized and reduced gradients, in float64: each
@@ -49,11 +49,11 @@ class Clipping:
     Args:
         max_norm: Gradients are multiplied by `max_norm / (norm + 1e-6)` if this factor is below 1;
             None leaves gradients unchanged.
-        skip_nonfinite: Skip the update, on every rank, if the norm is not finite. The epoch
-            still commits: its data are consumed and the scaling state has moved, so the caches
-            are stale; weights, moments and step counts stay unchanged. If False, a norm that is
-            not finite spoils every weight, as in torch.
-        elsewhere: Gradients, by stage and name, that this norm leaves out, because it counts
+        skip_nonfinite: If True, every rank skips the update if the norm is not finite. Weights,
+            moments and step counts then stay unchanged, but the epoch still commits: its data are
+            consumed and the scaling state was updated, so the weight caches must be refreshed. If
+            False, a norm that is not finite spoils every weight, as in torch.
+        elsewhere: Gradients, by stage and name, that the norm leaves out, because the norm counts
             another copy of the same weight.
         parts: Every part (embedding, layer, rest of a stage) of the model, in the model's order.
 
@@ -194,8 +194,8 @@ def square_sums(
 @attrs.define(eq=False)
 class DeviceNorm:
     """
-    The result of `Norm.of`, computed on the gradients' device by the same steps, with the same
-    bits.
+    The numbers of a `Norm`, computed on the gradients' device in the same order and with the same
+    bits as by `Norm.of`.
 
     Args:
         clipping: How the update uses the norm.

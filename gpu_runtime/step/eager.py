@@ -41,14 +41,15 @@ class StageMemory:
         variants: By microbatch, where and how its dW writes.
         later_variants: By microbatch, where and how its dW writes in later walks (passes over the
             rank's actions) of an epoch; empty if an epoch has one walk.
-        places: For each set of destinations, the number of its place in memory, as
-            `qeffect.counts.located` numbers places; empty if all sets count as one place.
+        places: For each set of destinations (the memory that dW writes), a number that stands for
+            its addresses (`qeffect.counts.located`); empty if all sets have the same number.
         reports: The reports of the stage's backend about its actions.
         sums: Sums of the stage's non-matrix gradients over the microbatches, added in the order of
             dI.
-        all_units: Names of the stage's units, in the order in which dI queues them.
-        all_matrices: Names of the stage's matrices, sorted; once the contract exists, the
-            contract's own tuple object.
+        all_units: Names of the stage's units (deferred matrix products), in the order in which dI
+            queues them.
+        all_matrices: Names of the stage's matrices, sorted. Once the contract exists, this is the
+            contract's own tuple object, which the contract compares by identity.
         shared: Units whose destination another stage also writes.
         groups: For each microbatch, the microbatches, this one included, whose dW run as one
             product; empty if the dW of an earlier microbatch includes this microbatch.
@@ -94,7 +95,8 @@ class StageMemory:
 
     def located(self, destination: int) -> int:
         """
-        Return the number of a set of destinations' place in memory; 0 for the library's own memory.
+        Return the number that stands for the addresses of a set of destinations (`places`); 0 for
+        the library's own memory.
         """
         return self.places[destination] if 0 <= destination < len(self.places) else 0
 
@@ -181,8 +183,8 @@ class StageMemory:
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
         """
-        Return matrix names as evidence for the contract: the contract's own tuple if each matrix
-        occurs once.
+        Return matrix names as evidence for the contract. If each matrix of the stage occurs exactly
+        once, the result is the contract's own tuple.
         """
         found = tuple(sorted(names))
         return self.all_matrices if found == self.all_matrices else found

@@ -25,9 +25,9 @@ class Effects(NamedTuple):
     Args:
         filled: Matrices whose cache was filled, one entry per fill.
         updates: How often the domain's scaling state was updated.
-        scales: For dI: which scales it used, as the value that the contract's effect token (a count
-            of F and dI) had at the F that made them. If scales are updated once an epoch: the token
-            at the update that made the used scales.
+        scales: For dI: which scales dI used. The scales are named by the contract's effect token (a
+            count of F and dI) at the moment at which they were made: at an F, or at the update of
+            the scales if they are updated once an epoch.
         draws: Where F, or its recomputation in dI, began to draw random numbers.
         weight: For dI: the factor by which the microbatch's gradient is weighted, as (numerator,
             denominator).
@@ -49,12 +49,12 @@ class StageReports:
     """
     Translates the reports of one stage's backend for the contract.
 
-    Every F and dI of the domain must go through the contract, so that both counts agree. An F or dI
-    that bypasses the contract moves the backend's count but not the token; the contract then
-    refuses the next dI that reports its scales.
+    Every F and dI of the domain must go through the contract, so that the backend's count and the
+    contract's token agree. An F or dI that bypasses the contract raises only the backend's count;
+    the contract then refuses the next dI that reports its scales.
 
-    With scales that move once an epoch, the backend counts movements. The contract identifies
-    scales by its token at their movement, and `moved` records that token.
+    If scales are updated once an epoch, the backend counts these updates. The contract identifies
+    scales by its token at their update, and `moved` records this token.
 
     Args:
         source: What the backend reports about its effects.

@@ -32,7 +32,7 @@ def evaluated(
 
     Args:
         memory: All memory that the runtime holds for the stage.
-        others: The memory of every stage of the process, whose reports must not count this forward.
+        others: The memory of every stage of the process: no stage's reports may count this forward.
         inputs: The stage's inputs, with the shapes and types of training.
         cached: Whether the weight cache is current. If not, the weights are quantized for this
             forward, and the cache gets its former content back.
@@ -68,7 +68,8 @@ def evaluated(
 
 
 def _taken(memory: StageMemory, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Detach the inputs from the caller's autograd graph: a library may look for a gradient."""
+    """Detach the inputs from the caller's autograd graph, because a library may check whether they
+    need gradients."""
     specs = memory.stage.inputs
     apart = [given.detach() for given in inputs]
     return [

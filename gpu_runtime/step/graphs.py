@@ -7,31 +7,29 @@ next graph. The library's backward frees memory that its forward saved. So each 
 pool. Within a slot the order is always F, dI, dW; the contract's ownership clauses enforce this
 order.
 
-Warmup runs before capture on the same stream, because libraries allocate and choose kernels on
-first use. Warmup moves numerical state and writes destinations; both are restored afterwards.
+A step that is one launch has no such graphs: one capture holds all its actions, in one pool
+(`launch_executor.py`).
 """
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import attrs
 import torch
 
-from ..backends.protocol import BackendError, StateDomain
+from ..backends.protocol import StateDomain
+from .captures import CapturedExecutor, CaptureReport, warmed
 from .eager import EagerExecutor, StageMemory
 from .effects import UNREPORTED, Effects
 from .memory.counters import DeviceCounters
-from .memory.numerical_state import preserving
 from .memory.slots import Slot
-from .nested_graphs import nestable_graph
 from .plan.slots import SlotPlan, WgradVariant
-from .streams import GraphStream, Handoff
+from .streams import Handoff
 
 
 @attrs.define(eq=False)
@@ -76,88 +74,19 @@ class WgradGraph:
     wgrads: Mapping[str, torch.Tensor]
 
 
-@attrs.define
-class CaptureReport:
-    """
-    Host time of the capture, and the number of graphs.
-
-    Args:
-        warmup_seconds: Host time of the warmup, until the device is idle.
-        capture_seconds: Host time of the captures.
-        num_graphs: Number of graphs held.
-        phases: Host seconds of each phase, by name; the host does not wait for the device between
-            phases.
-    """
-
-    warmup_seconds: float = 0.0
-    capture_seconds: float = 0.0
-    num_graphs: int = 0
-    phases: dict[str, float] = attrs.field(factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the host time of a block to a phase."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - started
-            self.phases[name] = self.phases.get(name, 0.0) + spent
-
-
-class BakedAddresses:
-    """
-    The memory addresses that a stage's graphs contain, and a cheap check that they are unchanged.
-
-    A probe takes microseconds. Names are compared only if the probe sees a difference.
-
-    Args:
-        memory: The stage's memory, captured.
-    """
-
-    def __init__(self, memory: StageMemory) -> None:
-        self.addresses = memory.addresses()
-        self._prepare(memory)
-
-    def _prepare(self, memory: StageMemory) -> None:
-        self._look = memory.address_probe()
-        self._seen = self._look()
-
-    def check(self, memory: StageMemory) -> None:
-        """
-        Compare the baked addresses with the current ones.
-
-        Raises:
-            BackendError: Something has moved.
-        """
-        if self._look() == self._seen:
-            return
-        now = memory.addresses()
-        if self.addresses != now:
-            baked = self.addresses
-            name = next(n for n in (*baked, *now) if baked.get(n) != now.get(n))
-            raise BackendError(
-                f"stage {memory.stage.index}: {name} was at {baked.get(name)} when graphs were "
-                f"captured and is at {now.get(name)}; update tensors in place, or make a new "
-                "runtime"
-            )
-        self._prepare(memory)
-
-
-class GraphExecutor:
+class GraphExecutor(CapturedExecutor):
     """
     An executor that replays captured graphs, and returns the evidence that each capture recorded.
 
-    The evidence consists of an action's effects, and of the matrices whose dW it queued or
-    computed. The evidence does not show how often a graph was replayed, or whether it was; the
-    device counters do.
+    The evidence consists of an action's effects, and of the matrices whose dW the action queued or
+    computed. The evidence does not show whether, or how often, a graph was replayed; the device
+    counters (`memory/counters.py`) show this.
     """
 
     marks_tail = True
 
     def __init__(self, domain: StateDomain, report: CaptureReport) -> None:
-        self.domain = domain
-        self.report = report
+        super().__init__(domain, report)
         # The context in which a replayed F draws random numbers, if the domain has one.
         self._drawing = getattr(domain, "drawing", nullcontext)
         self.num_replays = 0
@@ -165,7 +94,6 @@ class GraphExecutor:
         self.wgrads: dict[Product, WgradGraph] = {}
         self.refreshes: dict[int, torch.cuda.CUDAGraph] = {}
         self.refreshed: dict[int, Effects] = {}
-        self.baked: dict[int, BakedAddresses] = {}
 
     def refresh(self, memory: StageMemory) -> Effects:
         """
@@ -219,16 +147,6 @@ class GraphExecutor:
         slot.wgrads = captured.wgrads
         return captured.covered
 
-    def check_addresses(self, memory: StageMemory) -> None:
-        """
-        Compare the addresses that graphs bake in with the current ones.
-
-        Raises:
-            BackendError: A tensor has moved, or a module was added to the domain.
-        """
-        self.domain.check_membership()
-        self.baked[memory.stage.index].check(memory)
-
 
 def product_of(slot: Slot, variant: WgradVariant, others: Sequence[Slot]) -> Product:
     """Identify a dW of one slot (one microbatch's buffers), or of several slots as one product."""
@@ -253,50 +171,31 @@ def capture(
     *,
     shared_pool: Hashable | None = None,
     counters: DeviceCounters | None = None,
-    nested: bool = False,
 ) -> GraphExecutor:
     """
     Warm up, then capture every graph that the plan needs.
 
     Args:
-        domain: The state domain; the capture closes its set of modules.
+        domain: The state domain (stages whose scales are updated together). After the capture, no
+            module may be added to the domain.
         memories: Physical memory by stage.
         plan: The plan: how many slots (sets of buffers) each stage has, and which slot each
             microbatch uses.
         handoff: The stream on which graphs are captured and run, and its waits for the caller's
             stream.
-        shared_pool: If not None, all slots share one memory pool, and all F are captured first,
-            then all dI, then all dW. Only the test that shows the corruption uses it.
+        shared_pool: If not None, all slots share this memory pool, and all F are captured first,
+            then all dI, then all dW. Replays then corrupt data; only the test that shows this
+            corruption passes a pool.
         counters: Counters that every graph increments when its action runs; the capture leaves them
             at zero.
-        nested: Make graphs that can become nodes of another graph (`nested_graphs`).
 
     Raises:
         BackendError: The domain or a stage cannot be captured; all reasons are listed.
     """
-    stages = [memory.stage for memory in memories.values()]
-    obstacles = [*domain.capture_obstacles()]
-    for stage in stages:
-        obstacles += [f"stage {stage.index}: {o}" for o in stage.capture_obstacles()]
-    if obstacles or not isinstance(handoff, GraphStream):
-        raise BackendError(f"cannot capture: {'; '.join(obstacles) or 'no graph stream'}")
-    domain.freeze()
-    report = CaptureReport()
-    executor = GraphExecutor(domain, report)
-    handoff.wait_for_caller()
-    with handoff.scope(), no_collection(), preserving(domain):
+    with warmed(domain, memories, handoff, counters) as report:
+        executor = GraphExecutor(domain, report)
         started = time.perf_counter()
-        for memory in memories.values():
-            warm_up(memory, report)
-        if counters is not None:
-            counters.warm()
-        with report.phase("warmup drain"):
-            handoff.synchronize()
-            # The graphs' private pools cannot use the memory that the warmup leaves in the cache.
-            torch.cuda.empty_cache()
-        report.warmup_seconds = time.perf_counter() - started
-        started = time.perf_counter()
-        recorder = _Recorder(handoff, report, kept=nested)
+        recorder = _Recorder(handoff, report)
         eager = EagerExecutor(counters)
         for memory in memories.values():
             executor.refreshes[memory.stage.index] = recorder.record(
@@ -308,14 +207,7 @@ def capture(
         executor.slots, executor.wgrads = build(recorder, memories, plan, eager)
         handoff.synchronize()
         report.capture_seconds = time.perf_counter() - started
-        for memory in memories.values():
-            memory.arena.zero()
-            memory.table.rebuild()
-            executor.baked[memory.stage.index] = BakedAddresses(memory)
-        if counters is not None:
-            counters.zero()  # a stand-in graph runs the action while it captures
-    handoff.synchronize()
-    domain.check_membership()
+    executor.bake(memories)
     return executor
 
 
@@ -323,52 +215,16 @@ def _refresh(eager: EagerExecutor, memory: StageMemory, seen: dict[int, Effects]
     seen.setdefault(memory.stage.index, eager.refresh(memory))  # a stand-in graph acts again
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep the garbage collector from destroying device objects during a capture."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def warm_up(memory: StageMemory, report: CaptureReport) -> None:
-    """
-    Run a stage's refresh, F, dI and every kind of dW once, on the stage's first slot or group.
-
-    Variants of dW that differ only in their destination are one kind: they use the same kernels.
-    """
-    eager = EagerExecutor()
-    slot, *further = list(memory.table)[: max(map(len, memory.groups))]
-    each = [*memory.variants, *memory.later_variants]
-    kinds = list({variant.accumulate: variant for variant in each}.values())
-    with report.phase("warmup refresh"):
-        eager.refresh(memory)
-    for used in (slot, *further):
-        with report.phase("warmup F"):
-            eager.forward(memory, used)
-        with report.phase("warmup dI"):
-            eager.dgrad(memory, used, kinds[0])
-    with report.phase("warmup dW"):
-        for n, variant in enumerate(kinds):
-            eager.run_work(memory, slot, variant, further, keep=n + 1 < len(kinds))
-
-
 class _Recorder:
     """Captures graphs on the graph stream, one after another."""
 
-    def __init__(self, handoff: GraphStream, report: CaptureReport, *, kept: bool) -> None:
+    def __init__(self, handoff: Handoff, report: CaptureReport) -> None:
         self.handoff = handoff
         self.report = report
-        self.kept = kept
 
     def record(self, name: str, pool: Any, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture one action, and record the external event at the end of its graph."""
-        graph = torch.cuda.CUDAGraph() if not self.kept else nestable_graph()
+        graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): that collects garbage and empties the cache at every entry.
         with self.report.phase("capture begin"):
             graph.capture_begin(pool=pool)

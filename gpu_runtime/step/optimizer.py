@@ -1,9 +1,10 @@
 """
-AdamW over the stages of one process, with master weights if gradient destinations are not bf16.
+AdamW over the stages of one process, with master weights if gradient destinations (the memory that
+dW writes) are not bf16.
 
-Torch's AdamW refuses parameters and gradients of different types, so fp32 destinations need fp32
+Torch's AdamW refuses parameters and gradients of different types. So fp32 destinations need fp32
 master weights: the optimizer updates the masters and writes them back, rounded. Every parameter
-then has a master, also those whose gradients stay bf16.
+then has a master, even if its gradient is bf16.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Optimizer:
     Args:
         stages: The stages whose parameters the optimizer owns; a parameter of several stages
             belongs to the stage with the lowest index.
-        lr: Learning rate. If a graph holds the update and the rate must be changeable (`set_rate`),
-            a scalar tensor on the parameters' device.
+        lr: Learning rate. Give a scalar tensor on the parameters' device if the update is captured
+            in a graph and the rate must be changeable (`set_rate`).
         weight_decay: AdamW's decoupled decay.
         decays: Function that says whether a parameter gets weight decay, from its name within the
             stage and the parameter; None if all parameters do.
@@ -152,7 +153,7 @@ class Optimizer:
         found = {f"stages.{i}.{name}" for i, named in gradients.items() for name in named}
         odd = sorted(self.named.keys() ^ found) or ["a stage without parameters"]
         raise BackendError(
-            f"gradients and parameters disagree on {len(odd)} names, first {odd[0]}; "
+            f"gradients and parameters differ in {len(odd)} names, first {odd[0]}; "
             "finalize every stage before the optimizer step"
         )
 
@@ -215,8 +216,8 @@ class Optimizer:
             expected |= {f"{name}.master" for name in self.named}
         if odd := sorted(expected ^ state.keys()):
             raise BackendError(
-                f"optimizer state disagrees on {len(odd)} names, first {odd[0]}; build the "
-                "optimizer over the same stages with the same master weights"
+                f"the loaded state and this optimizer differ in {len(odd)} names, first {odd[0]}; "
+                "build the optimizer over the same stages with the same master weights"
             )
         for name, target in self.named.items():
             for key in (*_ADAMW_STATE, *["master"] * bool(self._pairs)):
@@ -236,7 +237,7 @@ class Optimizer:
 
 def _require_like(name: str, value: Any, target: Tensor, key: str) -> None:
     """
-    Raise an error unless the value is a tensor as AdamW holds it: a step count, or a tensor with
+    Raise an error unless the value has the form that AdamW keeps: a step count, or a tensor with
     the target's shape and type.
     """
     shape, dtype = ((), torch.float32) if key == "step" else (tuple(target.shape), target.dtype)

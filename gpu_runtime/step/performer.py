@@ -1,10 +1,9 @@
 """
-Performers act on memory, streams and other ranks. `DevicePerformer` does the real work; a rehearsal
-uses a performer that does nothing.
+Performers act on memory, streams and other ranks.
 
-The guarded actions and the boundaries of an epoch ask the contract. They leave everything that
-touches memory, streams or other ranks to a performer. `ranks/rehearsal.py` has the rehearsal's
-performer.
+The code that asks the contract (`actions.py`, `runtime/epoch.py`) leaves everything that touches
+memory, streams or other ranks to a performer. `DevicePerformer` does the real work. A rehearsal
+checks a step without device work; the rehearsal's performer does nothing (`ranks/rehearsal.py`).
 """
 
 from __future__ import annotations

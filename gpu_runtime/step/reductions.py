@@ -1,8 +1,8 @@
 """
 Reductions of a process's gradients over data-parallel ranks, bucket by bucket.
 
-A bucket's reduction starts early or at the end of the epoch. `Reductions` tells the contract when
-each reduction starts and when it ends.
+A bucket's reduction starts early, or at the end of the epoch (the optimizer step). `Reductions`
+tells the contract when each reduction starts and when it ends.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def require_buckets(
     """
     unknown = sorted(buckets.keys() - stages.keys())
     if unknown:
-        raise BackendError(f"buckets name the stages {unknown}; the stages are {sorted(stages)}")
+        raise BackendError(
+            f"buckets name the stages {unknown}, which this process does not have; its stages are "
+            f"{sorted(stages)}"
+        )
     if SCALING in (*order, *(bucket.name for given in buckets.values() for bucket in given)):
         raise BackendError(
             f"a bucket of gradients is named {SCALING!r}, the name of the scaling state's bucket; "
@@ -121,8 +124,8 @@ class Reductions:
         buckets: The stage and the gradients of each bucket, from `require_buckets`.
         gradients: Returns the summed gradients of a stage, by name.
         performer: The object that starts the reductions on the device.
-        told: Whether reductions are reported to the contract. False if the backend excludes
-            reductions from the contract's checks.
+        told: Whether to report reductions to the contract; False if the contract does not check
+            this backend's reductions.
         copies: Copies of weights. After all other gradients, the reducer gets this process's copies
             of each weight under the weight's name, and leaves the same sum in each copy.
         scaling: The scaling state, if the replicas share it; reduced after all gradients.

@@ -1,14 +1,13 @@
 """
 The graph stream, and the waits in both directions between it and the streams that call into it.
 
-Warmup, copies, capture and replay all run on one stream that the runtime owns. A replay must see
-the caller's work (the graph stream waits for the caller), and the caller must see a replay's
-results (the caller waits for an event at the graph's tail). Without the second wait, a consumer
-silently reads half-updated state.
+Warm-up, copies, capture and replay all run on one stream that the runtime owns, the graph stream. A
+replay must see the caller's work, so the graph stream waits for the caller's stream. The caller
+must see a replay's results, so the caller's stream waits for an event at the end of the graph.
+Without the second wait, the caller's work silently reads half-updated state.
 
 A CPU has no streams: both waits are only counted, so that the completion guards run unchanged. A
-caller that already runs on the graph stream needs no events either: the order of one stream
-replaces both waits.
+caller that already runs on the graph stream needs no waits, because one stream runs in order.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ class SideStream:
 
 class CopyStream:
     """
-    A stream that waits for the caller's stream, and for which the caller's stream waits afterwards.
+    A stream that first waits for the caller's stream; afterwards the caller's stream waits for it.
 
     Args:
         device: The CUDA device of the stream.
@@ -200,8 +199,8 @@ class GraphStream:
 
     Args:
         device: The CUDA device of the stream.
-        two_way: False leaves out the caller's wait for the graph stream. Only the test that shows
-            why both waits are needed may leave this wait out.
+        two_way: Whether the caller's stream waits for the graph stream. False is only for the test
+            that shows why both waits are needed.
     """
 
     def __init__(self, device: torch.device, *, two_way: bool = True) -> None:
@@ -222,7 +221,7 @@ class GraphStream:
         return bool(_current_handle(self._index) == self._handle)
 
     def wait_for_caller(self) -> None:
-        """Record the caller's position and let the graph stream wait for it."""
+        """Let the graph stream wait for all work submitted to the caller's stream so far."""
         handle = _current_handle(self._index)
         if handle != self._handle:
             self._from_caller.record(self._callers.of(handle))
@@ -230,7 +229,7 @@ class GraphStream:
         self.handoffs += 1
 
     def record_tail(self) -> None:
-        """Record the graph stream's position; inside a capture this becomes a node of the graph."""
+        """Mark the end of the graph stream's work so far; in a capture, the mark becomes a node."""
         self.tail.record(self.stream)
 
     def record(self, event: Any) -> None:

@@ -26,8 +26,8 @@ class ZeroStages:
 
     Attributes:
         stages: The stages, in order.
-        values: For each stage 1 if its gradients are all zero, else 0; float32. Each `take`
-            overwrites them.
+        values: Float32 tensor with one number per stage: 1 if the stage's gradients are all zero,
+            else 0. Each `take` overwrites these numbers.
 
     >>> kept = ZeroStages([0, 1], torch.device("cpu"))
     >>> kept.take({0: {"w": torch.zeros(2)}, 1: {"w": torch.tensor([0.0, -1.0])}})

@@ -1,10 +1,10 @@
 """
-Measure a model's parts on a device, so that it can be cut into stages of equal time, and so that a
-group of microbatches for one weight-gradient product can be chosen.
+Measure the times of a model's parts on a device. With these times the model is cut into stages of
+equal time, and the number of microbatches per weight-gradient product is chosen.
 
-Three stages of one layer each are built and timed: the first also has the embedding, the second
-only the layer, the third also norm, head and loss. The embedding's time is the first stage's time
-minus the second stage's; the time of norm, head and loss is the third stage's minus the second's.
+Three stages of one layer each are built and timed. The first stage also has the embedding; the
+third stage also has norm, head and loss. The embedding's time is the first stage's time minus the
+second stage's time. The time of norm, head and loss is the third stage's time minus the second's.
 All layers of a model have the same shape, so a single layer is measured. Each action runs alone,
 eagerly or as a replay of a graph, as in the run. The first dW of a step overwrites its destination
 and later dW add to it, so the time of dW is the mean over a step.

@@ -23,7 +23,7 @@ def add_bisect_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `bisect`."""
     for name in ("first", "second"):
         parser.add_argument(
-            name, type=Path, metavar="LOG", help=f"log of the {name} run, with [guard] digests"
+            name, type=Path, metavar="LOG", help=f"log of the {name} run ([guard] digests = true)"
         )
 
 

@@ -103,13 +103,12 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     Train a model; the outcome is `refused` if the contract was violated, ranks disagree, two runs
     of a step differ, or the run diverged.
 
-    Rank 0 prints. All ranks end with the same exit code. The code is 1 for a violation or if the
-    run diverged (`divergence`), 2 if the run could not start or was ended from outside
-    (`stopped_outcome`), otherwise 0. The exit code is also 0 if the checkpoint already has all
-    steps.
+    Rank 0 prints. All ranks end with the same exit code: 1 for a violation or if the run diverged
+    (`divergence`); 2 if the run could not start or was ended from outside (`stopped_outcome`);
+    otherwise 0. The exit code is also 0 if the checkpoint already has all steps.
 
     Raises:
-        UnusableError: These processes cannot make the run; every rank raises this error.
+        UnusableError: The run cannot start; every rank raises this error.
     """
     return report_once(lambda: _run(args, progress))
 
@@ -132,7 +131,8 @@ class JoinedRun:
     A training run before its first step, once all ranks are connected.
 
     Args:
-        config: The configuration of the run; a cut that must be measured is already measured.
+        config: The configuration of the run. With `cut = "measured"`, the configuration contains
+            the measured times.
         data: The model and its data.
         member: This process.
         what: Description of the run in one line.
@@ -169,7 +169,7 @@ def carry_out(
         resume: Whether the run continues from a checkpoint.
 
     Raises:
-        UnusableError: These processes cannot make the run; every rank raises this error.
+        UnusableError: The run cannot start; every rank raises this error.
     """
     data = open_job(config)  # before any rank waits for another
     if args.out is not None:

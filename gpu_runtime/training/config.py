@@ -90,33 +90,35 @@ class Model:
         seed: Seed of the initial parameters, and of dropout.
         start: File with the initial weights, as `qeffect runtime export` writes it; if empty, the
             weights are drawn from the seed. Names, shapes and types must equal those of the model.
-        start_names: Names of the weights in the file of `start`: empty for the model's own names,
-            `gpt2` for the names of transformers' GPT2LMHeadModel, or the path of a file with lines
-            `OURS = THEIRS`, as for `qeffect runtime export --names`.
+        start_names: Names of the weights in the file of `start`: empty for the model's own names;
+            `gpt2` for the names of transformers' GPT2LMHeadModel; or the path of a file of names,
+            as for `qeffect runtime export --names`. Each line of a file of names is
+            `OURS = THEIRS`: the model's name of a weight, and the name in the file of `start`.
         history: Length of each amax history (FP8 delayed scaling).
         tied: Whether the token embedding and the head are one weight. A tied weight has no weight
             decay.
         dropout: Probability with which each layer drops elements of its two residual branches, in
             training only. On a GPU dropout needs `mode = "eager"`, or `mode = "replays"` with
-            Transformer Engine and `scales = "action"`. The dropped elements depend on `seed`, the
-            replica and the rank's first stage, so a run with dropout must resume with the same
-            `pp`. With `scales = "epoch"` the dropped elements depend on `seed`, replica, layer,
-            microbatch and step, and `pp` may change.
+            Transformer Engine and `scales = "action"`. With `scales = "action"` the dropped
+            elements depend on `seed`, the replica and the rank's first stage, so a run with dropout
+            must resume with the same `pp`. With `scales = "epoch"` the dropped elements depend on
+            `seed`, replica, layer, microbatch and step, and `pp` may change.
         head: How the head (the output layer) is computed: `te`, an FP8 product with delayed
             scaling, as in the layers; `torchao`, TorchAO's `Float8Linear`, with dynamic scaling;
             `bf16`, a product in bf16, without FP8.
         scales: When FP8 scales are updated: `action`, at the end of every F and dI, as Transformer
-            Engine does; `epoch`, once per step. With `epoch` the bits of training depend neither on
-            the schedule nor on the mapping onto ranks. A new run first calibrates the scales: it
-            runs the first step's microbatches up to 16 times, without an update of weights. `epoch`
-            needs `deterministic` of `[run]`. With `rule = "accumulate"` it also needs a schedule
-            whose dI and dW run in the order of microbatches.
+            Engine does; `epoch`, once per optimizer step (the contract calls a step an epoch). With
+            `epoch` every schedule and every mapping onto ranks gives the same bits. A new run first
+            calibrates the scales: it runs the first step's microbatches up to 16 times, without an
+            update of weights. `epoch` needs `deterministic` of `[run]`. With `rule = "accumulate"`,
+            `epoch` also needs a schedule whose dI and dW run in the order of microbatches.
         wgrad_group: Number of consecutive microbatches whose weight gradients are computed as one
-            product per matrix; must divide the microbatches of a walk (pass over the schedule).
+            product per matrix; must divide the number of microbatches per walk (pass over the
+            schedule).
             With a larger number, gradients are read and written less often, but more tapes are in
             memory at once. `qeffect plan TABLE --wgrad-group 2` prints how many tapes are in memory
             at once. More than 1 needs delayed scaling, `scales = "epoch"`, and `rule =
-            "accumulate"` of `[parallel]`. With bf16 gradients the number changes their bits.
+            "accumulate"` of `[parallel]`. The bits of bf16 gradients depend on this number.
     """
 
     vocabulary: int = whole(32768, 16, 2**31, unit="tokens", resume=SAME)
@@ -181,8 +183,9 @@ class Parallel:
             one walk needs `rule = "accumulate"`, and a step then cannot run as one launch.
         batch: Number of windows per microbatch.
         cut: How layers are divided into stages. `even` gives all stages the same number of layers,
-            or some stages one layer more; `balanced` uses `embedding_cost` and `head_cost`;
-            `measured` uses measured times; a list gives the number of layers of each stage.
+            or some stages one layer more; `balanced` balances the stages by `embedding_cost` and
+            `head_cost`; `measured` balances them by measured times; a list gives the number of
+            layers of each stage.
         embedding_cost: Cost of the embedding relative to a layer, for `cut = "balanced"`; refused
             with another cut.
         head_cost: Cost of the head relative to a layer, for `cut = "balanced"`; refused with
@@ -201,17 +204,19 @@ class Parallel:
         provisioning: Number of slots per stage: `live`, the largest number of tapes that exist at
             once; `static`, one slot per microbatch.
         mode: How a step runs. `replays` replays one CUDA graph per action; `one launch` runs a
-            whole step as one graph, in which the devices decide whether to update; `eager` uses no
-            graphs. A CPU always runs eager. If steps cannot run as one launch, they run as replays,
-            and the log gives the reason. The older flags `captured` and `one_launch` are still
-            accepted in place of `mode`.
+            whole step as one graph, in which the devices of all ranks vote whether to update;
+            `eager` uses no graphs. A CPU always runs eager. If steps cannot run as one launch, they
+            run as replays, and the log gives the reason. The older flags `captured` and
+            `one_launch` are still accepted in place of `mode`.
         recompute: Stages that keep only the inputs of their layers from F to dI: dI then computes
             the layers' activations again, which takes the time of one more F. The bits of training
-            stay the same. Graphs reserve memory for dI too, so compare the peak memory of both
-            settings. A list names some stages: `[0, 3]` the first and the fourth stage of the
-            model. With Transformer Engine `dropout` must be 0 in such a run.
-        amax: The amaxes from which scales are computed: `replica`, those of each replica;
-            `replicas`, the largest over all replicas, which then share their scaling state.
+            stay the same. With graphs, each slot also reserves the memory in which its dI
+            recomputes, so compare the peak memory with and without `recompute`. A list selects
+            stages by number: `[0, 3]` means the first and the fourth stage of the model. With
+            Transformer Engine, a run that recomputes needs `dropout = 0`.
+        amax: Which amaxes determine the scales. With `replica`, each replica uses its own amaxes.
+            With `replicas`, all replicas use the largest amax over all replicas, and therefore have
+            the same scales.
     """
 
     schedule: str = schedule("zbv")
@@ -267,7 +272,8 @@ class Optimizing:
         least_rate: Learning rate at the end of the cosine decay; at most `rate`.
         weight_decay: Weight decay of matrices; norms, biases and embeddings have none.
         master: Whether the optimizer keeps fp32 copies of the parameters.
-        clip_norm: Limit of the gradient norm over all ranks; 0 for no limit.
+        clip_norm: Limit of the norm of all gradients (of all ranks together), by clipping; 0 for no
+            limit.
         skip_nonfinite: Whether every rank skips an update if the gradient norm is not finite. If
             false, such an update is made.
         stop_after_skips: Number of skipped updates in a row after which the run ends as diverged,
@@ -307,8 +313,9 @@ class Run:
             ends the run as diverged, with exit code 1. 0 checks only before a checkpoint and after
             a resume.
         tensorboard: Folder for TensorBoard; empty for none.
-        event_logs: Folder for the event log and the rank log of each rank; empty for none.
-            Existing logs are moved to its subfolders `before-0001` and so on.
+        event_logs: Folder for the event log (each accepted call of the contract) and the rank log
+            (messages, votes and commits) of each rank; empty for none. Existing logs are moved to
+            the subfolders `before-0001` and so on.
         event_log_steps: Number of steps per file of an event log and of a rank log; after these
             steps a new file continues the log. 0 writes a single file.
         event_log_keep: Number of event log files to keep per rank, including the current file; the
@@ -317,8 +324,9 @@ class Run:
             newest of the folders `before-0001` and so on is kept. 0 keeps all files and folders.
         deterministic: Whether libraries may use only CUDA kernels that give the same bits each
             time. If false, a resumed run may end with other bits than a run that never stopped.
-            `--compare` always asks for deterministic kernels.
-        retries: How many times in a row a stopped step is repeated, if all ranks survived the stop.
+            `qeffect runtime train --compare` always asks for deterministic kernels.
+        retries: How many times in a row a step is repeated after a rank stopped it, if all ranks
+            survived the stop.
         max_seconds: Time limit of the run, counted from the moment when all ranks are connected; at
             the limit the run finishes its step, saves and ends. 0 for no limit.
     """
@@ -350,8 +358,8 @@ class Checkpointing:
         every: Number of steps between two checkpoints; 0 saves only after the last step.
         keep: Number of newest checkpoints to keep; the oldest is removed once a new checkpoint is
             complete.
-        keep_every: Checkpoints after a multiple of this number of steps are never removed, in
-            addition to `keep`. 0 protects no checkpoint.
+        keep_every: A checkpoint is never removed if its step number is a multiple of this number,
+            even if it is older than the newest `keep` checkpoints. 0 protects no checkpoint.
         asynchronous: Whether the files of a checkpoint are written during the next steps. If
             false, the next step begins once the files are written.
         replicas: What happens if N replicas saved the checkpoint, each with its own scaling state,
@@ -382,8 +390,8 @@ class Waiting:
         start_s: Time for all ranks to connect, and to connect again after a stop.
         message_s: Time for one message between pipeline ranks or between replicas, if the host
             waits for the message.
-        commit_s: Time for all ranks to reach a commit, and for a rank's device to finish the work
-            that the commit reads.
+        commit_s: Time for all ranks to reach the commit at the end of a step, and for a rank's
+            device to finish its work.
         grace_s: Time for all ranks to publish why they stopped.
         save_s: Time for all ranks to write or read their files of a checkpoint.
     """

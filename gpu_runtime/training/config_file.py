@@ -37,8 +37,8 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
         changes: Fields that the command line overrides, by table; None keeps the file's value.
 
     Raises:
-        UnusableError: The file is missing or not TOML, a table or field is unknown, a value is not
-            allowed, or a given field would have no effect because of other fields.
+        UnusableError: The file is missing or not TOML; a table or a field is unknown; a value is
+            not allowed; or a given field would have no effect because of other fields.
     """
     try:
         # Some editors begin a file with a byte order mark.
@@ -103,13 +103,14 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
     if tables["guard"].replay_every and not run.deterministic:
         raise UnusableError(
             f"{path}: [guard] replay_every: expected [run] deterministic = true, found false: "
-            "other kernels may give the two runs of a step different bits; set it, or leave "
-            "replay_every out"
+            "nondeterministic kernels may give the two runs of a step different bits; set "
+            "deterministic = true, or leave replay_every out"
         )
     if tables["model"].scales == "epoch" and not run.deterministic:
         raise UnusableError(
-            f"{path}: [model] scales: expected [run] deterministic = true, found false: other "
-            "kernels may give each mapping onto ranks different bits; set it, or leave scales out"
+            f"{path}: [model] scales: expected [run] deterministic = true, found false: "
+            "nondeterministic kernels may give each mapping onto ranks different bits; set "
+            "deterministic = true, or leave scales out"
         )
     if "on_mismatch" in given.get("guard", {}) and not tables["guard"].replay_every:
         raise UnusableError(

@@ -5,8 +5,8 @@ library.
 The files are read from the running interpreter; this repository contains no copy. For each
 supported version of Python, a list contains every file's name, length and first digits of its
 SHA-256. A hash of a file's name decides whether the whole file is held out for evaluation. Files
-are encoded either with a byte-pair encoding, which is trained on the files that are not held out,
-or byte by byte, which needs no package.
+are encoded in one of two ways: with a byte-pair encoding, which is trained on the files that are
+not held out; or byte by byte, which needs no package.
 """
 
 from __future__ import annotations

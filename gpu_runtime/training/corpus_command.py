@@ -79,8 +79,8 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--any-version",
         action="store_true",
-        help="accept a standard library without a list of hashes in QEffect, or with files that "
-        "differ from the list",
+        help="accept a standard library even if QEffect has no list of its files' hashes, or if "
+        "files differ from the list",
     )
 
 
@@ -101,7 +101,7 @@ def run_corpus(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.text is None:
         refuse_unused(args, _TEXT, "the text is the standard library", wants="--text")
     else:
-        refuse_unused(args, ["--any-version"], "--text names the text")
+        refuse_unused(args, ["--any-version"], "--text replaces the standard library")
     require_folder(args.out)
     given = encoding_of(args.tokenizer, args.end)
     vocabulary = _VOCABULARY if args.vocabulary is None else args.vocabulary
@@ -116,7 +116,7 @@ def run_corpus(args: argparse.Namespace, progress: Progress) -> Outcome:
         given=given,
     )
     lines = [
-        f"Python {made['python']}{'' if made['listed'] else ' (differs from its list)'}: "
+        f"Python {made['python']}{'' if made['listed'] else ' (not as listed)'}: "
         f"{made['files']['train']} files for training, {made['files']['held_out']} held out",
         *_written(args.out, made),
     ]
@@ -168,14 +168,14 @@ def _weights(given: Sequence[str], files: Sequence[TextFile]) -> list[Fraction]:
 
 
 def _described(one: Mapping[str, Any], total: int) -> str:
-    said = f"{one['file']}: {counted(one['texts'], 'text')}, {one['tokens']:,} tokens"
+    said = f"{one['file']}: {counted(one['texts'], 'text')}, {one['tokens']:,} tokens to train on"
     if one["held_out_tokens"]:
         said += f", {one['held_out_tokens']:,} held out"
     if one["empty"]:
         said += f"; {counted(one['empty'], 'empty text')} left out"
     if one["weight"] is not None:
         times, share = one["train_tokens"] / one["tokens"], one["train_tokens"] / total
-        said += f"; weight {one['weight']:g}: {times:.2f} times, {share:.1%} of the tokens"
+        said += f"; weight {one['weight']:g}: taken {times:.2f} times, {share:.1%} of train.npy"
     return said
 
 

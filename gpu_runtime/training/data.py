@@ -116,7 +116,7 @@ class Tokens:
                 at = start + int(part.argmax())
                 raise DataError(
                     f"{path}: expected tokens below the vocabulary of {vocabulary}, found {most} "
-                    f"at place {at}; set [model] vocabulary, or encode with the same tokenizer"
+                    f"at index {at}; set [model] vocabulary, or encode with the same tokenizer"
                 )
         return cls(path, values)
 
@@ -201,8 +201,8 @@ class Loader:
         seed: Seed of the order of every pass.
         shuffle: Whether each pass has its own order; otherwise every pass has the file's order.
         position: Position of the first window of step `step`.
-        step: Number of the step that begins at `position`; steps have the numbers of the contract's
-            epochs.
+        step: Number of the step that begins at `position`. A step has the same number as its epoch
+            in the contract.
     """
 
     tokens: Tokens

@@ -124,7 +124,7 @@ def first_difference(
             rank, stage, name = min(one.keys() ^ other.keys())
             raise UnusableError(
                 f"step {step}: only one of the runs has {name} of stage {stage} on rank {rank}; "
-                "give two runs of one model with one mapping onto ranks"
+                "give two runs of the same model with the same mapping onto ranks"
             )
         if found := [place for place in one if one[place] != other[place]]:
             return step, found, compared

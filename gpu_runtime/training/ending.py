@@ -1,14 +1,14 @@
 """
 End a run before its last step, on SIGTERM, on SIGUSR1, or after `[run] max_seconds`.
 
-Each rank records a request to end the run. The ranks exchange these requests with their consent to
-a step, so all ranks end after the same step. Then the ranks save a checkpoint, and the run ends
-with exit code 0.
+Each rank records a request to end the run. At the end of each step, the ranks agree on the update,
+and also exchange these requests. So all ranks end after the same step. Then the ranks save a
+checkpoint, and the run ends with exit code 0.
 
 A step cannot end if a rank has died or hangs. The main thread then waits inside gloo, where Python
 runs no signal handler. So a signal also wakes a second thread. If the step has not ended in time,
-this thread publishes why the rank stops, reports the cause, and ends the process with exit code 2,
-before the launcher kills the process.
+this thread publishes why the rank stops, and reports the cause. The thread then ends the process
+with exit code 2, before the launcher kills the process.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _AT_ONCE_S = 0.5
 
 def worst_end_s() -> float:
     """
-    Return the longest time in seconds from SIGTERM to the end of the process, for a store that does
-    not answer.
+    Return the longest time in seconds from SIGTERM to the end of the process. This is the time if
+    the key-value store, through which ranks publish why they stop, does not answer.
     """
     stuck = _STUCK_S + _NEXT_S + _PUBLISH_S + _BACK_S
     return max(stuck, _LATEST_S + _PUBLISH_S) + _DECIDE_S + _TELL_S + _LAST_WORD_S

@@ -1,9 +1,10 @@
 """
 Compute the loss on held-out text between two steps, without changing the training state.
 
-Every window runs with the scales of the last commit, so a window's loss depends neither on the
-number of windows nor on the rank that runs the window. Hidden states are sent between ranks through
-host memory, because evaluations are rare and do not justify separate connections.
+Every window runs with the FP8 scales after the last optimizer step. So a window's loss depends
+neither on the number of windows nor on the rank that runs the window. Hidden states are sent
+between ranks through host memory, because evaluations are rare and do not justify separate
+connections.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class PlacedStages:
     Args:
         member: This process.
         stages: The process's stages, by index.
-        homes: By stage of the process's replica, the rank that has the stage.
+        homes: For each stage of the process's replica, the rank that has the stage.
         replica: The index of this rank's replica.
         loss: The loss after the last stage; None if the last stage's F itself computes the loss.
     """
@@ -83,9 +84,10 @@ class PlacedStages:
 
 def mean_loss(placed: PlacedStages, job: LanguageJob, held_out: Loader, windows: int) -> float:
     """
-    Return the mean loss over windows, like `evaluate`, but without restoring numerical state.
+    Return the mean loss over windows, like `evaluate`, but without restoring the numerical state
+    (FP8 scales and amax histories).
 
-    The caller must use a context that restores numerical state, as `evaluate` does.
+    The caller must use a context that restores the numerical state, as `evaluate` does.
 
     Args:
         placed: The rank's stages, and the ranks that have the other stages of the replica.

@@ -1,5 +1,6 @@
 """
-Prepare the folder of a run's event logs; logs of earlier processes are moved to subfolders.
+Prepare the folder of a run's event logs, which record every accepted call of each rank's contract;
+logs of earlier processes are moved to subfolders.
 
 A run that resumes, or that a launcher started again, begins new event logs with the same names. The
 existing logs show what happened before the previous process ended, so these logs and their rank

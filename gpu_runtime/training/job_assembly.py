@@ -140,8 +140,8 @@ def _recomputing(config: Config, stages: int) -> tuple[int, ...]:
         )
     if asked != "all" and config.parallel.cut == "measured":
         raise UnusableError(
-            f"{where}: expected 'all' or 'none' with cut = 'measured', which takes every layer to "
-            f"need the same time, found {asked}; set recompute, or set cut to a list of layers"
+            f"{where}: expected 'all' or 'none', because cut = 'measured' assumes the same time "
+            f"for every layer, found {asked}; set recompute, or set cut to a list of layers"
         )
     if asked == "all":
         return tuple(range(stages))
@@ -155,11 +155,11 @@ def _recomputing(config: Config, stages: int) -> tuple[int, ...]:
 
 def require_grouped(config: Config) -> None:
     """
-    If the file asks for dW products over several microbatches, raise an error unless the other
-    fields allow such products.
+    If the file asks for dW products over several microbatches, check that the other fields allow
+    such products.
 
     Raises:
-        UnusableError: A field does not fit `wgrad_group`; the message names it.
+        UnusableError: A field does not fit `wgrad_group`; the message names the field.
     """
     group, parallel = config.model.wgrad_group, config.parallel
     if group == 1:
@@ -188,7 +188,7 @@ def _cut(config: Config, stages: int) -> tuple[int, ...]:
         if not times and getattr(parallel, name):
             raise UnusableError(
                 f"{config.source}: [parallel] {name}: expected layer_times too, found none; give "
-                "all three times, or none of them to have them measured"
+                "all three times, or leave all three out to have them measured"
             )
     if isinstance(parallel.cut, list) and not times:
         if len(parallel.cut) != stages or sum(parallel.cut) != layers:

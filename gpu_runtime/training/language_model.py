@@ -2,8 +2,8 @@
 A decoder language model that is divided (cut) into the stages of a pipeline.
 
 The first stage has the token embedding; the last has the final norm, the head and cross entropy.
-Each part has its own seed and a name that contains its position in the whole model
-(`layers.5.qkv.weight`), so neither bits nor names depend on the cut.
+Each part has its own seed. A part's name contains its position in the whole model
+(`layers.5.qkv.weight`). So neither bits nor names depend on the cut.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class LanguageJob(Job):
 
     @property
     def loss(self) -> LossShare:
-        """The function for a microbatch's share of a step's mean negative log likelihood."""
+        """The function that computes a microbatch's share of a step's mean loss."""
         return LossShare(mean_cross_entropy, self.microbatches * self.dp)
 
     @property
@@ -293,8 +293,8 @@ class LanguageJob(Job):
         self, device: torch.device, replica: int = 0
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
         """
-        Return a function from step and microbatch to the microbatch's tokens, and the token that
-        follows each of them.
+        Return a function that takes a step and a microbatch. The function returns the microbatch's
+        tokens, and the token that follows each token.
         """
         loader = self._loader
         held: dict[int, tuple[Tensor, Tensor]] = {}

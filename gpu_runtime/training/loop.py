@@ -24,7 +24,6 @@ from ..ranks.consent import StoppedError
 from ..ranks.membership import Member, agree_on, all_gather
 from ..ranks.torchrun_agent import TorchrunAgent, shared_store_warning
 from ..ranks.worker_assembly import build_worker
-from ..step.graphs import GraphExecutor
 from .checkpoint import Checkpoints
 from .checkpoint.lock import FolderLock
 from .config import Config
@@ -517,7 +516,6 @@ class Trainer:
 
     def record(self) -> Mapping[str, Any]:
         """Return the results of the run, as plain data for a report."""
-        executor = self.worker.runtime.executor
         return {
             "began": self.began,
             "steps": self.worker.runtime.epoch,
@@ -526,7 +524,7 @@ class Trainer:
             "held_out": {str(step): finite(loss) for step, loss in self.evaluations.items()},
             "tokens_a_step": self.results.tokens_a_step,
             "cut": list(self.job.cut),
-            "captured": isinstance(executor, GraphExecutor),
+            "captured": self.worker.runtime.config.replays_graphs,
             "launches": self.steps.launches,
             "guarded_replays": self.steps.why_replays,
             "skipped": self.watch.skipped,

@@ -2,10 +2,10 @@
 Measure in each step how far gradients exceeded the range of their FP8 scales, without making the
 host wait.
 
-Delayed scaling casts a gradient with a scale computed from earlier amaxes. A larger gradient is
-clipped to the largest FP8 value; its amax then lowers the scale. So the factor by which a scale
-fell in a step is the factor by which the gradient exceeded its range. The fall is measured only if
-the amax history still contains that amax at the end of the step.
+Delayed scaling casts a gradient with a scale computed from earlier amaxes. A gradient beyond the
+range of this scale is clipped to the largest FP8 value; its amax then lowers the scale. So the
+factor by which a scale fell in a step is the factor by which the gradient exceeded its range. The
+fall is measured only if the amax history still contains that amax at the end of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sound runs fall too: in three runs of 150 steps, by a factor of at most 22 in a 
 
 class GradientScales:
     """
-    The scales with which one rank casts gradients, and the factors by which they fell in each step.
+    The FP8 scales of one rank's gradients, and the factor by which each scale fell in each step.
 
     Args:
         worker: The rank, between two steps.

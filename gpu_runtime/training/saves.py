@@ -241,8 +241,8 @@ class Saves:
         last: bool,
     ) -> None:
         """
-        Save a checkpoint after `step` steps, and log the time; a failure is only logged, except in
-        the last save.
+        Save a checkpoint after `step` steps, and log the time. If the last save fails, the error is
+        raised; any other failure is only logged.
 
         Args:
             worker: The worker (the pipeline of this rank) whose state is saved.

@@ -6,11 +6,11 @@ Examples are `model.layers.5.qkv.weight`, `optim.layers.5.qkv.weight.exp_avg` an
 `fp8.dp0.layers.5.forward.scale`. Layers are numbered over the whole model, so any rank of any
 mapping finds its tensors. A tensor that is the same in all replicas has one name. Scaling state
 differs between replicas, so its names contain the replica; if the replicas share the state, all use
-the first replica's name. Random states belong to a process, so their names, and no others, contain
-the rank's index in the pipeline.
+the first replica's name. Random states, and numerical state that belongs to no stage, belong to a
+process: only their names contain the rank's index in the pipeline.
 
-Tokens, generations, tapes, graphs, streams, events, addresses and weight caches are not saved: they
-belong to a process, and a restored process makes them again.
+The contract's effect tokens and slot generations, tapes, graphs, streams, events, addresses and
+weight caches are not saved: a restored process makes them again.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ __all__ = [
 
 Naming = Callable[[int, str], str]
 """
-A function that returns the model's name of a stage's tensor. It takes the stage's index and the
-tensor's name inside the stage, as in `parameters` and `numerical_state`.
+A function that returns the model's name of a stage's tensor. The function takes the stage's index
+and the tensor's name inside the stage, as in `parameters` and `numerical_state`.
 """
 
 MODEL, OPTIMIZER, NUMERICAL, RANDOM, EXTRA = "model", "optim", "fp8", "random", "extra"
@@ -97,10 +97,10 @@ class PersistentTensors:
     Args:
         tensors: The live tensors, by name.
         parameters: Names of the weights.
-        optimizer: Maps the optimizer's name of each tensor of AdamW's state to the name in
+        optimizer: For each tensor of AdamW's state, maps its name in the optimizer to its name in
             `tensors`.
-        numerical: Maps the name in `tensors` of each tensor of scaling state to the domain's name
-            for it.
+        numerical: For each tensor of scaling state, maps its name in `tensors` to its name in the
+            domain.
         copies: By name in `tensors`, further tensors that must equal this tensor: copies of a tied
             weight, and their AdamW state.
     """

@@ -2,8 +2,8 @@
 One SHA-256 of a run's weights, AdamW state and scaling state, ordered by their names in a
 checkpoint.
 
-With `[model] scales = "epoch"` two runs with the same model, recipe, number of microbatches and
-number of replicas have the same digest, whatever their schedule and mapping onto ranks.
+With `[model] scales = "epoch"` two runs have the same digest if their model, recipe, number of
+microbatches and number of replicas are the same. Their schedule and mapping onto ranks may differ.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class StepLog:
         config: The configuration of the run, from its training file.
         job: The job that the pipeline trains.
         worker: The worker (the pipeline of this rank) whose steps are logged.
-        steps: The object that runs the steps, replays or launches.
+        steps: The object that runs the steps, as guarded replays or as launches.
         scales: The scales of this rank's gradients.
         log: The run's log, on rank 0.
 

@@ -1,6 +1,7 @@
 """
-Run the steps of a training run as guarded replays, or as one launch per step if this is configured
-and possible.
+Run the steps of a training run. By default a step is a sequence of guarded replays: one CUDA graph
+per action, each checked by the contract. If this is configured and possible, a step is one launch:
+the whole step is one CUDA graph.
 
 A launch is still running when `StepRunner.step` returns. After the launch the device copies the
 step's losses and norm to the host. The host reads them one step later, when the devices of all
@@ -70,8 +71,8 @@ def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
         wanted: The mode that the training file asks for.
 
     Returns:
-        The mode, and the reason why no step can be one launch; the reason is empty if steps can be
-        launches, or if another mode is configured.
+        The mode, and the reason why no step can be one launch. The reason is empty if steps can be
+        launches, or if the training file asks for another mode.
     """
     why = ""
     if wanted == "one launch":
@@ -88,9 +89,9 @@ class StepRunner:
     order.
 
     Args:
-        worker: The rank's worker, with a feed of `Batches`, at the epoch at which the run begins.
-            In mode ``one launch`` the worker's steps are launches, if this is possible on every
-            rank.
+        worker: The rank's worker, whose feed is a `Batches` object, at the epoch (optimizer step)
+            at which the run begins. In mode ``one launch`` the worker's steps are launches, if this
+            is possible on every rank.
         why: Why the steps are not launches, if `mode_of` has already found a reason.
         scales: The scales of the rank's gradients; None if saturation is not reported.
 
@@ -112,7 +113,10 @@ class StepRunner:
         self.one_launch: OneLaunch | None = None
         if worker.runtime.config.mode == "one launch" and not why:
             self.why_replays = first_obstacle(worker.member, obstacles(worker))
-            self.one_launch = None if self.why_replays else OneLaunch(worker)
+            if self.why_replays:
+                worker.runtime.replay_actions()
+            else:
+                self.one_launch = OneLaunch(worker)
         self._paused = False
         self._behind: dict[int, _PendingResults] = {}
         self._norms: dict[int, tuple[Norm | None, Tensor | None]] = {}
@@ -127,8 +131,8 @@ class StepRunner:
         Run one optimizer step: as guarded replays, eagerly, or as one launch (`OneLaunch.step`).
 
         Raises:
-            StoppedError: All ranks stopped in this step, with launches possibly in the previous
-                step, with the same cause.
+            StoppedError: All ranks stopped in this step with the same cause. With launches, the
+                ranks may have stopped in the previous step.
         """
         epoch, whole = self.worker.runtime.epoch, self.one_launch
         if whole is None:
@@ -159,7 +163,9 @@ class StepRunner:
             )
 
     def stop(self, error: Exception) -> StoppedError:
-        """Stop all ranks between two steps, for this rank's reason; return the cause."""
+        """
+        Stop all ranks between two steps because of this rank's error; return the error to raise.
+        """
         worker, epoch = self.worker, self.worker.runtime.epoch
         if self.one_launch is not None and not self._paused:
             return self.one_launch.stop(error)
@@ -219,8 +225,8 @@ class StepRunner:
 
     def ending(self, step: int) -> int:
         """
-        Return the largest end request of any rank after a step (`Consent.asks`), the same number on
-        all ranks.
+        Return the largest request to end the run that any rank has made (`Consent.asks`); the
+        result is the same number on all ranks.
 
         Guarded steps exchange the number in their consent. With launches, hosts exchange the number
         after every eighth step; after other steps, the result is 0.
@@ -273,8 +279,8 @@ class StepRunner:
 
     def rebuild(self, stopped: StoppedError) -> None:
         """
-        Restart after a stop at the runtime's current epoch, or with launches possibly at the epoch
-        before.
+        Restart after a stop, at the runtime's current epoch (optimizer step). With launches, the
+        restart may begin at the epoch before.
 
         Raises:
             StoppedError: Not every rank survived: relaunch, and resume from a checkpoint.

@@ -47,7 +47,8 @@ class StepTimes:
         compute: On a CPU, the time of the step without `wait`. On a GPU, the device's time in F, dI
             and dW, once this time is read. NaN if it was not measured.
         launch: The device's time in a launch, including its waits for messages; NaN otherwise.
-        weights: The device's time in a launch's timestamped dW, one per stage; NaN otherwise.
+        weights: In a launch, the device's time in the timestamped dW (one dW of each stage).
+            Otherwise NaN.
         pairs: Pairs of events on the device around the timed work.
     """
 

@@ -1,9 +1,9 @@
 """
 The names that other programs use for a model's weights: `gpt2`, or the names in a file.
 
-In such a file, a line ``OURS = THEIRS`` names one weight. A ``*`` stands for the number of a layer
-on both sides. ``transposed`` after THEIRS transposes a matrix. Lines that begin with ``#`` are
-comments.
+In such a file, a line ``OURS = THEIRS`` names one weight: QEffect's name, then the other
+program's name. A ``*`` on both sides stands for the number of a layer. ``transposed`` after THEIRS
+transposes a matrix. Lines that begin with ``#`` are comments.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class WeightNames:
             found = _LINE.fullmatch(line)
             if found is None or found[1].count("*") != found[2].count("*") or "**" in line:
                 raise BackendError(
-                    f"{source}, line {number}: expected OURS = THEIRS, with one * in each or "
-                    f"in neither, found {line!r}"
+                    f"{source}, line {number}: expected OURS = THEIRS, with one * in both "
+                    f"names or in neither, found {line!r}"
                 )
             if found[1].count("*") > 1 or found[1] in lines:
-                why = "two * in a name" if "*" in found[1] else "a second line"
-                raise BackendError(f"{source}, line {number}: {why} for {found[1]}")
+                why = "more than one * in" if found[1].count("*") > 1 else "a second line for"
+                raise BackendError(f"{source}, line {number}: {why} {found[1]}")
             lines[found[1]] = found[2], found[3] is not None
         return cls(source, lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,11 @@ from ..runtime.injection import FINAL, NUM_STEPS, ORDER, Injection
 
 TE = "transformer-engine"
 
+#: Two ranks share one GPU, as separate machines do for NCCL; for hosts that have one GPU only.
+SHARED = os.environ.get("QEFFECT_SHARED_GPU") == "1"
+two_ranks = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 and not SHARED, reason="needs two GPUs, or QEFFECT_SHARED_GPU=1"
+)
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host")
 four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs of one host")
 

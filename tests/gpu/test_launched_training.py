@@ -19,7 +19,7 @@ from tests.training import launched_bodies as bodies
 from tests.training import test_launches as on_cpu
 from tests.training.test_launches import Replays, begun_again, files, require_alike
 
-from .helpers import four_gpus, two_gpus
+from .helpers import four_gpus, two_ranks
 
 LIMIT_S = 300.0  # a rank loads the library, and is made three times
 CLIP = 0.01
@@ -69,9 +69,9 @@ def made(folder: Path, parallel: str, model: str = "") -> dict[str, str]:
     ("parallel", "model", "world"),
     [
         ('schedule = "zbv"', "", 1),
-        pytest.param('pp = 2\nschedule = "zbv"', "", 2, marks=two_gpus),
-        pytest.param('pp = 2\nschedule = "il"', "tied = true", 2, marks=two_gpus),
-        pytest.param('dp = 2\nschedule = "il"\namax = "replicas"', "", 2, marks=two_gpus),
+        pytest.param('pp = 2\nschedule = "zbv"', "", 2, marks=two_ranks),
+        pytest.param('pp = 2\nschedule = "il"', "tied = true", 2, marks=two_ranks),
+        pytest.param('dp = 2\nschedule = "il"\namax = "replicas"', "", 2, marks=two_ranks),
         pytest.param(on_cpu.FOUR, "tied = true", 4, marks=four_gpus),
     ],
     ids=["one rank", "zbv", "il of a tied model", "replicas", "four ranks of a tied model"],
@@ -81,7 +81,7 @@ def test_launches_train_as_replays(parallel: str, model: str, world: int, tmp_pa
     require_alike(tmp_path, made(tmp_path, parallel, model), world, bodies.on_devices, clip=CLIP)
 
 
-@two_gpus
+@two_ranks
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_refused_step_is_begun_again(victim: int, tmp_path: Path) -> None:
     """The other rank has launched, and brings losses together: it is woken there, and goes on."""

@@ -23,7 +23,7 @@ from tests.ranks.ranks import launch
 from tests.ranks.test_launch_bodies import one_cause
 from tests.training.helpers import noise
 
-from .helpers import four_gpus, two_gpus
+from .helpers import four_gpus, two_ranks
 
 LIMIT_S = 240.0  # a rank loads the library, captures every slot, and the step twice
 CONFIG = LayerConfig(128, 256, 2, 128)
@@ -43,15 +43,15 @@ def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     "job",
     [
         ONE,
-        pytest.param(TWO, marks=two_gpus),
-        pytest.param(Job(schedule="il", pp=2, microbatches=4, config=CONFIG), marks=two_gpus),
-        pytest.param(Job(schedule="izb", pp=2, microbatches=4, config=CONFIG), marks=two_gpus),
+        pytest.param(TWO, marks=two_ranks),
+        pytest.param(Job(schedule="il", pp=2, microbatches=4, config=CONFIG), marks=two_ranks),
+        pytest.param(Job(schedule="izb", pp=2, microbatches=4, config=CONFIG), marks=two_ranks),
         attrs.evolve(ONE, scales="epoch", wgrad_group=4),
-        pytest.param(attrs.evolve(TWO, scales="epoch", wgrad_group=2), marks=two_gpus),
+        pytest.param(attrs.evolve(TWO, scales="epoch", wgrad_group=2), marks=two_ranks),
         attrs.evolve(ONE, layers=2, recompute=(0,)),
-        pytest.param(attrs.evolve(TWO, layers=2, recompute=(0, 1, 2, 3)), marks=two_gpus),
-        pytest.param(REPLICAS, marks=two_gpus),
-        pytest.param(attrs.evolve(REPLICAS, amax="replica"), marks=two_gpus),
+        pytest.param(attrs.evolve(TWO, layers=2, recompute=(0, 1, 2, 3)), marks=two_ranks),
+        pytest.param(REPLICAS, marks=two_ranks),
+        pytest.param(attrs.evolve(REPLICAS, amax="replica"), marks=two_ranks),
         pytest.param(FOUR, marks=four_gpus),
     ],
     ids=[
@@ -78,8 +78,8 @@ def test_launches_leave_the_bits_of_replays(job: Job, tmp_path: Path) -> None:
     "job",
     [
         ONE,
-        pytest.param(TWO, marks=two_gpus),
-        pytest.param(REPLICAS, marks=two_gpus),
+        pytest.param(TWO, marks=two_ranks),
+        pytest.param(REPLICAS, marks=two_ranks),
         pytest.param(FOUR, marks=four_gpus),
     ],
     ids=["one rank", "two ranks", "replicas", "four ranks"],
@@ -113,8 +113,8 @@ def tied(folder: Path, **options: Any) -> LanguageJob:
     "given",
     [
         {"schedule": "zbv", "pp": 1},
-        pytest.param({"schedule": "zbv"}, marks=two_gpus),
-        pytest.param({"schedule": "il"}, marks=two_gpus),
+        pytest.param({"schedule": "zbv"}, marks=two_ranks),
+        pytest.param({"schedule": "il"}, marks=two_ranks),
         pytest.param({"schedule": "zbv", "dp": 2, "amax": "replicas"}, marks=four_gpus),
         pytest.param({"schedule": "il", "dp": 2, "amax": "replicas"}, marks=four_gpus),
     ],
@@ -144,8 +144,8 @@ def test_a_tied_models_launches_leave_the_bits_of_replays(
 @pytest.mark.parametrize(
     ("given", "victim", "action"),
     [
-        pytest.param({"schedule": "il"}, 1, "1W1", marks=two_gpus),
-        pytest.param({"schedule": "il"}, 0, None, marks=two_gpus),
+        pytest.param({"schedule": "il"}, 1, "1W1", marks=two_ranks),
+        pytest.param({"schedule": "il"}, 0, None, marks=two_ranks),
         pytest.param({"schedule": "il", "dp": 2, "amax": "replicas"}, 3, "1W1", marks=four_gpus),
     ],
     ids=["a refusal", "a device that differs", "a refusal on four ranks"],
@@ -158,7 +158,7 @@ def test_a_tied_model_goes_on_bit_for_bit(
     require_recovered(job, victim, action, tmp_path)
 
 
-@two_gpus
+@two_ranks
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_device_that_ran_something_else_updates_no_rank(victim: int, tmp_path: Path) -> None:
     """Every rank's device skips; the next step names the rank and the clause on all."""
@@ -169,7 +169,7 @@ def test_a_device_that_ran_something_else_updates_no_rank(victim: int, tmp_path:
     assert [said.words[rank]["after"] for rank in range(2)] == [1, 1]
 
 
-@two_gpus
+@two_ranks
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_refused_rehearsal_launches_nothing(victim: int, tmp_path: Path) -> None:
     """The other rank's launch waits for messages that never come, and is woken."""
@@ -187,10 +187,10 @@ def test_a_refused_rehearsal_launches_nothing(victim: int, tmp_path: Path) -> No
     [
         (ONE, 0, "1W1"),
         (ONE, 0, None),
-        pytest.param(TWO, 1, "1W1", marks=two_gpus),
-        pytest.param(TWO, 0, None, marks=two_gpus),
-        pytest.param(REPLICAS, 1, "1W1", marks=two_gpus),
-        pytest.param(REPLICAS, 0, None, marks=two_gpus),
+        pytest.param(TWO, 1, "1W1", marks=two_ranks),
+        pytest.param(TWO, 0, None, marks=two_ranks),
+        pytest.param(REPLICAS, 1, "1W1", marks=two_ranks),
+        pytest.param(REPLICAS, 0, None, marks=two_ranks),
         pytest.param(FOUR, 3, "1W1", marks=four_gpus),
         pytest.param(FOUR, 2, None, marks=four_gpus),
     ],
@@ -218,7 +218,7 @@ def require_recovered(job: Job, victim: int, action: str | None, tmp_path: Path)
         assert word["of"] > 20
 
 
-@two_gpus
+@two_ranks
 @pytest.mark.parametrize(
     "action",
     ["1F1", "warm-up", None],

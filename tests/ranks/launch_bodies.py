@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.determinism import DETERMINISTIC
+from qeffect.gpu_runtime.backends.devices import generator_of
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Batches, Job
-from qeffect.gpu_runtime.ranks.launch_draws import drawn
 from qeffect.gpu_runtime.ranks.membership import Limits, Member, join
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.worker import Worker
@@ -42,6 +42,11 @@ from tests.ranks.recorded import gate_without_kernels
 LIMITS = Limits(start=90.0, message=15.0, commit=15.0, grace=3.0)
 BACKENDS = {"cpu": "reference", "cuda": "transformer-engine"}
 BEFORE = 5  # a guarded step, a captured one, two launches that are rehearsed, one as one
+
+
+def _position(device: torch.device) -> int:
+    """The position of the device's random generator; 0 on a CPU, where nothing is captured."""
+    return 0 if device.type == "cpu" else int(generator_of(device).get_offset())
 
 
 class _Poisoned(Batches):
@@ -147,7 +152,7 @@ def _run(
     worker.feed.poisoned = poisoned
     runner = _runner(worker) if one else worker
     moved, norms = [], []
-    began = drawn(worker.member.device)
+    began = _position(worker.member.device)
     for step in range(steps):
         if rates is not None:
             worker.optimizer.set_rate(rates[step])
@@ -160,7 +165,7 @@ def _run(
     _end(runner)
     _quiet(worker)
     left = bits(worker)
-    draws = drawn(worker.member.device) - began
+    draws = _position(worker.member.device) - began
     state = worker.optimizer.state_tensors()
     counted = sorted({float(v) for n, v in state.items() if n.endswith(".step")})
     if isinstance(runner, OneLaunch):

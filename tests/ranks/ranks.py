@@ -25,6 +25,8 @@ from .rank_logs import alike, keep_logs, logs_of, replayed
 
 #: No launch takes longer: a rank that hangs is killed and fails its test.
 LIMIT_S = 100.0
+#: All ranks share one GPU (`NCCL_HOSTID`), if a host has only one.
+SHARED = os.environ.get("QEFFECT_SHARED_GPU") == "1"
 #: Seconds before the limit at which a rank that hangs writes where each of its threads is.
 _STACKS_S = 5.0
 
@@ -67,13 +69,15 @@ def _rank(
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK="0" if SHARED else str(rank),
         WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
     )
+    if SHARED:
+        os.environ["NCCL_HOSTID"] = str(rank)
     keep_logs(logs, rank)
     words = body(*args)
     Path(out, f"{rank}.json").write_text(json.dumps(words))

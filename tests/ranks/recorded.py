@@ -18,7 +18,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from qeffect.gpu_runtime.backends.protocol import Reports
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain
 from qeffect.gpu_runtime.backends.reference.stage import ReferenceStage
-from qeffect.gpu_runtime.ranks import one_launch
 from qeffect.gpu_runtime.ranks.channels import Channels, LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
@@ -39,13 +39,10 @@ from qeffect.gpu_runtime.ranks.launch_stamps import LaunchStamps
 from qeffect.gpu_runtime.ranks.replicas import Replicas, _BucketCollectives
 from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
 from qeffect.gpu_runtime.runtime import step_mode
-from qeffect.gpu_runtime.step import graphs
-from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
-from qeffect.gpu_runtime.step.effects import Effects
-from qeffect.gpu_runtime.step.graphs import Product, product_of
-from qeffect.gpu_runtime.step.memory.slots import Slot
+from qeffect.gpu_runtime.step import captures, graphs
+from qeffect.gpu_runtime.step.eager import EagerExecutor
 from qeffect.gpu_runtime.step.optimizer import Optimizer
-from qeffect.gpu_runtime.step.plan.slots import WgradVariant
+from qeffect.gpu_runtime.step.streams import HostHandoff
 from qeffect.gpu_runtime.training import saturation, step_runner
 
 
@@ -243,57 +240,15 @@ def _ends_alone(owner: type, name: str) -> None:
     setattr(owner, name, ends)
 
 
-class RecordingExecutor(EagerExecutor):
+def actions_without_graphs() -> None:
     """
-    An eager executor that keeps the report of every action, as graphs keep the reports of their
-    captures.
+    Let a CPU make the executor of launches, whose recording (`_Tape`) holds the operations of its
+    actions; a step that cannot be one launch then runs eagerly.
     """
-
-    def __init__(self, inner: EagerExecutor) -> None:
-        super().__init__(inner.counters)
-        self.slots: dict[int, Any] = {}
-        self.wgrads: dict[Product, Any] = {}
-        self.refreshed: dict[int, Effects] = {}
-
-    def _of(self, slot: Slot) -> Any:
-        return self.slots.setdefault(slot.index, SimpleNamespace())
-
-    def refresh(self, memory: StageMemory) -> Effects:
-        found = self.refreshed[memory.stage.index] = super().refresh(memory)
-        return found
-
-    def forward(self, memory: StageMemory, slot: Slot) -> Effects:
-        found: Effects = super().forward(memory, slot)
-        self._of(slot).ran = found
-        return found
-
-    def dgrad(
-        self, memory: StageMemory, slot: Slot, variant: WgradVariant
-    ) -> tuple[tuple[str, ...], Effects]:
-        found = self._of(slot).queued = super().dgrad(memory, slot, variant)
-        return found
-
-    def wgrad(
-        self,
-        memory: StageMemory,
-        slot: Slot,
-        variant: WgradVariant,
-        others: Sequence[Slot] = (),
-    ) -> tuple[str, ...]:
-        found = super().wgrad(memory, slot, variant, others)
-        self.wgrads[product_of(slot, variant, others)] = SimpleNamespace(covered=found)
-        return found
-
-    def check_addresses(self, memory: StageMemory) -> None:
-        """Nothing is baked in but what the tape holds."""
-
-
-def captured(*_: Any, counters: Any = None, **__: Any) -> RecordingExecutor:
-    """
-    A replacement of `graphs.capture` that captures nothing, because the recording of a step
-    (`_Tape`) holds the operations that its actions run.
-    """
-    return RecordingExecutor(EagerExecutor(counters))
+    stands_in, domain = cast("Any", captures), cast("Any", ReferenceDomain)
+    stands_in.GraphStream = HostHandoff
+    domain.capture_obstacles = lambda _: ()
+    cast("Any", graphs).capture = lambda *_, counters=None, **__: EagerExecutor(counters)
 
 
 def _compare(
@@ -356,10 +311,9 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda.CUDAGraph, cuda.Event, cuda.synchronize = _Graph, _Event, STREAM.synchronize
     cuda.graph_pool_handle = lambda: None
-    stands_in: Any = one_launch
-    stands_in.GraphExecutor = RecordingExecutor
-    cast("Any", step_mode).nesting_obstacle = lambda _: None
-    cast("Any", graphs).capture = captured
+    cuda.empty_cache = lambda: None
+    cast("Any", step_mode).device_obstacle = lambda _: None
+    actions_without_graphs()
     load = StagedFeed.load
 
     def loaded(self: Any, step: int) -> None:

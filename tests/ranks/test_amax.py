@@ -144,7 +144,7 @@ def test_what_replicas_hold_alike_is_not_moved() -> None:
 
 def test_a_recipe_without_histories_has_nothing_to_share() -> None:
     """A tensor that is not float32 cannot be compared as words."""
-    with pytest.raises(BackendError, match="this recipe has none; leave amax out"):
+    with pytest.raises(BackendError, match="this recipe has none; use amax='replica'"):
         SharedScaling({})
     with pytest.raises(
         BackendError, match=r"a\.scale: expected torch.float32, found torch.float64"

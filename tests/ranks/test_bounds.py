@@ -7,19 +7,35 @@ from typing import Any
 
 import pytest
 
-from qeffect.gpu_runtime.lab.runner.rank_parts import bound_ms, graph_of
+from qeffect.gpu_runtime.lab.runner.rank_parts import action_of, bound_ms
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.step.graphs import Product
 from qeffect.gpu_runtime.step.plan.order import Kind
 from qeffect.gpu_runtime.step.plan.rows import Row, walked
 
 FIRST = 100  # index of each stage's first slot in a pool, far from a local one
 
 
+class Named:
+    """An executor whose actions return what they were given."""
+
+    def forward(self, memory: Any, slot: int) -> tuple[Any, ...]:
+        """F of a slot."""
+        return Kind.FORWARD, slot
+
+    def dgrad(self, memory: Any, slot: int, variant: Any) -> tuple[Any, ...]:
+        """The dI of a slot."""
+        return Kind.DGRAD, slot
+
+    def wgrad(self, memory: Any, slot: int, variant: Any, others: Any) -> tuple[Any, ...]:
+        """The dW of a slot alone."""
+        assert not others
+        return Kind.WGRAD, slot, variant.accumulate
+
+
 def replayed(row: Row) -> list[tuple[Any, Any]]:
-    """Each step of a row, and the name of the graph that stands for it."""
+    """Each step of a row, and what its action runs."""
     plan, microbatches = row.slots, range(row.order.num_microbatches)
-    executor: Any = SimpleNamespace(slots={}, wgrads={})
+    executor: Any = Named()
     memories: dict[int, Any] = {}
     for stage in row.stages:
         first = FIRST * stage
@@ -27,17 +43,10 @@ def replayed(row: Row) -> list[tuple[Any, Any]]:
             slot_of=[first + plan.slot_of[stage, m] for m in microbatches],
             variants=[plan.variant(stage, m, "accumulate") for m in microbatches],
             groups=[plan.members(m) for m in microbatches],
+            table={first + local: first + local for local in range(plan.num_slots[stage])},
         )
-        for (local,), variant in plan.products(stage, "accumulate"):
-            product = Product((first + local,), variant)
-            graph = Kind.WGRAD, first + local, variant.accumulate
-            executor.wgrads[product] = SimpleNamespace(graph=graph)
-        for local in range(plan.num_slots[stage]):
-            executor.slots[first + local] = SimpleNamespace(
-                forward=(Kind.FORWARD, first + local),
-                dgrad=(Kind.DGRAD, first + local),
-            )
-    return [(step, graph_of(step, memories[step.stage], executor)) for step in row.order.steps]
+    acts = [action_of(step, memories[step.stage], executor) for step in row.order.steps]
+    return [(step, act()) for step, act in zip(row.order.steps, acts, strict=True) if act]
 
 
 @pytest.mark.parametrize("schedule", ["il", "izb", "zbv"])

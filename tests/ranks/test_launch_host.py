@@ -16,7 +16,6 @@ from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.ranks.launch_draws import LaunchDraws
 from qeffect.gpu_runtime.ranks.launch_waits import LaunchWaits
 from qeffect.gpu_runtime.ranks.one_launch import PARTS, OneLaunch
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
@@ -80,7 +79,6 @@ class _Launched:
         whole._capture = StepCapture(whole.worker, feed, whole._gate, whole._waits)
         whole._left_at, whole.steps = None, 1
         whole._messages = []
-        whole._draws = LaunchDraws(torch.device("cpu"))
         whole._guarded = True
         whole.rehearsal = rank.rehearsal
         whole._captured = BakedOptimizer(self.optimizer)
@@ -330,22 +328,3 @@ def test_data_made_beside_the_stream_change_streams_once() -> None:
     assert len({*kept}) == len(kept) == 5
     assert {stream for _, stream in kept} == {"caller"}
     assert {data for data, _ in kept} == {data for own in given for data in own}
-
-
-def test_the_generator_moves_with_launches_as_with_replays(
-    launched: _Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By what one run of the guarded step took; twice where a step's work runs twice."""
-    position = [100]
-    generator = SimpleNamespace(
-        get_offset=lambda: position[0], set_offset=lambda at: position.__setitem__(0, at)
-    )
-    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
-    draws = launched.whole._draws = LaunchDraws(torch.device("cuda", 0))
-    with draws.measure(runs=2):
-        position[0] += 24
-    for _ in range(3):
-        launched.step()
-    assert position == [100 + 24 + 3 * 12]
-    draws.launched(runs=2)
-    assert position == [100 + 24 + 5 * 12]

@@ -24,7 +24,6 @@ from qeffect.gpu_runtime.runtime import (
 from qeffect.gpu_runtime.training.step_runner import mode_of
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-MISSING = "cuda.bindings cannot be imported (none): pip install cuda-bindings"
 #: Every obstacle: the facts that make it, and its sentence.
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "mode": (
@@ -37,14 +36,14 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rule": (
         {"rule": "copied"},
-        "rule is 'copied', which copies gradients outside of the slots' graphs: take 'accumulate' "
-        "or 'per_microbatch'",
+        "rule is 'copied', so the host keeps copies of gradients, which a graph cannot do: take "
+        "'accumulate' or 'per_microbatch'",
     ),
     "gradients": (
         {"keeps_gradients": True},
-        "the scales are updated once an epoch and the table's dI are not in the order of "
-        "microbatches, so gradients are kept outside of the slots' graphs: take a table whose dI "
-        "are in the order of microbatches",
+        "the host keeps each microbatch's gradients, which a graph cannot do, because scales are "
+        "updated once an epoch and the table's dI are not in the order of microbatches: take a "
+        "table whose dI are in this order",
     ),
     "draws": (
         {"draws": True},
@@ -53,44 +52,37 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "walks": (
         {"walks": 3},
-        "a step has 3 walks (passes over the table), each with its own graphs: take one walk over "
-        "a table of all microbatches",
+        "a step has 3 walks (passes over the table), and one graph holds one walk: take one walk "
+        "over a table of all microbatches",
     ),
     "device": ({"device": CPU}, "a CPU has no CUDA graphs: run on cuda"),
-    "driver": ({"driver": MISSING}, MISSING),
 }
 
 
-def found(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> list[str]:
+def found(**facts: Any) -> list[str]:
     """The obstacles of a configuration without any, changed by the given facts."""
-    driver, real = facts.pop("driver", None), step_mode.nesting_obstacle
-    monkeypatch.setattr(
-        step_mode, "nesting_obstacle", lambda d: real(d) if d.type == "cpu" else driver
-    )
     given = {"device": CUDA, "rule": "accumulate"} | facts
     return one_launch_obstacles(**given)
 
 
-def test_without_an_obstacle_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_obstacle_a_step_is_one_launch() -> None:
     """With either rule that writes inside of the graphs."""
-    assert found(monkeypatch) == found(monkeypatch, rule="per_microbatch") == []
+    assert found() == found(rule="per_microbatch") == []
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_each_obstacle_has_its_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_obstacle_has_its_sentence(name: str) -> None:
     """It says what to change, and no other obstacle is named."""
     facts, sentence = OBSTACLES[name]
 
-    assert found(monkeypatch, **facts) == [sentence]
+    assert found(**facts) == [sentence]
 
 
-@pytest.mark.parametrize("last", ["device", "driver"])
-def test_all_obstacles_are_named_at_once(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the list; a CPU's driver is not asked for."""
-    chosen = [name for name in OBSTACLES if name not in {"device", "driver"} - {last}]
-    facts = {k: v for name in chosen for k, v in OBSTACLES[name][0].items()}
+def test_all_obstacles_are_named_at_once() -> None:
+    """In the order of the list."""
+    facts = {k: v for given, _ in OBSTACLES.values() for k, v in given.items()}
 
-    assert found(monkeypatch, **facts) == [OBSTACLES[name][1] for name in chosen]
+    assert found(**facts) == [sentence for _, sentence in OBSTACLES.values()]
 
 
 def test_a_worker_has_the_obstacles_of_its_configuration() -> None:
@@ -129,7 +121,7 @@ def test_draws_are_an_obstacle_even_if_no_position_is_reported(draws: bool | Non
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_jobs_dropout_is_an_obstacle(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is found before anything is built."""
-    monkeypatch.setattr(step_mode, "nesting_obstacle", lambda _: None)
+    monkeypatch.setattr(step_mode, "device_obstacle", lambda _: None)
     monkeypatch.setattr(obstacle_module, "all_gather", lambda _, said: [said])
     why = OBSTACLES["draws"][1] if dropout else ""
     member = Member(0, 1, 0, CUDA, None)

@@ -302,7 +302,7 @@ class TestRefused:
 
     def test_operators(self) -> None:
         """The operator of dW takes one tape."""
-        with pytest.raises(BackendError, match="the operator of dW takes one tape"):
+        with pytest.raises(BackendError, match="the operator of dW takes one microbatch"):
             Session(grouped_run(GPIPE, 2).runtime)
 
     def test_a_reference_of_an_earlier_epoch(self) -> None:

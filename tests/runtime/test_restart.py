@@ -153,7 +153,7 @@ def test_optimizer_state_of_other_stages() -> None:
     before = {name: tensor.clone() for name, tensor in held.items()}
     held.pop(next(iter(held)))
 
-    with pytest.raises(BackendError, match="optimizer state disagrees on 1 names"):
+    with pytest.raises(BackendError, match="state and this optimizer differ in 1 names"):
         run.optimizer.load_state(held)
 
     now = run.optimizer.state_tensors()

@@ -10,7 +10,7 @@ import os
 import signal
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
@@ -27,7 +27,6 @@ from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.obstacles import obstacles
 from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
-from qeffect.gpu_runtime.step import graphs
 from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.loop import Trainer
 from tests.ranks import recorded, recorded_bodies
@@ -161,7 +160,7 @@ def unable(config: str) -> dict[str, Any]:
 
 def without_graphs(jobs: list[Any]) -> list[dict[str, Any]]:
     """What workers for launches lack on a CPU, and whether their learning rates are tensors."""
-    cast("Any", graphs).capture = recorded.captured
+    recorded.actions_without_graphs()
     member = join("cpu", LIMITS)
     found = []
     for job in jobs:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.ranks import wait_clock
 from qeffect.gpu_runtime.step.actions import GuardedActions
+from qeffect.gpu_runtime.step.launch_executor import LaunchExecutor
 from qeffect.gpu_runtime.training import step_times
 from tests.ranks import recorded
 
@@ -73,9 +74,9 @@ def slow_launches(path: str, rank: int) -> Any:
     clock = _Clock()
     kernels: Any = gate_kernel()
     spent = 2_000_000 if os.environ["RANK"] == str(rank) else 1_000_000
-    real = recorded.RecordingExecutor.wgrad
+    real = LaunchExecutor.wgrad
 
-    def wgrad(self: recorded.RecordingExecutor, *given: Any) -> Any:
+    def wgrad(self: LaunchExecutor, *given: Any) -> Any:
         found = real(self, *given)
         clock.work(spent)
         return found
@@ -84,7 +85,7 @@ def slow_launches(path: str, rank: int) -> Any:
         ring[int(number) % len(ring), place] = clock.now
 
     recorded._recorded(_Clock, "work", posts=False)
-    recorded.RecordingExecutor.wgrad = wgrad  # type: ignore[method-assign]
+    LaunchExecutor.wgrad = wgrad  # type: ignore[method-assign]
     kernels.stamp = stamp
     return launched_bodies.trained(path)
 

@@ -243,7 +243,7 @@ class TestFiles:
             (np.zeros(40, np.float32), "found 1 dimension of float32"),
             (np.zeros(0, np.uint16), "expected at least 17 tokens, .*, found 0"),
             (np.zeros(16, np.uint16), "expected at least 17 tokens, .*, found 16"),
-            (np.array([1] * 20 + [64], np.uint16), "found 64 at place 20"),
+            (np.array([1] * 20 + [64], np.uint16), "found 64 at index 20"),
         ],
     )
     def test_that_cannot_be_used(self, made: object, said: str, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_rank_whose_peer_hangs_names_it_after_sigterm(
     *_, cause, last = out.splitlines()
     told = status(tmp_path)
     assert cause.startswith("Every rank stopped: rank 1, step "), out
-    assert "the process did not reach it in time" in cause
+    assert "the process did not reach this action in time" in cause
     assert last == THEN
     assert (told["state"], told["ended_by"], told["resume"]) == ("ended", "late", True)
     assert cause == f"Every rank stopped: {told['cause']}"
@@ -189,7 +189,7 @@ def test_torchruns_sigterm_leaves_time_for_a_cause(
     assert f"Every rank stopped: {told['cause']}" in out
     assert str(told["cause"]).startswith("rank 1, step ")
     if place == "evaluation":
-        assert ", evaluation: the process did not reach it in time" in str(told["cause"])
+        assert ", evaluation: the process did not reach this action in time" in str(told["cause"])
     newest = f"Resume it with --resume; the newest checkpoint is {told['checkpoint']}"
     assert (newest if place == "step or save" else THEN) in out
 

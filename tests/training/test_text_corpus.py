@@ -250,7 +250,7 @@ def test_text_that_cannot_be_used_is_one_line(
         ("--weights 1 99999", "--weights: expected weights that repeat a file at most 1,000 times"),
         ("--held-out 1", "--held-out: expected a share from 0 to below 1, found 1.0"),
         ("--field body", "no file of --text ends in .jsonl or .ndjson"),
-        ("--any-version", "--text names the text"),
+        ("--any-version", "--text replaces the standard library"),
         ("--end x", "only a tokenizer.json has a choice of end tokens"),
         ("--vocabulary 512", "the tokenizer bytes has a fixed vocabulary"),
         ("--tokenizer bytez", "found no file bytez; did you mean bytes?"),

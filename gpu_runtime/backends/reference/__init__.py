@@ -1,13 +1,14 @@
 """
 A transformer stage with delayed-scaling FP8 in plain PyTorch, for a CPU or a GPU.
 
-The rules that matter for the contract are the same as in Transformer Engine: scales lag behind the
-amax history, every F rolls the forward histories of the domain and every dI the backward ones, a
-roll happens even if F raises, quantized weights are cached, and dW is deferred. One rule is that of
-older versions of Transformer Engine: a roll covers every history of the domain, while newer
-versions roll only histories with a new entry. So swapping any two actions of this backend changes
-the bits. The products differ from Transformer Engine's: operands are dequantized and multiplied in
-fp32, exactly enough to compare raw bits.
+The rules that matter for the contract are the same as in Transformer Engine. Scales lag behind the
+amax history. Every F rolls the forward histories of the domain, and every dI rolls the backward
+histories. A roll shifts a history and computes the next scale; the roll happens even if F raises.
+Quantized weights are cached, and dW is deferred. One rule is the rule of older versions of
+Transformer Engine: a roll covers every history of the domain, while newer versions roll only
+histories with a new entry. So swapping any two actions of this backend changes the bits. The
+products differ from Transformer Engine's: operands are dequantized and multiplied in fp32. The
+tests compare the raw bits.
 """
 
 from .scaling import ReferenceDomain

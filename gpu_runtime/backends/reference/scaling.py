@@ -124,8 +124,8 @@ class ReferenceDomain:
         device: Device of the stages; `cuda` without an index is the current CUDA device.
         margin: Number of powers of two that scaling leaves free below the largest FP8 value.
         tape_scales: ``carried`` if a tape copies the scales of its F; ``live`` if a tape refers to
-            the scales of the latest F, as in old libraries. The contract's configuration takes over
-            this value.
+            the scales of the latest F, as in old libraries. The contract is configured with the
+            same value.
         scales: When scales move: ``action`` at the end of every F and dI; ``epoch`` once an epoch,
             when `move_scales` is called. With ``epoch``, dropout's random numbers follow from
             layer, microbatch and epoch.
@@ -242,8 +242,9 @@ class ReferenceDomain:
             states: The layer's forward scaling state.
 
         Returns:
-            A context for the layer's F, which changes nothing, and a context for the recomputation,
-            which quantizes with copies of the current scales and records no amax.
+            A context for the layer's F, and a context for the recomputation. The first context
+            changes nothing. The second context quantizes with copies of the current scales, and
+            records no amax.
         """
         scales = {id(state): state.scale.detach().clone() for state in states}
         drawn = self.random.position.clone()

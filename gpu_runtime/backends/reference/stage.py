@@ -1,9 +1,9 @@
 """
 One pipeline stage of reference layers: the `StageBackend` that needs no GPU.
 
-The ordinary full backward (`native_forward`, then `torch.autograd.backward`) and the split backward
-(F, dI, dW) run over the same modules, so the tests compare the bits of the split backward with the
-full backward.
+Two kinds of backward run over the same modules: the ordinary full backward (`native_forward`, then
+`torch.autograd.backward`), and the split backward (F, dI, dW). So the tests can compare the bits of
+both.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ destination.
 
 The library queues closures over the operands of each product in a `WeightGradStore`, a FIFO queue
 without key or owner. Its own `backward_dw` pops the entries of the module's current store,
-overwrites `.grad` and loses the gradients of split QKV. In this backend, the end of dI takes every
-entry out of the slot's stores and matches the entry with its unit. Later, dW runs the entry into
-the bound destination, alone or joined with entries of the same unit in other slots (`joining`).
+overwrites `.grad` and loses the gradients of split QKV. In this backend, each slot (fixed buffers
+for one microbatch at a time) has its own stores. The end of dI takes every entry out of the slot's
+stores and matches the entry with its unit (`WgradUnit`: one product for one or more matrices).
+Later, dW runs the entry into the bound destination, alone or joined with entries of the same unit
+in other slots (`joining`).
 From dI to dW an entry keeps only what its product reads: on GPUs whose FP8 products read
 transposes, the rows of an output gradient are freed once dI has used them (`tape_store`).
 This module does not import the library: it only needs a queue with `empty` and `get`, and closures
@@ -98,8 +100,8 @@ def gemm_arguments(compute: Callable[..., Any]) -> MutableMapping[str, Any]:
                 )
             return arguments
     raise BackendError(
-        f"deferred product {compute.__qualname__} closes over {list(names)}; expected one named "
-        f"*{GEMM_ARGUMENTS}; use a tested version of the library"
+        f"deferred product {compute.__qualname__} closes over the variables {list(names)}; "
+        f"expected a variable named *{GEMM_ARGUMENTS}; use a tested version of the library"
     )
 
 

@@ -1,13 +1,13 @@
 """
-Transformer Engine's state domain, which is the whole process. Only this module imports the library
-by name.
+Transformer Engine's state domain (the FP8 state that is updated together), which is the whole
+process. Only this module imports the library by name.
 
 Every update of the library goes over all registered modules of the process, also those of other
-chunks, and rolls each history that has a new entry. (Before the library's pull request 825, and
-still under `NVTE_UNFUSED_FP8_UPDATE=1`, an update rolls all histories.) A captured graph contains a
-fixed set of modules. So a process has one domain, which stages
-(`qeffect.gpu_runtime.backends.te.stage`) join; the domain refuses modules that do not belong to its
-stages, and modules that appear after `freeze`.
+chunks. The update rolls (shifts by one entry) each amax history that has a new entry. (Before the
+library's pull request 825, and still under `NVTE_UNFUSED_FP8_UPDATE=1`, an update rolls all
+histories.) A captured graph contains a fixed set of modules. So a process has one domain, which
+stages (`qeffect.gpu_runtime.backends.te.stage`) join; the domain refuses modules that do not belong
+to its stages, and modules that appear after `freeze`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .internals import EPOCH, missing_imports
 
 TESTED = ((2, 18), (2, 20))
 """
-First and last supported version, by their first two numbers. The device tests ran under both; the
-internals of the versions between were compared with theirs.
+First and last supported version, by their first two numbers. The device tests ran under these two
+versions. The internals of the versions between them were compared with the internals of these two.
 """
 
 Scaling = Literal["delayed", "current", "block"]
@@ -69,7 +69,7 @@ def version_problem(found: str) -> str | None:
     return (
         f"Transformer Engine {found} is untested; tested: {tested_versions()}. The runtime reaches "
         "into internals that change between versions: install a tested version, or set "
-        "QEFFECT_UNTESTED_TE=1 and compare with native before trusting it"
+        "QEFFECT_UNTESTED_TE=1 and compare the results with those of Transformer Engine alone"
     )
 
 
@@ -171,9 +171,9 @@ class TransformerEngineDomain:
         recomputing: Whether dI is recomputing the activations of a layer.
 
     Raises:
-        BackendError: The library is missing, or modules of other owners already share the state;
-            or epoch scales were asked for without delayed scaling, or the library lacks a name that
-            they need.
+        BackendError: The library is missing; modules of other owners already share the state;
+            epoch scales were asked for without delayed scaling; or the library lacks a name that
+            epoch scales need.
         ValueError: `scales` is unknown.
     """
 
@@ -277,15 +277,17 @@ class TransformerEngineDomain:
         """
         Return the two contexts that `torch.utils.checkpoint.checkpoint` needs for a layer's F.
 
-        The library's own checkpoint keeps the scales of each F in a queue, so it would use the
-        scales of another F if dI runs in another order than F. Here each F keeps its own copies.
+        The library's own checkpoint keeps the scales of each F in a queue. If dI runs in another
+        order than F, that queue would give dI the scales of another F. Here each F keeps copies of
+        its scales.
 
         Args:
             layer: The layer; its FP8 state exists.
 
         Returns:
-            A context for the layer's F, which changes nothing, and a context for the recomputation,
-            which quantizes with the scales of this F, and leaves scales and histories as they were.
+            A context for the layer's F, and a context for the recomputation. The first context
+            changes nothing. The second context quantizes with the scales of this F, and leaves
+            scales and histories as they were.
         """
         states = []
         if self.scaling == "delayed" and self.scales == "action":
@@ -403,9 +405,9 @@ class TransformerEngineDomain:
         Close the set of modules before capture.
 
         Raises:
-            BackendError: A stage is not warm, a module outside the domain shares the state, or the
-                library's process-wide flag to skip weight updates exists, which would override the
-                refresh flag of every F.
+            BackendError: A stage is not warm; a module outside the domain shares the state; or the
+                library's process-wide flag to skip weight updates exists. This flag would override
+                the refresh flag of every F.
         """
         for stage in self._stages:
             stage.require_warm()

@@ -3,8 +3,8 @@ All names of Transformer Engine that the runtime uses, and checks for missing na
 
 Most names are private: a later version may rename or drop a name without notice. Each name is
 checked as early as possible: at import, in a new layer, or after its first F. A version that lacks
-names is then refused with a list of them, instead of failing in the middle of a step. The README's
-table of internals lists the same names. Importing this module does not import the library; the
+names is then refused with a list of them, instead of failing in the middle of a step. A table in
+`gpu_runtime/README.md` lists the same names. Importing this module does not import the library; the
 checks load its modules.
 """
 
@@ -228,7 +228,7 @@ def missing_members(layer: torch.nn.Module) -> list[str]:
 
 
 def missing_in_head(head: torch.nn.Module) -> list[str]:
-    """Attributes that a new `LayerNormLinear`, the head behind all layers, lacks."""
+    """Return the attributes that a new `LayerNormLinear` (the head after all layers) lacks."""
     wanted = [member.name for member in LAYER if _LINEAR[0] in member.paths]
     return [f"LayerNormLinear.{name}" for name in wanted if not hasattr(head, name)]
 

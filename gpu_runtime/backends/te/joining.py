@@ -1,10 +1,10 @@
 """
 Join the operands of several microbatches, so that one product computes their weight gradient.
 
-With scales that move once a step, the operands of a matrix's deferred products have the same
-scales, and one product over all tokens replaces these products. The library's FP8 product reads
-transposes of `[features, tokens]`. So a joined operand is one matrix with the transposes side by
-side, in the order of the microbatches.
+If scales move once per step, the operands of a matrix's deferred products have the same scales. So
+one product over all tokens replaces these products. The library's FP8 product reads transposes of
+`[features, tokens]`. So a joined operand is one matrix with the transposes side by side, in the
+order of the microbatches.
 
 This module does not import the library. It recognizes a quantized operand by the name of its
 storage class, and builds the joined operand from the first operand's own metadata: the scale, the
@@ -129,8 +129,9 @@ def _transpose(storage: Any, operand: Any) -> Tensor:
         operand.update_usage(columnwise_usage=True)
     if not _is_transposed(operand):
         raise BackendError(
-            "the operands of one dW have transposes in some microbatches only, and the library "
-            "makes none on this device; run F and dI of all grouped microbatches in one way"
+            "the operands of one dW have transposes in some microbatches only, and on this device "
+            "the library makes no transposes; run F and dI of all grouped microbatches in the same "
+            "way"
         )
     transpose: Tensor = operand._transpose
     return transpose.reshape(transpose.shape[0], -1)

@@ -24,8 +24,8 @@ def quantized(value: Tensor, kind: str, *, factor: float = 1.0) -> Any:
     Args:
         value: The tensor, on a CUDA device.
         kind: The library's name of the FP8 type: ``kFloat8E4M3`` or ``kFloat8E5M2``.
-        factor: The scale divided by a power of two. With factor 1, scaling a product does not round
-            the product.
+        factor: The scale is a fixed power of two times this factor. With factor 1, the scaling of a
+            product rounds nothing.
     """
     library()  # the extension module can be imported only after the library
     import transformer_engine_torch as tex  # type: ignore[import-not-found,unused-ignore]

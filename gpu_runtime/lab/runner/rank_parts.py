@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -24,17 +25,18 @@ from ...ranks.channels import Message
 from ...ranks.job import Job
 from ...ranks.membership import Member
 from ...ranks.worker import Worker
-from ...step.eager import StageMemory
-from ...step.graphs import GraphExecutor, no_collection, product_at
+from ...step.captures import no_collection
+from ...step.eager import Executor, StageMemory
+from ...step.graphs import GraphExecutor, product_at
 from ...step.optimizer import Gradients
 from ...step.plan.order import ComputeAction, Order
 from ..statistics.summary import exact_median
 from .timing import meet_idle
 
 __all__ = [
+    "action_of",
     "bound_ms",
     "device_ms",
-    "graph_of",
     "message_ms",
     "row_as_one_graph",
     "times_alone",
@@ -92,7 +94,7 @@ def times_in_row(worker: Worker, gradients: Gradients, order: Order) -> tuple[Ti
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):
         return {}, 0.0
-    acts = list(_row(worker, executor, gradients, order))
+    acts = list(_row(worker, gradients, order))
     spent: list[list[float]] = [[] for _ in acts]
     with worker.runtime.caller_scope():
         for _ in range(_ROWS):
@@ -124,8 +126,6 @@ def row_as_one_graph(
 
     The replays compute nothing useful, as in `times_alone`. The worker's mode must be `one launch`.
     """
-    executor = worker.runtime.executor
-    assert isinstance(executor, GraphExecutor)
     graph = torch.cuda.CUDAGraph()
     with worker.runtime.caller_scope():
         torch.cuda.synchronize()
@@ -134,7 +134,7 @@ def row_as_one_graph(
                 pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
             )
             try:
-                for _, _, act in _row(worker, executor, gradients, order):
+                for _, _, act in _row(worker, gradients, order):
                     act()
             finally:
                 graph.capture_end()
@@ -144,37 +144,39 @@ def row_as_one_graph(
 
 
 def _row(
-    worker: Worker, executor: GraphExecutor, gradients: Gradients, order: Order
+    worker: Worker, gradients: Gradients, order: Order
 ) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """
-    Yield the stage, kind and replay function of each action of a rank; refreshes come first, the
-    update last.
+    Yield the stage and kind of each action of a rank, and a function that runs it without asking
+    the contract; refreshes come first, the update last.
     """
-    memories = worker.runtime.memories
-    for index in memories:
-        yield str(index), "refresh", executor.refreshes[index].replay
+    memories, executor = worker.runtime.memories, worker.runtime.executor
+    for index, memory in memories.items():
+        yield str(index), "refresh", partial(executor.refresh, memory)
     for step in order.steps:
-        graph = graph_of(step, memories[step.stage], executor)
-        if graph is None:
-            continue
-        yield str(step.stage), step.kind.value, graph.replay
+        if (act := action_of(step, memories[step.stage], executor)) is not None:
+            yield str(step.stage), step.kind.value, act
     yield "", "update", lambda: worker.optimizer.step(gradients)
 
 
-def graph_of(
-    step: ComputeAction, memory: StageMemory, executor: GraphExecutor
-) -> torch.cuda.CUDAGraph | None:
+def action_of(
+    step: ComputeAction, memory: StageMemory, executor: Executor
+) -> Callable[[], object] | None:
     """
-    The graph that an action replays. The slot (the buffers) of its microbatch and the variant of
-    its dW choose the graph.
+    Return a function that runs an action on the slot (the buffers) of its microbatch.
 
     None for a dW whose product an earlier dW of the same group computes.
     """
-    graphs = executor.slots[memory.slot_of[step.microbatch]]
-    if step.kind is Kind.WGRAD:
-        product = product_at(memory, step.microbatch)
-        return None if product is None else executor.wgrads[product].graph
-    return graphs.forward if step.kind is Kind.FORWARD else graphs.dgrad
+    slot = memory.table[memory.slot_of[step.microbatch]]
+    variant = memory.variants[step.microbatch]
+    if step.kind is Kind.FORWARD:
+        return partial(executor.forward, memory, slot)
+    if step.kind is Kind.DGRAD:
+        return partial(executor.dgrad, memory, slot, variant)
+    if not (group := memory.groups[step.microbatch]):
+        return None
+    first, *others = (memory.table[memory.slot_of[m]] for m in group)
+    return partial(executor.wgrad, memory, first, variant, others)
 
 
 def device_ms(act: Callable[[], object]) -> float:

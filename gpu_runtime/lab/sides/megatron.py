@@ -127,8 +127,8 @@ _PAIRS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "layernorm_mlp.fc2_": ("mlp.linear_fc2.", ("weight", "bias")),
 }
 """
-For each prefix of our parameter names: Megatron's prefix, and the rest of the name, which may
-follow both prefixes.
+For each prefix of our parameter names: Megatron's prefix, and the endings of names that may follow
+both prefixes.
 """
 _OF_LAYER = {our + part: other + part for our, (other, parts) in _PAIRS.items() for part in parts}
 _OF_ENDS: Mapping[str, str] = {
@@ -269,7 +269,7 @@ def meet(mode: str, pp: int = PP) -> Member:
     logging.disable(logging.WARNING)
     lib = library()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
     member = Member(rank, world, rank, device, dist.distributed_c10d._get_default_store())

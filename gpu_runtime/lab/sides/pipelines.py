@@ -23,7 +23,6 @@ from ...ranks.membership import Limits, Member
 from ...ranks.one_launch import OneLaunch
 from ...ranks.worker import Worker
 from ...runtime import Mode, RuntimeConfig, mode_on
-from ...step.graphs import GraphExecutor
 from ...step.optimizer import Gradients, Optimizer
 from ...training.step_runner import StepRunner
 from ..comparisons.ranks import live_tensors, native_pipeline
@@ -172,21 +171,21 @@ class GuardedSide:
         bytes of the arena (gradient memory), graphs, and the time to set up each.
         """
         runtime = self.worker.runtime
-        executor = runtime.executor
-        graphs = executor if isinstance(executor, GraphExecutor) else None
-        before = runtime.handoff.handoffs, 0 if graphs is None else graphs.num_replays
+        executor: Any = runtime.executor
+        before = runtime.handoff.handoffs, getattr(executor, "num_replays", 0)
         self.step()
-        after = runtime.handoff.handoffs, 0 if graphs is None else graphs.num_replays
+        after = runtime.handoff.handoffs, getattr(executor, "num_replays", 0)
         found: dict[str, Any] = {
             "handoffs": after[0] - before[0],
             "replays": after[1] - before[1],
             "slots": [stage.slots for stage in runtime.contract.stages],
             "arena_bytes": sum(memory.arena.num_bytes for memory in runtime.memories.values()),
         }
-        if graphs is not None:
-            found["graphs"] = graphs.report.num_graphs
-            found["warmup_s"] = graphs.report.warmup_seconds
-            found["capture_s"] = graphs.report.capture_seconds
+        report = getattr(executor, "report", None)
+        if report is not None:
+            found["graphs"] = report.num_graphs
+            found["warmup_s"] = report.warmup_seconds
+            found["capture_s"] = report.capture_seconds
         return found
 
     def close(self) -> None:
@@ -230,8 +229,7 @@ class LaunchSide(GuardedSide):
         The same facts as for replays, with the step's single graph added to the number of graphs.
         """
         found = super().facts()
-        found["graphs"] += 1
-        found["replays"] = 1  # of a step's one graph, in which the slots' are nodes
+        found["graphs"] = found["replays"] = 1
         found["capture_s"] += self.whole.capture_seconds
         return found
 

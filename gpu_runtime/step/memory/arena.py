@@ -1,18 +1,23 @@
 """
-The memory into which dW writes gradients; every bind describes this memory to the contract.
+The memory into which dW writes gradients.
 
 Three rules say where dW writes and what the optimizer then reads:
 
-`copied` dW writes the library's own memory, which is cloned after every dW; the clones are summed
-at finalize. This is the most conservative rule. `per_microbatch` dW writes one fixed buffer per
-matrix and microbatch; the buffers are summed at finalize. This is the paper's direct placement; it
-takes `M * sum(sizeof(W))` bytes. `accumulate` dW writes one fixed buffer per matrix: the first dW
-of an epoch overwrites the buffer, later dW add to it. The buffer's size does not depend on the
-number of microbatches; its value depends on the order of dW.
+`copied`
+    dW writes the library's own memory, which is cloned after every dW. The clones are summed at
+    finalize, once all dW of the stage have run. This is the most conservative rule.
+`per_microbatch`
+    dW writes one fixed buffer per matrix and microbatch; the buffers are summed at finalize. This
+    is the paper's direct placement; it takes `M * sum(sizeof(W))` bytes.
+`accumulate`
+    dW writes one fixed buffer per matrix: the first dW of an epoch (an optimizer step) overwrites
+    the buffer, later dW add to it. The buffer's size does not depend on the number of microbatches;
+    the buffer's value depends on the order of dW.
 
-The contract decides which microbatch may write, whether all microbatches have written, and whether
-the bound memory is the configured memory. This module holds the memory and describes its current
-state to the contract: every bind reads shape, dtype, device and address again.
+Before each dI, a bind fixes the memory to which the microbatch's dW will write. The contract
+decides which microbatch may write, whether all microbatches have written, and whether the bound
+memory is the configured memory. This module holds the memory. At every bind this module reads
+shape, dtype, device and address of the memory again, and describes them to the contract.
 """
 
 from __future__ import annotations
@@ -42,15 +47,16 @@ class Arena:
     The matrix-gradient memory of one stage.
 
     Args:
-        units: The stage's units of deferred work.
+        units: The stage's units (deferred matrix products).
         rule: Which memory a dW writes its gradients to, such as `accumulate`.
         num_microbatches: Microbatches of an epoch.
         dtype: Type of the destinations. If this type differs from the parameters'
             type, the optimizer needs master weights of that type.
         device: Device of the destinations.
-        tied: By unit, the name of the destination that this unit shares with another unit.
-        lent: By name, the shared destinations that were made for an earlier unit; the arena adds
-            those that it makes.
+        tied: By unit, the name of the destination that this unit shares with another unit, because
+            both belong to one tied weight.
+        lent: By name, the shared destinations that already exist, because an earlier unit writes
+            them. The arena adds the shared destinations that it makes.
     """
 
     units: tuple[WgradUnit, ...]
@@ -124,8 +130,8 @@ class Arena:
     @property
     def num_bytes(self) -> int:
         """
-        Reserved destination memory in bytes, without shared destinations of other units and
-        `copied` clones.
+        Bytes of the destinations. Shared destinations that were made for other units, and the
+        clones under the rule `copied`, are not counted.
         """
         return sum(
             buffers[name].numel() * buffers[name].element_size()
@@ -147,7 +153,8 @@ class Arena:
 
     def places(self) -> list[int]:
         """
-        The place in memory of each set of destinations, as `qeffect.counts.located` numbers places.
+        For each set of destinations, a number that stands for its addresses
+        (`qeffect.counts.located`).
         """
         return located(self._configured)
 
@@ -216,9 +223,9 @@ class Arena:
         """
         Return the epoch's gradient of each unit, summed in the given order of microbatches.
 
-        The order matters: an eight-term sum in another order differs in most of its elements. A
-        unit that writes another unit's destination has no gradient in the result: the other unit
-        has the sum.
+        The order matters: an eight-term sum in another order differs in most of its elements. If
+        two units share a destination, only the unit that owns the destination is in the result,
+        with the sum of both.
         """
         names = list(self._own)
         if self.rule == "accumulate":

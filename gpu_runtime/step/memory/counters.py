@@ -108,8 +108,8 @@ class DeviceCounters:
 
     def gate(self, expected: DeviceCounts) -> torch.Tensor:
         """
-        Compare the counters on the device, after all work of the current stream; the host does not
-        wait.
+        Compare the counters on the device with expected counts, after all work of the current
+        stream; the host does not wait.
 
         The device also copies the compared counts to the host; read them with `taken` before the
         next call.

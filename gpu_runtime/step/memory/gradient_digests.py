@@ -1,9 +1,10 @@
 """
 Digests of gradients, computed on their device: no host waits, and a graph can hold the work.
 
-A digest is the sum, modulo 2**64, of a hash of each word and the word's index. Integer sums do not
-depend on the order of addition, so equal bits give equal digests on every device. For a given place
-the hash is one to one, so a change in a single word always changes the digest.
+A tensor's bits are split into words. A digest is the sum, modulo 2**64, of a hash of each word and
+the word's index. Integer sums do not depend on the order of addition, so equal bits give equal
+digests on every device. For a given index the hash is one to one, so a change in a single word
+always changes the digest.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class GradientDigests:
         Queue the digests of a step's gradients on the current stream.
 
         Args:
-            gradients: By stage and name, without the gradients in `further`.
-            further: Tensors that belong to the last names of `names`, in order; all other names are
+            gradients: The gradients by stage and name, without the tensors in `further`.
+            further: The tensors of the last entries of `names`, in order; all earlier entries are
                 in `gradients`.
         """
         named = self.names[: len(self.names) - len(further)]

@@ -44,11 +44,12 @@ def raw_bits(tensor: Tensor) -> Tensor:
 @attrs.frozen(eq=False)
 class NumericalState:
     """
-    A detached copy of a domain's numerical state, with the recipe of that state.
+    A detached copy of a domain's numerical state, with the FP8 recipe under which the state was
+    computed.
 
     Args:
         tensors: The copies by name.
-        recipe: The domain's recipe as plain data.
+        recipe: The domain's FP8 recipe as plain data.
     """
 
     tensors: Mapping[str, Tensor]
@@ -69,14 +70,14 @@ class NumericalState:
         """
         if dict(domain.recipe()) != dict(self.recipe):
             raise BackendError(
-                f"numerical state was saved under recipe {dict(self.recipe)}, this domain runs "
-                f"{dict(domain.recipe())}; restore under the recipe of the checkpoint"
+                f"numerical state was saved under recipe {dict(self.recipe)}, but these stages run "
+                f"recipe {dict(domain.recipe())}; restore under the recipe of the checkpoint"
             )
         live = live_state(domain)
         if odd := sorted(live.keys() ^ self.tensors.keys()):
             raise BackendError(
-                f"numerical state and domain disagree on {len(odd)} tensors, first {odd[0]}; "
-                "build the same stages before restoring"
+                f"saved numerical state and these stages differ in {len(odd)} tensor names, first "
+                f"{odd[0]}; build the same stages before restoring"
             )
         for name, tensor in live.items():
             if tensor.shape != self.tensors[name].shape:

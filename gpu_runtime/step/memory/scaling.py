@@ -1,15 +1,16 @@
 """
 One FP8 scaling state for all replicas of a process's stages, instead of one state per replica.
 
-The replicas combine their states once per epoch, after the last F and dI: each amax entry becomes
-its maximum over all replicas, each scale its minimum. All replicas roll their amax histories at the
-same actions, in the same order, so an entry stands for the same action on each replica. A scale is
-a constant divided by the largest amax of a window. So the smallest scale is the scale that the
-largest amax would have given.
+The replicas combine their states once per epoch (optimizer step), after the last F and dI: each
+amax entry becomes its maximum over all replicas, each scale its minimum. All replicas roll their
+amax histories at the same actions, in the same order, so an entry stands for the same action on
+each replica. A scale is a constant divided by the largest amax in a history. So the smallest scale
+is the scale that the largest amax would have given.
 
-(If a replica's window has no amax, or an amax that is not finite, the replica keeps its earlier
-scale, and this scale takes part in the minimum. If Transformer Engine skips an entry of exactly
-zero on one replica alone, that replica's other entries of the epoch are shifted by one place.)
+There are two exceptions. If a replica's history has no amax, or an amax that is not finite, the
+replica keeps its earlier scale, and this scale takes part in the minimum. If Transformer Engine
+skips an entry of exactly zero on only one replica, that replica's other entries of the epoch are
+shifted by one index.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class SharedScaling:
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         if not live:
             raise BackendError(
-                "amax='replicas' shares amax histories, but this recipe has none; leave amax out"
+                "amax='replicas' shares amax histories, but this recipe has none; use "
+                "amax='replica'"
             )
         for name, tensor in live.items():
             if tensor.dtype != torch.float32:
@@ -100,7 +102,7 @@ class SharedScaling:
 
     def _turn(self) -> None:
         """
-        Invert the order of the scales, so that a maximum finds the smallest scale; a second call
-        undoes the first.
+        Invert the order of the scales, so that a maximum finds the smallest scale. A second call
+        restores the order.
         """
         self._scales.neg_().add_(_MAGNITUDE)

@@ -1,5 +1,6 @@
 """
-The memory of a stage's slots: static buffers, retained tapes, and the results of F and dI.
+The memory of a stage's slots. A slot is the memory of one microbatch in progress: static buffers,
+the tape (the data that F keeps for dI and dW), and the results of F and dI.
 
 A slot table owns the input buffers and output-gradient buffers of its slots, so that a receive can
 fill them in place before F or dI. The table keeps outputs and input gradients alive until the slot

@@ -1,9 +1,11 @@
 """
-The sum of an epoch's gradients over its microbatches: one pass if the device can, else additions.
+The sum of gradients over the M microbatches of an optimizer step: one pass of a kernel over all
+buffers if the device can run the kernel, otherwise one addition after another.
 
-`M - 1` additions over whole buffers move `3 (M - 1)` elements per element of the result. A kernel
-that reads every buffer once moves `M + 1` elements. The kernel adds in the same order as separate
-additions, and also rounds to the buffers' type after every term, so the bits are the same.
+`M - 1` additions over whole buffers read and write `3 (M - 1)` elements per element of the result.
+A kernel that reads every buffer once reads and writes `M + 1` elements. The kernel adds in the same
+order as separate additions, and also rounds to the buffers' type after every term, so the bits are
+the same.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _MULTIPLE = 16
 _CHECKED = 4096
 
 Launcher = Callable[[Tensor, int, torch.dtype, int], None]
-"""Arguments: a table, terms per row, the elements' type, elements of the largest matrix."""
+"""Arguments: a table of addresses (one row per matrix), the number of terms per row, the elements'
+type, and the number of elements of the largest matrix."""
 
 
 def add_up(sets: Sequence[Sequence[Tensor]]) -> None:

@@ -1,11 +1,11 @@
 """
 A check whether tensors kept their address, shape, dtype and device.
 
-A step checks every destination of every microbatch twice, so the check must be fast. The check
-compares addresses one by one, and everything else (shape, dtype, device) in one call of the guards
-of torch's compiler. These guards are not a public interface, and they also report changes that
-matter only to a compiler. If the guards are missing or report a change, every tensor's attributes
-are compared.
+A step checks every gradient destination of every microbatch twice, so the check must be fast. The
+check compares addresses one by one, and everything else (shape, dtype, device) in one call of the
+guards of torch's compiler. These guards are not a public interface, and they also report changes
+that matter only to a compiler. If the guards are missing or report a change, every tensor's
+attributes are compared.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class TiedWeights:
     The tied matrices of one process.
 
     Args:
-        names: The name of the shared destination, by stage and matrix; contains only tied matrices.
+        names: By stage and matrix, the name of the shared gradient destination; contains only tied
+            matrices.
         declared: The matrices that are declared tied.
         sharers: By stage, the other stage that also writes one of this stage's destinations.
         memory: By name, the shared destinations that were made for the first matrix of a group.
@@ -77,8 +78,9 @@ class TiedWeights:
             for place in group:
                 if len(units[place].matrices) > 1:
                     raise BackendError(
-                        f"{place} is declared tied but is one of several matrices of the product "
-                        f"{units[place].name!r}; only a matrix with its own product can be tied"
+                        f"{place} is declared tied, but its gradient is computed in one product "
+                        f"{units[place].name!r} with other matrices; only a matrix with a separate "
+                        "product can be tied"
                     )
                 names.setdefault(place[0], {})[place[1]] = "stages.{}.{}".format(*group[0])
             of = sorted({index for index, _ in group})

@@ -1,5 +1,5 @@
 """
-Copies of one weight: separate parameters that all get the sum of their gradients.
+Copies of one weight: separate parameters, each updated with the sum of all copies' gradients.
 
 Two matrices that are one `torch.nn.Parameter` are tied (`tied_weights.py`). Copies are for weights
 that cannot share memory. Two examples are weights of stages on two ranks, and an embedding with its

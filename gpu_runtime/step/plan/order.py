@@ -2,8 +2,8 @@
 The order of a process's F, dI and dW.
 
 An order is one rank's row of a schedule table. Two runs that are compared must use the same order:
-by default every F and dI updates the FP8 scales of its domain, so another order may compute other
-values.
+by default every F and dI updates the FP8 scales that later actions use, so another order may
+compute other values.
 """
 
 from __future__ import annotations
@@ -125,14 +125,15 @@ class Order:
 
     def require_groups(self, group: int) -> None:
         """
-        Raise an error unless the dW of each group of microbatches follow one another, ascending.
+        Raise an error unless the dW of each group of microbatches run one directly after another,
+        in ascending order of microbatches.
 
         Args:
             group: Microbatches in each group; it divides the number of microbatches.
 
         Raises:
-            BackendError: The group does not divide the number of microbatches, or the dW of a group
-                do not follow one another.
+            BackendError: The group does not divide the number of microbatches, or other actions run
+                between the dW of a group.
         """
         try:
             require_group(group, self.num_microbatches)
@@ -148,8 +149,8 @@ class Order:
                     raise BackendError(
                         f"{self.source or 'the order'}: expected consecutive dW of microbatches "
                         f"{list(group_of(first, group))} of stage {stage}, "
-                        f"found {' '.join(map(str, steps[at : at + group]))}; take the table from "
-                        "qeffect.schedule.grouping.group_wgrads, or Order.grouped"
+                        f"found {' '.join(map(str, steps[at : at + group]))}; make the table with "
+                        "qeffect.schedule.grouping.group_wgrads, or the order with Order.grouped"
                     )
 
     def grouped(self, group: int) -> Order:
@@ -172,7 +173,7 @@ class Order:
 
     @property
     def wgrads_follow_dgrads(self) -> bool:
-        """Whether every stage's dW runs in the order of its dI."""
+        """Whether every stage runs its dW in the same order of microbatches as its dI."""
         return all(
             self.microbatches(stage, Kind.WGRAD) == self.microbatches(stage, Kind.DGRAD)
             for stage in self.stages

@@ -2,11 +2,11 @@
 One rank's line of a schedule table with messages. `walked` adds waits for sends, `Row.of` adds
 slots (the buffers that each microbatch uses).
 
-A table says when messages are posted; up to torch 2.14 it does not say when a send must have
-finished. Every send from a slot must finish before a receive or an F uses the slot again. So
+A table says when messages are posted. Up to torch 2.14, torch's tables do not say when a send must
+have finished. Every send from a slot must finish before a receive or an F uses the slot again. So
 `walked` puts a wait directly before that receive or F, not earlier, because a wait blocks the
-stream. The wait is an entry of the table, so that `qeffect check` sees it. A slot is in use from
-the post of its receive, not only from F, until its messages have also finished.
+stream. The wait is an entry of the table, so that `qeffect check` sees the wait. A slot is in use
+from the post of its receive (not only from F) until its dW and its messages have finished.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .slots import Provisioning, SlotPlan
 
 __all__ = ["Row", "ScheduleRefusedError", "feeds_of", "walked"]
 
-#: How messages are carried here: one queue per directed pair of ranks, and a send ends only when
+#: How messages are carried: each directed pair of ranks has one queue, and a send ends only once
 #: its receive is posted, as on NCCL.
 TRANSPORT = Transport("edge", rendezvous="queue")
 
@@ -118,11 +118,11 @@ def feeds_of(table: Schedule, rank: int) -> dict[int, int]:
 
 def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int = 1) -> Schedule:
     """
-    Return a schedule table in the form that ranks run; `qeffect check` accepts the given and the
-    new table.
+    Return a schedule table in the form that ranks run. The given table and the new table must both
+    be accepted by `qeffect check`.
 
     Each full backward becomes a dI and a dW, with its sends posted before the dW. If the table has
-    no wait for a send, the row gets a wait before the send's slot is reused, or at the row's end.
+    no wait for a send, a wait is added before the send's slot is reused, or at the end of the row.
 
     >>> from qeffect.schedule.infer import from_actions
     >>> rows = [["0F0", "0SEND_F0", "0RECV_B0", "0B0"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
@@ -134,10 +134,10 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int =
     Args:
         schedule: A schedule table of all ranks, with messages if there is more than one rank.
         provisioning: How slots (sets of buffers) are assigned: `live` reuses slots; `static` gives
-            each microbatch its own slot. A rank waits at the end of its actions for sends from a
-            slot that is not reused.
-        group: Number of microbatches whose dW is computed as one product; the dW of a group then
-            follow one another.
+            each microbatch a separate slot. If a slot is not reused, the rank waits for the slot's
+            sends at the end of the rank's actions.
+        group: Number of microbatches whose dW is computed as one product; the dW of a group are
+            then adjacent in the new table.
 
     Raises:
         ScheduleRefusedError: `qeffect check` refuses the given table, or the new one.

@@ -2,11 +2,11 @@
 How many slots (sets of buffers for one microbatch) a stage gets, and which slot each microbatch
 uses. Both depend only on the order of the actions.
 
-Live-slot provisioning reserves as many slots as microbatches are in progress at once, and reuses a
-slot as soon as its dW has finished. The paper's provisioning reserves one slot per microbatch. The
-assignment does not depend on events at run time, so graphs can be captured for it. At the capture
-it is known which gradient memories a slot's microbatches write, and whether a microbatch is the
-first to write them.
+Live provisioning reserves as many slots as microbatches are in progress at once, and reuses a slot
+as soon as its dW has finished. The paper's static provisioning reserves one slot per microbatch.
+The assignment does not depend on events at run time, so graphs can be captured for it. The capture
+knows which gradient memories the microbatches of a slot write, and which microbatch writes them
+first.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class WgradVariant(NamedTuple):
     Args:
         destination: Index of the set of destinations, -1 for the library's own memory.
         accumulate: Whether the dW adds to the destinations.
-        joins: Whether the dW overwrites the stage's own destinations but adds to destinations
-            shared with another stage, because the other stage has already written them.
+        joins: Whether the dW overwrites the destinations that only this stage writes, but adds to
+            destinations shared with another stage, because the other stage has already written
+            them.
     """
 
     destination: int
@@ -70,8 +71,8 @@ class SlotPlan:
         sharers: By stage, the other stage that writes the same destination of tied weights.
         walks: Largest number of walks (passes over the rank's actions) in an epoch. In walks after
             the first, every dW adds.
-        group: Number of microbatches whose dW are computed as one product, when the first of these
-            dW is due.
+        group: Number of microbatches whose dW are computed as one product. The product runs at the
+            place of the first of these dW in the order.
     """
 
     order: Order
@@ -144,11 +145,11 @@ def plan_slots(
 ) -> SlotPlan:
     """
     Assign slots (sets of buffers) in the order of the actions. F takes the lowest free slot. The
-    slot is free again once its tape (the data that F left) is consumed.
+    slot is free again once its dW and all readers of its results have run.
 
-    The dW of a tape and the readers of its results consume the tape. If a stage feeds another stage
-    of the same process, the fed stage's F reads the feeding stage's output. The feeding stage's dI
-    reads the fed stage's input gradient, perhaps after the fed stage's dW.
+    Results have readers if a stage feeds another stage of the same process. The fed stage's F reads
+    the feeding stage's output. The feeding stage's dI reads the fed stage's input gradient, perhaps
+    after the fed stage's dW.
 
     >>> plan = plan_slots(Order.parse("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"))
     >>> plan.num_slots, [plan.slot_of[0, m] for m in range(3)]

@@ -4,9 +4,9 @@ stages to ranks can load them.
 
 All ranks save together, between two steps, when no work is unfinished and no message is in flight.
 Each rank asks its contract (`check_checkpoint`), then all ranks check that they are at the same
-epoch. If one rank cannot save, all ranks stop with that rank's cause, and nothing is written. A
-load compares files, facts (plain data), names, sizes and dtypes on every rank before any rank
-changes a tensor.
+epoch (optimizer step). If one rank cannot save, all ranks stop with that rank's cause, and nothing
+is written. A load compares files, facts (plain data), names, sizes and dtypes on every rank before
+any rank changes a tensor.
 
 The run that saved and the run that loads may differ in ranks, stages and schedule table. The
 loading run may therefore split microbatches differently, and its F and dI may update scaling state

@@ -1,6 +1,6 @@
 """
-Before a checkpoint, all ranks agree that they are at the same epoch without unfinished work or
-messages, or they stop with the same cause.
+Before a checkpoint, all ranks check that they are at the same epoch (optimizer step) and have no
+unfinished work or messages. If a check fails on a rank, all ranks stop with the same cause.
 """
 
 from __future__ import annotations

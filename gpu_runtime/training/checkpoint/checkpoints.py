@@ -52,8 +52,8 @@ class Checkpoints:
         folder: The folder; `prepare` or the first save creates it.
         keep: Number of checkpoints to keep. The oldest checkpoint is removed once a newer
             checkpoint is complete.
-        keep_every: Checkpoints whose epoch is a multiple of this number are never removed; 0
-            protects no checkpoint.
+        keep_every: Checkpoints whose epoch (number of optimizer steps) is a multiple of this number
+            are never removed; 0 protects no checkpoint.
         asynchronous: Whether `save` returns once everything is copied to the host, and the files
             are written during the next steps. `failure`, `wait` or the next save then reports a
             failure.
@@ -61,9 +61,9 @@ class Checkpoints:
     Attributes:
         changed: Descriptions of the differences between the saving and the loading run that the
             last load accepted.
-        run: The run's identity, then the identities of the runs that it adopted. `load` takes over
-            these identities from the checkpoint. Every checkpoint's manifest contains rank 0's
-            list.
+        run: The run's identity, then the identities of the runs that it adopted (whose checkpoints
+            it continued). `load` copies these identities from the checkpoint. Every checkpoint's
+            manifest contains rank 0's list.
         lock: The folder's lock, on rank 0; a save requires that this process still holds the lock.
             None if the run takes no lock.
         told: Whether `failure` has already reported that the current asynchronous save failed.

@@ -3,10 +3,11 @@ The files of a checkpoint: they are hashed while they are written, and compared 
 they are read. The folder gets its name only when it is complete.
 
 torch's DCP writes the tensors (`*.distcp`, `.metadata`). The folder also has `facts.json`, with all
-plain data, and `manifest.json`, with the size and the SHA-256 of every other file, computed from
-the bytes that were passed to the file system. The folder is hidden until all files are on the disk;
-the final rename makes it a checkpoint. DCP itself has no hashes, and unpickles `.metadata`, which
-it does not sync to the disk. This module reads `.metadata` only after comparing its hash.
+plain data, and `manifest.json`, with the size and the SHA-256 of every other file. Sizes and hashes
+are computed from the bytes that were passed to the file system. The folder is hidden until all
+files are on the disk; the final rename makes it a checkpoint. DCP itself has no hashes. DCP
+unpickles `.metadata`, and does not sync this file to the disk. So this module syncs the file, and
+lets DCP read it only after comparing its hash.
 """
 
 from __future__ import annotations
@@ -182,11 +183,11 @@ class Writer(FileSystemWriter):
         final: The folder's final name, which does not exist yet.
         facts: The plain data of the checkpoint, which rank 0 writes.
         keep: Number of complete checkpoints to keep.
-        words: Descriptions of files that could not be removed; rank 0 appends those that it cannot
-            remove at the end.
+        words: Descriptions of files that could not be removed. At the end, rank 0 removes old
+            checkpoints, and appends descriptions of those that it cannot remove.
         log: The rank log; rank 0 writes an event there just before the checkpoint gets its name.
-        keep_every: Checkpoints whose epoch is a multiple of this number are also kept; 0 keeps no
-            further checkpoint.
+        keep_every: Checkpoints whose epoch (number of optimizer steps) is a multiple of this number
+            are also kept; 0 keeps no further checkpoint.
         run: The identities of the saving run and of the runs that it adopted.
     """
 
@@ -335,8 +336,8 @@ def retain(folder: Path, keep: int, keep_every: int = 0) -> tuple[str, ...]:
     Args:
         folder: The folder of all checkpoints.
         keep: Number of newest checkpoints to keep.
-        keep_every: Checkpoints whose epoch is a multiple of this number are also kept; 0 keeps no
-            further checkpoint.
+        keep_every: Checkpoints whose epoch (number of optimizer steps) is a multiple of this number
+            are also kept; 0 keeps no further checkpoint.
 
     Returns:
         Descriptions of everything that could not be removed.

@@ -51,7 +51,8 @@ replica r modulo N, where N is the number of saved replicas.
 
 class HalfLoadedError(RuntimeError):
     """
-    This rank failed while it copied a checkpoint, which all ranks had accepted, into its tensors.
+    All ranks had accepted a checkpoint, but this rank failed while it copied the checkpoint's
+    tensors into its own tensors.
     """
 
     unrecoverable = True
@@ -90,8 +91,9 @@ def require_compatible(path: Path, worker: Worker, must: Mapping[str, Any]) -> d
     here = {**requirements(worker), "given": plain(must, "must")}
     if len(facts["contracts"]) != facts["mapping"]["ranks"] * facts["mapping"]["replicas"]:
         raise BackendError(
-            f"{path / FACTS}: expected a contract of each of {facts['mapping']['ranks']} ranks and "
-            f"{facts['mapping']['replicas']} replicas, found {len(facts['contracts'])}; {AWAY}"
+            f"{path / FACTS}: expected one contract per rank, of {facts['mapping']['ranks']} "
+            f"ranks in each of {facts['mapping']['replicas']} replicas, found "
+            f"{len(facts['contracts'])}; {AWAY}"
         )
     if (odd := first_difference(facts["must"], here, "")) is not None:
         name = odd[0].removeprefix("given.")

@@ -1,0 +1,211 @@
+"""
+Code for every executor that captures graphs: the warm-up before a capture, the report of a capture,
+and the check of the addresses that a capture contains.
+
+Warm-up runs before a capture on the same stream, because libraries allocate and choose kernels on
+first use. Warm-up moves numerical state and writes destinations; both are restored afterwards.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import attrs
+import torch
+
+from ..backends.protocol import BackendError, StateDomain
+from .eager import EagerExecutor, StageMemory
+from .memory.counters import DeviceCounters
+from .memory.numerical_state import preserving
+from .streams import GraphStream, Handoff
+
+__all__ = ["BakedAddresses", "CaptureReport", "CapturedExecutor", "no_collection", "warmed"]
+
+
+@attrs.define
+class CaptureReport:
+    """
+    Host time of the capture, and the number of graphs.
+
+    Args:
+        warmup_seconds: Host time of the warmup, until the device is idle.
+        capture_seconds: Host time of the captures.
+        num_graphs: Number of graphs held.
+        phases: Host seconds of each phase, by name; the host does not wait for the device between
+            phases.
+    """
+
+    warmup_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    num_graphs: int = 0
+    phases: dict[str, float] = attrs.field(factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the host time of a block to a phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            self.phases[name] = self.phases.get(name, 0.0) + spent
+
+
+class BakedAddresses:
+    """
+    The memory addresses that a stage's graphs contain, and a cheap check that they are unchanged.
+
+    A probe takes microseconds. Names are compared only if the probe sees a difference.
+
+    Args:
+        memory: The stage's memory, captured.
+    """
+
+    def __init__(self, memory: StageMemory) -> None:
+        self.addresses = memory.addresses()
+        self._prepare(memory)
+
+    def _prepare(self, memory: StageMemory) -> None:
+        self._look = memory.address_probe()
+        self._seen = self._look()
+
+    def check(self, memory: StageMemory) -> None:
+        """
+        Compare the recorded addresses with the current addresses.
+
+        Raises:
+            BackendError: A tensor has moved; the message names the first.
+        """
+        if self._look() == self._seen:
+            return
+        now = memory.addresses()
+        if self.addresses != now:
+            baked = self.addresses
+            name = next(n for n in (*baked, *now) if baked.get(n) != now.get(n))
+            raise BackendError(
+                f"stage {memory.stage.index}: {name} was at {baked.get(name)} when graphs were "
+                f"captured and is at {now.get(name)}; update tensors in place, or make a new "
+                "runtime"
+            )
+        self._prepare(memory)
+
+
+class CapturedExecutor:
+    """
+    Keeps the report of captured graphs, and checks the addresses that the graphs contain.
+
+    Args:
+        domain: The state domain (stages whose scales are updated together). No module may be added
+            to the domain after the capture.
+        report: Times of the warm-up and of the capture.
+    """
+
+    def __init__(self, domain: StateDomain, report: CaptureReport) -> None:
+        self.domain = domain
+        self.report = report
+        self.baked: dict[int, BakedAddresses] = {}
+
+    def bake(self, memories: Mapping[int, StageMemory]) -> None:
+        """Remember the addresses of each stage's memory, which graphs contain from now on."""
+        self.baked = {index: BakedAddresses(memory) for index, memory in memories.items()}
+
+    def check_addresses(self, memory: StageMemory) -> None:
+        """
+        Compare the addresses that graphs contain with the current addresses.
+
+        Raises:
+            BackendError: A tensor has moved, or a module was added to the domain.
+        """
+        self.domain.check_membership()
+        self.baked[memory.stage.index].check(memory)
+
+
+@contextmanager
+def warmed(
+    domain: StateDomain,
+    memories: Mapping[int, StageMemory],
+    handoff: Handoff,
+    counters: DeviceCounters | None = None,
+) -> Iterator[CaptureReport]:
+    """
+    A context in which all stages are warm, so that graphs can be captured. The context runs on the
+    graph stream. At its end the numerical state is restored, and destinations, tapes and counters
+    are emptied.
+
+    Args:
+        domain: The state domain (stages whose scales are updated together). From the capture on, no
+            module may be added to the domain.
+        memories: Physical memory by stage.
+        handoff: The stream on which graphs are captured and run.
+        counters: Counters that graphs increment; None if nothing is counted.
+
+    Raises:
+        BackendError: The domain or a stage cannot be captured; all reasons are listed.
+    """
+    stages = [memory.stage for memory in memories.values()]
+    obstacles = [*domain.capture_obstacles()]
+    for stage in stages:
+        obstacles += [f"stage {stage.index}: {o}" for o in stage.capture_obstacles()]
+    if obstacles or not isinstance(handoff, GraphStream):
+        raise BackendError(f"cannot capture: {'; '.join(obstacles) or 'no graph stream'}")
+    domain.freeze()
+    report = CaptureReport()
+    handoff.wait_for_caller()
+    with handoff.scope(), no_collection(), preserving(domain):
+        started = time.perf_counter()
+        for memory in memories.values():
+            warm_up(memory, report)
+        if counters is not None:
+            counters.warm()
+        with report.phase("warmup drain"):
+            handoff.synchronize()
+            # The graphs' private pools cannot use the memory that the warm-up leaves in the cache.
+            torch.cuda.empty_cache()
+        report.warmup_seconds = time.perf_counter() - started
+        yield report
+        handoff.synchronize()
+        for memory in memories.values():
+            memory.arena.zero()
+            memory.table.rebuild()
+        if counters is not None:
+            counters.zero()  # the warm-up, and stand-ins of graphs, run the actions
+    handoff.synchronize()
+    domain.check_membership()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector from destroying device objects during a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def warm_up(memory: StageMemory, report: CaptureReport) -> None:
+    """
+    Run a stage's refresh, F, dI and every kind of dW once, on the stage's first slot or group.
+
+    Variants of dW that differ only in their destination are one kind: they use the same kernels.
+    """
+    eager = EagerExecutor()
+    slot, *further = list(memory.table)[: max(map(len, memory.groups))]
+    each = [*memory.variants, *memory.later_variants]
+    kinds = list({variant.accumulate: variant for variant in each}.values())
+    with report.phase("warmup refresh"):
+        eager.refresh(memory)
+    for used in (slot, *further):
+        with report.phase("warmup F"):
+            eager.forward(memory, used)
+        with report.phase("warmup dI"):
+            eager.dgrad(memory, used, kinds[0])
+    with report.phase("warmup dW"):
+        for n, variant in enumerate(kinds):
+            eager.run_work(memory, slot, variant, further, keep=n + 1 < len(kinds))

@@ -1,0 +1,235 @@
+"""
+The host's time inside the guard of Megatron-core: one command, one report.
+
+    python -m tests.gpu.guard_host_time OUT.json
+
+The run is that of the price in `guard_megatron.py`: two ranks, two virtual stages each, eager
+layers of Transformer Engine at hidden 4096 and sequence 4096, four microbatches. There the price is
+a difference of two steps, which differ from each other by more than the guard costs. Here a clock
+is read whenever the host enters or leaves code of the guard, and only the time inside is added up.
+So the figure contains what the clock itself costs, but not what the guard costs the code around it,
+for example by data that it displaces from a cache.
+
+The host's time does not depend on how many GPUs the ranks have. If there is one GPU, both ranks
+share it (`NCCL_HOSTID`), so the time of a step is not reported.
+
+It needs Megatron-core 0.19.2 (``pip install --no-deps megatron-core==0.19.2``) and takes a minute.
+Outside a git checkout give ``--commit SHA``. The exit code is 0 if both ranks measured all steps,
+else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from qeffect.gpu_runtime.report import environment
+
+from .guard_megatron import ACTIONS, PRICED, make, take_loop, tenth
+
+#: The kept report.
+KEPT = Path(__file__).parents[1] / "megatron" / "host_time.json"
+GOAL_US = 30.0
+WARM, STEPS, LIMIT_S = 5, 100, 150.0
+
+
+class Inside:
+    """
+    Adds up the time that passes inside the guard.
+
+    Args:
+        clock: Returns the time in nanoseconds.
+
+    Attributes:
+        ns: Nanoseconds inside the guard so far.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.clock = clock
+        self.ns = 0
+        self._inside = [False]
+        self._since = 0
+
+    def _turn(self) -> None:
+        now = self.clock()
+        if self._inside[-1]:
+            self.ns += now - self._since
+        self._since = now
+
+    def of(self, run: Callable[..., Any], *, guard: bool) -> Callable[..., Any]:
+        """Return a function that calls `run`, inside the guard or outside of it."""
+
+        @wraps(run)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._turn()
+            self._inside.append(guard)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._turn()
+                self._inside.pop()
+
+        return timed
+
+
+def places() -> list[tuple[Any, str]]:
+    """Where the guard replaces functions that a step calls: the owner, and the name."""
+    from qeffect.guards.megatron_library import library
+
+    lib = library()
+    groups, scaling = lib.buffers._ParamAndGradBucketGroup, lib.scaling
+    found: list[tuple[Any, str]] = [
+        (lib.schedules, "forward_backward_no_pipelining"),
+        (lib.schedules, "forward_backward_pipelining_without_interleaving"),
+        (lib.schedules, "forward_backward_pipelining_with_interleaving"),
+        (lib.schedules, "forward_step"),
+        (lib.schedules, "backward_step"),
+        (lib.p2p.P2PCommunicator, "_communicate"),
+        (groups, "start_grad_sync"),
+        (groups, "finish_grad_sync"),
+        (scaling, "reduce_and_update_fp8_tensors"),
+    ]
+    return [(owner, name) for owner, name in found if hasattr(owner, name)]
+
+
+def _put(owner: Any, name: str, run: Callable[..., Any]) -> None:
+    bound = hasattr(getattr(owner, name), "__self__")  # a method of the class
+    setattr(owner, name, staticmethod(run) if bound else run)
+
+
+def watch(inside: Inside) -> Any:
+    """Put the guard of Megatron-core on, with a clock at each of its borders."""
+    from qeffect.guards import megatron as guards
+    from qeffect.guards.evidence import BackwardPasses
+    from qeffect.guards.megatron_updates import Updates
+
+    for owner, name in places():
+        plain = inside.of(getattr(owner, name), guard=False)
+        _put(owner, name, _entered(inside, plain) if name == "forward_step" else plain)
+    hooks: tuple[tuple[Any, str], ...] = (
+        (BackwardPasses, "_passed"),
+        (Updates, "_before"),
+        (Updates, "_after"),
+    )
+    for owner, name in hooks:
+        setattr(owner, name, inside.of(getattr(owner, name), guard=True))
+    guarded = guards.guard(manner="refuse")
+    for owner, name in places():
+        _put(owner, name, inside.of(getattr(owner, name), guard=True))
+    return guarded
+
+
+def _entered(inside: Inside, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a forward step call the function that the guard passes it as a part of the guard."""
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return run(inside.of(args[0], guard=True), *args[1:], **kwargs)
+        function = inside.of(kwargs.pop("forward_step_func"), guard=True)
+        return run(forward_step_func=function, **kwargs)
+
+    return forward_step
+
+
+def measure() -> dict[str, Any]:
+    """Train some steps on this rank; return the microseconds inside the guard of each step."""
+    from qeffect.gpu_runtime.lab.sides.megatron import meet
+
+    member = meet("none")
+    side = make(member, "none", PRICED)
+    inside = Inside()
+    guarded = watch(inside)
+    side._forward = inside.of(side._forward, guard=False)
+    take_loop(side)
+    spent = []
+    for number in range(WARM + STEPS):
+        before = inside.ns
+        side.step()
+        member.synchronize()
+        if number >= WARM:
+            spent.append((inside.ns - before) / 1e3)
+    assert guarded._recurring is not None
+    return {"us": spent, "repeated": guarded._recurring.repeated, "epochs": guarded.epochs}
+
+
+def rank(out: str) -> None:
+    """What each rank runs."""
+    try:
+        said = measure()
+    except Exception:
+        said = {"error": traceback.format_exc().splitlines()[-12:]}
+    import torch
+
+    said["device"] = torch.cuda.get_device_name()
+    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(said))
+    sys.stdout.flush()
+    os._exit(3 if "error" in said else 0)
+
+
+def per_action(said: dict[str, Any]) -> dict[str, float]:
+    """
+    Microseconds inside the guard for each F and each B of a rank: of the median step, and of the
+    tenth percentile of the steps.
+    """
+    return {
+        "median_us": statistics.median(said["us"]) / ACTIONS,
+        "quiet_us": tenth(said["us"]) / ACTIONS,
+    }
+
+
+def main() -> int:
+    """Start two ranks, and write the report."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("out", type=Path, help="the report, as JSON")
+    arguments.add_argument("--commit", help="the commit, outside a git checkout")
+    arguments.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.rank:
+        rank(str(given.out))
+    import torch
+
+    gpus = torch.cuda.device_count()
+    own = f"exec {sys.executable} -m tests.gpu.guard_host_time {given.out} --rank"
+    shared = "NCCL_HOSTID=$RANK LOCAL_RANK=0 " if gpus == 1 else ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "--no-python", "bash", "-c", shared + own]
+    with tempfile.TemporaryFile("w+") as lines:
+        try:
+            subprocess.run(command, timeout=LIMIT_S, stdout=lines, stderr=lines, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"no end after {LIMIT_S:g} s")
+        lines.seek(0)
+        print(*lines.read().splitlines()[-12:], sep="\n")
+    parts = [Path(f"{given.out}.{n}") for n in range(2)]
+    ranks = [json.loads(each.read_text()) if each.exists() else {} for each in parts]
+    where = environment(given.commit, given.out)
+    where["packages"]["megatron-core"] = version("megatron-core")
+    costs = [per_action(said) for said in ranks if said.get("us")]
+    report = {
+        "environment": where,
+        "gpus": gpus,
+        "goal_us": GOAL_US,
+        "costs": costs,
+        "ranks": ranks,
+    }
+    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    for each in parts:
+        each.unlink(missing_ok=True)
+    print(json.dumps(costs, indent=1))
+    return 0 if len(costs) == len(parts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
