@@ -42,11 +42,13 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
     """
     The state and resource contract of one process (paper, Section III).
 
-    ``check_*`` runs every guard, reserves what the action will touch, and returns a ticket.
-    ``commit`` redeems the ticket after the physical action succeeded, ``abort`` after it failed.
-    ``forward``, ``dgrad``, ``wgrad``, ``refresh`` and ``update`` are context managers: they check
-    on entry, and commit or abort on exit. A refused call changes nothing, with one exception: if a
-    commit's evidence is refused, the action has already run, and the contract aborts it.
+    ``check_*`` runs every guard (a check before an action), reserves what the action will touch,
+    and returns a ticket, which stands for the reservation. ``commit`` redeems the ticket after the
+    physical action succeeded, ``abort`` after it failed. ``forward`` (F), ``dgrad`` (dI), ``wgrad``
+    (dW), ``refresh`` and ``update`` are context managers: they check on entry, and commit or abort
+    on exit. A refused call changes nothing, with one exception. A commit presents evidence (what
+    the backend reports after the action). If this evidence is refused, the action has already run,
+    and the contract aborts the action.
 
     Calls may come from any thread, one after another. A call that comes while another call is under
     way raises `ConcurrentCallError` and does nothing.
@@ -60,18 +62,20 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         callers: Names of the callers' CUDA streams, which exchange data with the graph streams.
         capture_order: Order in which graphs that share a memory pool were captured; see
             ``process_layout.lay_out``.
-        declared: Declared order of F and dI per state domain; see ``process_layout.lay_out``.
-        reductions: Declared order of the reductions of all buckets, the same for all replicas;
-            see ``process_layout.lay_out``.
+        declared: Declared order of F and dI per state domain (stages whose FP8 scales are updated
+            together); see ``process_layout.lay_out``.
+        reductions: Declared order of the reductions of all buckets (gradients that are reduced
+            together), the same for all replicas; see ``process_layout.lay_out``.
         generation_max: The last generation (count of releases) that a slot may reach.
-        epoch: Weight epoch in which the contract starts.
+        epoch: Weight epoch (number of optimizer steps) in which the contract starts.
         observer: Called after every accepted transition. If the observer raises, the call has
             happened and the caller gets the observer's exception; see `outstanding`.
         counted: If True, an update requires the devices' own counts of the actions that ran; see
             `qeffect.counts`. If False, no counts are compared.
-        late: When the counts are presented, if ``counted`` is True. True: after the commit, by
-            `present_counts`; the device itself must then skip the update if the counts differ.
-            False: with the update (`check_update`, `commit_epoch`).
+        late: Says when the counts are presented. If False, they are presented with the update
+            (`check_update`, `commit_epoch`). If True, `present_counts` presents them after the
+            commit, and the device itself must skip the update if the counts differ. True requires
+            ``counted=True``.
         registry: The gradient destinations of other contracts of the process, which must not
             overlap this contract's destinations. By default, destinations are not compared with
             those of other contracts.

@@ -79,7 +79,7 @@ def located(destinations: Iterable[Sequence[Destination]]) -> list[int]:
 
     Args:
         destinations: The destinations of each dW. Destinations without an address have no known
-            location: all those of one matrix and device share a number.
+            location: all such destinations of one matrix and device share a number.
 
     >>> own, other = Destination("w", address=64), Destination("w", 1, address=128)
     >>> located([(own,), (other,), (own,)])

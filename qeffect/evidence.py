@@ -26,7 +26,7 @@ NO_FILL: Final = ((), NEVER)
 #: The largest count that a refusal repeats as a number.
 _LARGEST: Final = (1 << 63) - 1
 
-#: The epoch of a fill whose epoch cannot be read; neither `NEVER` nor any epoch.
+#: Stands for the epoch of a fill that cannot be read; differs from `NEVER` and from every epoch.
 _UNREADABLE: Final = NEVER - 1
 
 

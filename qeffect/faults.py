@@ -33,12 +33,12 @@ class FaultRow:
 
     Args:
         injection: The injected violation, in the paper's words.
-        family: The family of faults that the injection belongs to.
+        family: The kind of fault, as the paper's table names it.
         detected_at: The place of detection, in the paper's words.
         transition: The contract call that refused the violation; empty without a refusal.
         clause: The clause of the refusal; empty without a refusal.
-        refused: Whether the first invalid operation was refused, under the table's clause, with the
-            same state before and after.
+        refused: Whether the table's clause refused the first invalid operation, and the state was
+            the same before and after it.
         result: The result in the paper's table, or a note that the violation was not refused in
             that way.
         preserved: The state that was preserved, as its later use shows; or a note that this state

@@ -120,7 +120,8 @@ class Unfrozen:
 @frozen
 class TapeRef(Unfrozen):
     """
-    The physical place of a tape: its slot, the slot's generation, and the issuer (paper, III-A).
+    The physical place of a tape (what one F leaves for its dI and dW): its slot, the slot's
+    generation, and the issuer (paper, III-A).
 
     Args:
         slot: Index of the slot in the pool.

@@ -21,13 +21,15 @@ from pathlib import Path
 
 __all__ = ["ORPHANED", "PARENT", "START", "Start", "may_be_launcher", "trains"]
 
-#: Seconds for which a survivor stays, so that the others do not take it for the dead rank.
+#: Seconds for which a surviving rank keeps running, so that other ranks do not take it for the dead
+#: rank.
 _STAY_S = 2.0
 #: Seconds for which a rank whose connection broke looks for the process that has ended.
 _SEEN_S = 1.0
 #: What to do if a run ended before its file was read.
 _AGAIN = "Start the run again, with --resume if it has checkpoints"
-#: The file, beside torchrun's own, by which a rank says that it ends by itself and reports why.
+#: Name of a file beside torchrun's error file. A rank makes this file to say that it ends by itself
+#: and reports the cause.
 _SPOKEN = "qeffect.ended"
 
 

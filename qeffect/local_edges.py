@@ -123,8 +123,8 @@ def _require_carried(source: StageConfig, target: StageConfig) -> None:
             raise ValueError(f"{edge}: a message is received that no stage reads; set {what}")
         if not receives and source.domain != target.domain:
             raise ValueError(
-                f"{edge} in another state domain, so on another graph stream; the two must "
-                f"exchange messages: set {what}"
+                f"{edge} in another state domain, so on another graph stream; the two stages "
+                f"must exchange messages: set {what}"
             )
 
 

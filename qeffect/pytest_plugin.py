@@ -5,7 +5,8 @@ An installed QEffect gives pytest two fixtures and an option; nothing is loaded 
 one of them.
 
 * ``check_schedule(schedule)`` checks a table and fails the test with the refused entry.
-* ``guarded_contract(stages)`` makes a contract; a ticket left open at the test's end is a failure.
+* ``guarded_contract(stages)`` makes a contract. A ticket (an action's reservation) that is still
+  open at the test's end is a failure.
 * ``--qeffect-report FILE`` writes the verdict of every check and contract of the run as JSON.
 
 >>> def test_our_schedule(check_schedule):

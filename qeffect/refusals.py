@@ -47,18 +47,20 @@ class Refusal:
 
 class Refused(Exception):  # noqa: N818 - the contract's own word, not an error of ours
     """
-    A call was refused and changed no state, except that refused evidence aborts the action.
+    A call was refused. The call changed no state. Only refused evidence (an action's report at its
+    commit) also aborts the action.
 
     A guard raises this exception with the clause only. The public API adds what was found and what
     was expected before the exception reaches the caller. The guards of other frameworks also add
-    advice, because the clause's own advice is for a person who calls the contract.
+    advice, because the clause's own advice is written for code that calls the contract itself.
 
     Attributes:
         clause: Stable id of the clause that was violated.
         transition: The transition that refused.
         found: The value that the guard found.
         expected: The value that the contract requires.
-        advice: Cause and remedy that replace the clause's; None without advice.
+        advice: The cause and the remedy that were given to `advise`, and that replace the clause's
+            texts; None if `advise` was not called.
 
     >>> raise Refused("order.token")
     Traceback (most recent call last):
@@ -96,7 +98,10 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
         return self
 
     def record(self) -> Refusal:
-        """Return the refusal as a plain record, with its own advice or the clause's."""
+        """
+        Return the refusal as a plain record, with the advice given to `advise` or else the clause's
+        texts.
+        """
         from qeffect.spec.clauses import CLAUSES
 
         clause = CLAUSES.get(self.clause)

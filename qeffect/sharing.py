@@ -80,10 +80,11 @@ def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tupl
     """
     Require that weights tied across ranks are reduced together, and return their ranks.
 
-    Each rank has a copy of such a weight and of its gradient. A rank's contract sees that its own
-    copy is reduced in a bucket, but not the other ranks' copies. So the configurations of all ranks
-    are compared once, before the first step: every copy must be declared tied under the same name,
-    and must be reduced in a bucket of the same name.
+    Each rank has a copy of such a weight and of its gradient. A rank's contract sees that the
+    rank's own copy is reduced in a bucket (gradients that are reduced together). The contract does
+    not see the other ranks' copies. So the configurations of all ranks are compared once, before
+    the first step: every copy must be declared tied under the same name, and must be reduced in a
+    bucket of the same name.
 
     Args:
         ranks: The stages of each rank of a pipeline.

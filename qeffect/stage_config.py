@@ -30,8 +30,8 @@ __all__ = ["ADDED", "UNWEIGHTED", "Bucket", "StageConfig"]
 _MOST: Final = 1 << 20
 
 
-#: Stands for a gradient's weight that was not reported, in place of its parts and the epoch's
-#: parts.
+#: Stands for the weight (factor) of a gradient if the weight was not reported: in place of the
+#: weight's number of parts, and of the epoch's number of parts.
 UNWEIGHTED: Final = (NEVER, NEVER)
 
 #: By option, the default value. A stage's plain data omit these options at their defaults, so that
@@ -165,8 +165,8 @@ class StageConfig:
     Args:
         stage: Global stage index.
         microbatches: Microbatches of one optimizer step, M.
-        slots: Number of slots (places for one tape) of the stage; the schedule's peak number of
-            live tapes is enough.
+        slots: Number of slots (sets of buffers) of the stage. A slot holds one tape at a time: what
+            one F leaves for its dI and dW. The schedule's peak number of live tapes is enough.
         domain: Name of the state domain. Stages share a domain if one update may advance (roll) the
             scaling state of both, as an update of Transformer Engine does for all modules of a
             process.
@@ -174,7 +174,8 @@ class StageConfig:
         invocations: How often one stage execution runs each block.
         matrices: Names of the weight matrices whose gradients dW must write, each once.
         destinations: The buffer of each matrix gradient of each microbatch; see
-            ``qeffect.destinations``. Empty: a symbolic accumulating buffer for every matrix.
+            ``qeffect.destinations``. If empty, each matrix gets a symbolic buffer (one without an
+            address) into which all microbatches accumulate.
         sends_output: The forward's output has a reader (a send, or the next local stage) that
             must finish before the slot is free.
         sends_gradient: The input gradient has a reader that must finish before the slot is free.
@@ -187,18 +188,19 @@ class StageConfig:
             caches were filled and from which weight epoch. Otherwise the contract trusts that a
             refresh filled the cache.
         reports_updates: The backend reports, at the commit of F and dI, how often the domain's
-            scaling state was updated. Otherwise the contract trusts that one update ran, or none
-            with ``scales="epoch"``.
-        tape_scales: The scales that dI dequantizes its tape with. ``carried``: the tape keeps the
-            scales of its F, and dI reports which scales it used. ``live``: dI reads the domain's
-            current scales. None: the backend cannot tell which scales dI used, and the contract
-            trusts that dI used the scales of its own F.
+            scaling state was updated. Otherwise the contract trusts that one update ran (with
+            ``scales="epoch"``, no update).
+        tape_scales: The scales with which dI dequantizes its tape. With ``carried``, the tape keeps
+            the scales of its F, and dI reports which scales it used. With ``live``, dI reads the
+            domain's current scales. With None, the backend cannot tell which scales dI used, and
+            the contract trusts that dI used the scales of its own F.
         pool: Name of the capture-memory pool that the stage's slots share; None gives every
             slot a pool of its own.
         buckets: The gradients that are reduced together, each matrix in one bucket; requires
             ``reduces``. By default one bucket with all matrices, named by the stage's index.
-        buffers: By matrix, the name of its gradient's destination; another matrix, of this stage
-            or another, may have the same name. A matrix without a name has its own memory.
+        buffers: For each matrix, the name of the destination of its gradient. Two matrices, also of
+            different stages, may name the same destination. A matrix that is left out has memory of
+            its own.
         tied: Matrices that share their named destination with another matrix, as tied weights do.
             Both matrices must be declared tied, otherwise sharing is refused. See
             ``qeffect.sharing``.
@@ -210,30 +212,31 @@ class StageConfig:
             V-shaped schedules. F of the target stage then runs after F of this stage with the same
             microbatch, and dI of this stage after dI of the target. Without messages
             (`receives_input` of the target, `receives_gradient` of this stage) both stages need the
-            same state domain. Without messages, the gradient that dI of the target leaves must be
-            copied, or read through `sends_gradient`, before the target's slot is used again: no
-            guard sees that dI of this stage still needs that gradient.
+            same state domain. One case has no guard: without messages, dI of this stage reads the
+            gradient that dI of the target left in the target's slot. Copy this gradient, or read it
+            through `sends_gradient`, before the target's slot is used again.
         reports_draws: The stage draws random numbers, as dropout does, and the backend reports at
             the commit of F the position of the random generator at which F began to draw.
             Otherwise the contract trusts that no replay draws the same numbers again.
         recomputes_draws: dI recomputes the forward, and the backend reports at the commit of dI
             the position at which the recomputation began to draw; requires ``reports_draws``.
-        weights_sum: The sum of the weights of one epoch's gradients, as (numerator, denominator);
-            the backend then reports each weight at the commit of dI. (1, 1) if each microbatch's
-            loss is divided, for example by M, so that the epoch's gradient is a mean; (1, R) if the
-            gradients of R replicas are then summed. None: nothing is reported, and the contract
-            trusts the scale of the loss. If a microbatch has several blocks or invocations, each of
-            them has a weight, and the sum is multiplied by their number.
-        scales: When the scaling state of the stage's domain moves. ``action``: each F and dI moves
-            it, as delayed scaling does by default. ``epoch``: F and dI only gather amaxes, and the
-            optimizer's update moves the scales once (`Contract.move_scales`); F and dI then report
-            0 scaling updates, and the optimizer's update reports 1. All stages of a domain have the
-            same value.
+        weights_sum: What the weights (factors) of one epoch's gradients add up to, as (numerator,
+            denominator). The backend then reports each weight at the commit of dI. Give (1, 1) if
+            each microbatch's loss is divided, for example by M, so that the epoch's gradient is a
+            mean. Give (1, R) if the gradients of R replicas are then summed. With None, nothing is
+            reported, and the contract trusts the scale of the loss. If a microbatch has several
+            blocks or invocations, each of them has a weight, and the sum is multiplied by their
+            number.
+        scales: When the scaling state of the stage's domain moves (is updated). With ``action``,
+            each F and dI moves the scales, as delayed scaling does by default. With ``epoch``, F
+            and dI only gather amaxes, and the optimizer's update moves the scales once
+            (`Contract.move_scales`). F and dI then report 0 scaling updates, and the optimizer's
+            update reports 1. All stages of a domain have the same value.
         refresh_pool: Name of the capture-memory pool in which the graph of the stage's refresh was
             captured, if slots share that pool (`pool` of this or another stage). The refresh must
             then keep the pool's order of capture; ``capture_order`` names the graph of the refresh
-            as (stage, "refresh"). The cache itself must lie outside the pool. None: the graph of
-            the refresh has a pool of its own.
+            as (stage, "refresh"). The cache itself must lie outside the pool. With None, the graph
+            of the refresh has a pool of its own.
 
     Raises:
         TypeError: A count is not an integer, a flag not a ``bool``, a fraction not two positive

@@ -38,7 +38,7 @@ class Ticket:
         action: ``F``, ``dI``, ``dW``, ``refresh``, ``evaluation`` or ``update``.
         key: Key of the tape; None for a refresh, an evaluation or an update.
         slot: Slot of the tape; for a refresh or an evaluation the stage, for an update the epoch
-            that it ends.
+            that the update ends.
         serial: Serial number of the check that issued the ticket.
         incarnation: The contract's incarnation (its life since construction or the last restore)
             that issued the ticket; no other incarnation redeems it.

@@ -17,10 +17,11 @@ from .parts import ContractParts
 
 __all__ = ["Checks"]
 
-#: The link that an action calls on by default; every other one is checked.
+#: The link that an action uses by default; every other link is checked.
 _FIRST: Final = 0
 
-#: How a dW writes, by whether it overwrites its stage's own destinations and the shared ones.
+#: How a dW writes, by two facts: whether it overwrites its stage's own destinations, and whether it
+#: overwrites the shared destinations.
 _WRITES: Final = {
     (0, False): ADDS,
     (1, True): OVERWRITES,
@@ -46,7 +47,8 @@ class Checks(ContractParts):
     @exclusive_call
     def check_refresh(self, stage: int, link: int = 0) -> Ticket:
         """
-        Reserve a stage's state domain for a refresh of the stage's quantized weight cache.
+        Reserve a stage's state domain (stages whose FP8 scales are updated together) for a refresh
+        of the stage's quantized weight cache.
 
         Raises:
             Refused: A guard of version, order or completion refused; ``version.left-out`` if the
@@ -60,7 +62,8 @@ class Checks(ContractParts):
     @exclusive_call
     def check_evaluation(self, stage: int, link: int = 0, cached: bool = True) -> Ticket:
         """
-        Reserve a stage and its state domain for an evaluation: a forward without training.
+        Reserve a stage and its state domain (stages whose FP8 scales are updated together) for an
+        evaluation: a forward without training.
 
         No dI or dW follows an evaluation. An evaluation has no key and no slot, and updates neither
         scaling state nor the weight cache; it runs in separate memory. An evaluation is accepted
@@ -69,8 +72,8 @@ class Checks(ContractParts):
         Args:
             stage: Stage whose weights are read.
             link: Index of the link between the calling stream and the domain's graph stream.
-            cached: Whether the evaluation reads the stage's quantized weight cache, which must
-                then be current. False if it quantizes the weights itself.
+            cached: True if the evaluation reads the stage's quantized weight cache, which must then
+                be current. False if the evaluation quantizes the weights itself.
 
         Raises:
             Refused: A guard of version, order, completion or epoch refused.
@@ -97,7 +100,8 @@ class Checks(ContractParts):
         refresh: bool = False,
     ) -> Ticket:
         """
-        Reserve a slot and the state domain for F.
+        Reserve a slot and the stage's state domain (stages whose FP8 scales are updated together)
+        for F.
 
         Args:
             key: Key of the stage execution (epoch, stage, microbatch, block, invocation).
@@ -171,7 +175,8 @@ class Checks(ContractParts):
         self, key: TapeKey, ref: TapeRef, token: int | None = None, link: int = 0
     ) -> Ticket:
         """
-        Reserve a tape and the state domain for dI.
+        Reserve a tape (what one F leaves in memory for its dI and dW) and the stage's state domain
+        (stages whose FP8 scales are updated together) for dI.
 
         Raises:
             Refused: A guard of ownership, version, order, arena, capture or completion refused.
@@ -218,7 +223,8 @@ class Checks(ContractParts):
         group: Iterable[tuple[TapeKey, TapeRef]] = _ALONE,
     ) -> Ticket:
         """
-        Reserve a tape and its destinations for dW, and the further tapes of a grouped dW.
+        Reserve a tape (what one F leaves in memory for its dI and dW) and its gradient destinations
+        for dW, and the further tapes of a grouped dW.
 
         A grouped dW is one matrix product over several tapes of one stage. The product writes their
         common destination once, and ``first`` describes this one write. The device counts only the

@@ -39,13 +39,14 @@ class EpochCalls(ContractParts):
     @exclusive_call
     def start_reduction(self, bucket: int | str, link: int | None = None) -> None:
         """
-        Record that the data-parallel reduction of a bucket was enqueued, after its last dW.
+        Record that the data-parallel reduction of a bucket (gradients that are reduced together)
+        was enqueued, after the bucket's last dW.
 
         Args:
             bucket: Name of the bucket; for a stage without configured buckets, the stage's index.
             link: Link of the communication stream, which must have waited for the bucket's replays.
-                By default the link of the stream that finalized the stage, or of the first
-                caller.
+                By default the link that this epoch's latest `finalize` or `finish_reduction` named.
+                Before the first of these calls, the link of the first caller.
 
         Raises:
             Refused: A guard of reduction or completion refused.
@@ -63,12 +64,13 @@ class EpochCalls(ContractParts):
     @exclusive_call
     def finish_reduction(self, bucket: int | str, link: int | None = None) -> None:
         """
-        Record that the stream that will read the gradients waits for a bucket's reduction.
+        Record that a stream waits for a bucket's reduction; this stream will read the gradients.
 
         Args:
             bucket: Name of the bucket.
             link: Link of that stream: the optimizer's stream, which finalizes the stage. By default
-                the link of the stream that finalized the stage, or of the first caller.
+                the link that this epoch's latest `finalize` or `finish_reduction` named. Before the
+                first of these calls, the link of the first caller.
 
         Raises:
             Refused: ``reduction.not-started``, or a guard of completion refused.
@@ -192,8 +194,9 @@ class EpochCalls(ContractParts):
         Args:
             epoch: The epoch that the update would end; by default the current one.
             caller: Name of the stream that would run the update; by default the first caller.
-            counted: By state domain, what its device counted, as `check_update` requires. Here a
-                contract made with ``late=True`` accepts the counts too, and compares them at once.
+            counted: For each state domain, the counts of its device, as `check_update` requires.
+                Unlike `check_update`, this call also takes the counts if the contract was made with
+                ``late=True``, and compares them at once.
             guards_alone: If True, run only the guards: compare no device counts, and do not ask
                 whether the counts of the last commit were presented. If False, do all that
                 `check_update` does.
@@ -230,10 +233,10 @@ class EpochCalls(ContractParts):
 
         Args:
             epoch: The epoch that the update ends; by default the current one.
-            caller: Name of the stream that runs the update; every stage must have been finalized
-                on its links. By default the first caller.
-            counted: By state domain, what its device counted. Required if the contract was made
-                with ``counted=True`` and without ``late=True``; with ``late=True``,
+            caller: Name of the stream that runs the update; every stage must have been finalized on
+                a link of this stream. By default the first caller.
+            counted: For each state domain, the counts of its device. Required if the contract was
+                made with ``counted=True`` and without ``late=True``; with ``late=True``,
                 `present_counts` takes the counts after the commit.
 
         Returns:
@@ -254,7 +257,8 @@ class EpochCalls(ContractParts):
     @exclusive_call
     def move_scales(self, stage: int, updates: int | None = None) -> None:
         """
-        Record that the scales of a stage's domain moved in the update, once for the epoch.
+        Record that the scales of a stage's domain (stages whose FP8 scales are updated together)
+        moved in the update, once for the epoch.
 
         Call `move_scales` between the check of an update and its commit, after the scales moved,
         once for each domain whose stages have ``scales="epoch"``. Until the scales of all these
@@ -268,7 +272,7 @@ class EpochCalls(ContractParts):
         Raises:
             Refused: ``order.moves-outside-update``; ``order.nothing-gathered`` for a second
                 movement in one update, or for a domain whose scales move with F and dI;
-                ``order.scaling-updates``. The update is still in flight then; abort it if the
+                ``order.scaling-updates``. The update then stays in flight; abort the update if the
                 scales moved once too often.
             TypeError, ValueError: No stage has that number.
 
@@ -306,7 +310,7 @@ class EpochCalls(ContractParts):
         Args:
             epoch: The epoch that the update ends; by default the current one.
             caller: Name of the stream that runs the update; by default the first caller.
-            counted: By state domain, what its device counted, as `check_update` requires.
+            counted: For each state domain, the counts of its device, as `check_update` requires.
 
         Returns:
             The new epoch.
@@ -356,14 +360,14 @@ class EpochCalls(ContractParts):
     @exclusive_call
     def present_counts(self, counted: Mapping[Hashable, DeviceCounts]) -> None:
         """
-        Present what the devices had counted at the last commit, for a contract with ``late=True``.
+        Present the devices' counts at the last commit, for a contract with ``late=True``.
 
         Before this call, the next commit and every checkpoint are refused. If the counts differ,
         the device has skipped the update and the weights are still those of the epoch that ended
         with that commit; only a restore is then possible.
 
         Args:
-            counted: By state domain, what its device had counted when the update began.
+            counted: For each state domain, the counts that its device had when the update began.
 
         Raises:
             Refused: ``epoch.device-count`` or ``epoch.device-order``.

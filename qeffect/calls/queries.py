@@ -73,7 +73,10 @@ class Queries(ContractParts):
         return self._streams.link(caller, self.stages[0].domain if domain is None else domain)
 
     def live(self) -> dict[TapeKey, TapeRef]:
-        """The reference of every live tape, by the tape's key."""
+        """
+        The reference of every live tape (what one F leaves in memory for its dI and dW), by the
+        tape's key.
+        """
         return self._tapes.live()
 
     def reference(self, key: TapeKey) -> TapeRef | None:
@@ -97,8 +100,8 @@ class Queries(ContractParts):
         """
         Every ticket that a check issued and no commit or abort redeemed, oldest first.
 
-        If an observer raises in a check, the check has happened and its ticket is here. After any
-        failure, abort these tickets, `drain`, and `restore` a checkpoint.
+        If an observer raises in a check, the check still counts, and its ticket is among the
+        results. After any failure, abort these tickets, `drain`, and `restore` a checkpoint.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))

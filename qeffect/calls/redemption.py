@@ -65,8 +65,8 @@ class Redemption(Queries):
             updates: For F, dI and an evaluation, how often the domain's scaling state was updated
                 (`StageConfig.reports_updates`).
             scales: For dI, the token of the F whose scales dI used (`StageConfig.tape_scales`). If
-                scales move once an epoch, the domain's token at the last movement of the scales; 0
-                before their first movement since a restore.
+                scales move once an epoch, give the domain's token at the last movement of the
+                scales, or 0 before the first movement since a restore.
             draws: For F, the position of the random generator at which F began to draw
                 (`StageConfig.reports_draws`); for dI, the position at which its recomputation
                 began (`StageConfig.recomputes_draws`). An integer of at least 0 that rises as the
@@ -193,8 +193,9 @@ class Redemption(Queries):
         Redeem a ticket after its physical action failed.
 
         The tape is dropped, and the epoch is spoiled: the epoch can no longer commit. A failed F,
-        dI, refresh or evaluation also poisons the state domain, whose scaling state may be half
-        updated (paper, IV-E). A failed update leaves the weights half updated; then only a
+        dI, refresh or evaluation also poisons the state domain: its scaling state may be half
+        updated (paper, IV-E). Until a restore, F, dI, refresh, evaluation, `finalize` and a
+        checkpoint are then refused. A failed update leaves the weights half updated; then only a
         `restore` is accepted.
 
         Raises:

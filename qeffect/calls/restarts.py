@@ -47,7 +47,8 @@ class RestartCalls(Queries):
     @exclusive_call
     def restore(self, checkpoint: Checkpoint, *, incarnation: int | None = None) -> None:
         """
-        Begin a new incarnation at a checkpoint's epoch, in this process or a fresh process.
+        Begin a new incarnation (life of the contract until the next restore) at a checkpoint's
+        epoch, in this process or a fresh process.
 
         Afterwards every older reference is refused and every weight cache is stale. The caller
         must restore the numerical state first.

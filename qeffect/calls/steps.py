@@ -64,10 +64,11 @@ class StepCalls(Queries):
         the weights, so no checkpoint is accepted before `commit_step`, `withdraw_step` or the check
         of another action.
 
-        The state that the step's transitions read is compared once; `qeffect.steps` explains why
-        that replaces every guard of every action. If the state differs, the transitions run one by
-        one over a copy of the state. The caller must know that the step would run the same actions
-        in the same order, with the same slots, destinations and evidence.
+        The call compares the state that the step's transitions read, once; `qeffect.steps` explains
+        why this comparison replaces every guard of every action. If the state differs, the
+        transitions run one by one over a copy of the state. The caller must know that the step
+        would run the same actions in the same order, with the same slots, destinations and
+        evidence.
 
         Args:
             step: The recorded step.

@@ -13,7 +13,10 @@ __all__ = ["StreamCalls"]
 
 
 class StreamCalls(ContractParts):
-    """Record enqueued work and waits between streams, for the guards of completion."""
+    """
+    Record enqueued work and waits between streams, for the guards of completion. A link is a pair
+    of streams: a caller's stream, and the stream on which a state domain's graphs run.
+    """
 
     def submit(self, caller: Hashable = "main") -> None:
         """

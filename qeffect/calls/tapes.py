@@ -18,7 +18,8 @@ class TapeCalls(ContractParts):
     @exclusive_call
     def reserve(self, key: TapeKey, slot: int | None = None, *, link: int = 0) -> TapeRef:
         """
-        Claim a slot for a key before its forward, so that its input buffer can be filled.
+        Claim a slot (a set of buffers) for a key before the key's forward, so that the slot's input
+        buffer can be filled.
 
         If the stage has ``copies_input``, the call also records the copy as work of the link:
         enqueue the copy before any other call, and `join` the link before F.
@@ -51,7 +52,8 @@ class TapeCalls(ContractParts):
 
     def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None = None) -> None:
         """
-        Bind the destinations of a key's matrix gradients, before its dI (paper, III-D).
+        Bind the destinations (buffers) of a key's matrix gradients, before the key's dI (paper,
+        III-D).
 
         Raises:
             Refused: ``arena.mismatch``, ``arena.duplicate-bind``, ``arena.spoiled`` or

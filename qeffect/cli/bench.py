@@ -27,13 +27,15 @@ __all__ = ["Bench", "contract_of", "memory_of_a_tape", "run_epochs"]
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")
 
-#: Rounds per measurement of an action; a figure is the median of the rounds' medians.
+#: Rounds per measurement of an action. Each round gives a median; the reported figure is the median
+#: of these medians.
 ROUNDS = 9
 
 #: Numbers of slots; an action should cost the same with each.
 POOLS = (4, 64, 4096)
 
-#: Numbers of slots for which memory is measured, with as many microbatches and no free slot.
+#: Numbers of slots for which memory is measured. Each contract has as many microbatches as slots,
+#: so that no slot stays free.
 FULL_POOLS = (64, 4096)
 
 
@@ -41,12 +43,14 @@ class Bench:
     """Measure the kernel, and each package above the kernel that is installed."""
 
     name = "bench"
-    help = "measure the times of the guards, the explorer, the proofs and the replayer"
+    help = "measure the times of the guards, the state explorer, the proofs and the log replayer"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         parser.add_argument(
-            "--kernel", action="store_true", help="skip the explorer, the proofs and random runs"
+            "--kernel",
+            action="store_true",
+            help="skip the state explorer, the proofs and random runs",
         )
         parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
 

@@ -77,8 +77,8 @@ class Check:
             type=Path,
             metavar="F",
             help="HTML page with a timeline to step through and zoom, the slots (sets of buffers "
-            "for one microbatch) and messages, and the reasons for a refusal; opens in any browser "
-            "without network",
+            "for one microbatch), the messages, and the reasons for a refusal; it opens in any "
+            "browser, without network",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -41,7 +41,8 @@ PLACE = ("clause", "rank", "step", "action")
 _VALUE, _PATH = 60, 240
 #: Seconds between two drawings of a line that is redrawn in place.
 _REDRAWN_S: Final = 0.1
-#: The stream whose last line is redrawn in place and has no newline yet, if there is such a stream.
+#: The stream on which `Progress.stay` drew a line that has no newline yet; empty without such a
+#: line.
 _HELD: Final[list[TextIO]] = []
 
 

@@ -46,7 +46,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     refused = sum(bool(row["refused"]) for row in rows)
     families = len({row["family"] for row in rows})
     total = (
-        f"{refused} of {len(rows)} injections in {families} families refused at their first "
+        f"{refused} of {len(rows)} injections ({families} kinds of fault) refused at their first "
         "invalid operation."
     )
     return [*lines, *_wrapped(total, width, "")]

@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
         #: Declares the arguments once they are needed, since a command may import much for that.
         self.declare: Callable[[], None] | None = None
-        #: By the name of a command, why it may be missing.
+        #: For each command name, why the command may be missing.
         self.missing: dict[str, str] = {}
 
     def fill(self) -> None:

@@ -29,7 +29,7 @@ __all__ = ["Plan"]
 
 #: The largest size of a layer; Python could not print byte counts far beyond it.
 _MOST = 1 << 32
-#: How many names at each end of a stretch of the critical path are printed.
+#: Number of actions printed at each end of a stretch of the critical path.
 _SHOWN = 8
 
 
@@ -37,7 +37,10 @@ class Plan:
     """Plan a schedule's resources, with one slot per microbatch and with one slot per live tape."""
 
     name = "plan"
-    help = "plan the tapes, slots, graphs, gradient bytes and step time of a schedule"
+    help = (
+        "plan the tapes (what forwards leave for their backwards), slots, graphs, gradient bytes "
+        "and step time of a schedule"
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -123,7 +126,8 @@ class Plan:
                     + (f", {stage.held_by_sends} held by sends" if stage.held_by_sends else "")
                 )
         lines.append(
-            "live: one slot per tape that is live at once; paper: one slot per microbatch"
+            "live: one slot per tape (what a forward leaves for its backward) that is live at the "
+            "same time; paper: one slot per microbatch"
             + ("; add --hidden N to count bytes" if layers is None else "")
         )
         lines += one_rank(schedule)

@@ -42,17 +42,19 @@ ACTIONS: Final[Mapping[str, tuple[str, str]]] = {
     "dW": ("check_wgrad", "commit_wgrad"),
 }
 
-#: Rounds of a comparison; each gives one difference of medians. Many rounds average out where
-#: objects lie in memory, which changes a time by about one percent.
+#: Rounds of a comparison; each round gives one difference of medians. The addresses of objects in
+#: memory change a time by about one percent; many rounds average this out.
 ROUNDS: Final = 20
 
-#: Number of turns per side and round, of timed epochs per turn, and of untimed epochs before them.
-#: In the untimed epochs the interpreter specializes its calls for this side's functions.
+#: Number of turns of each contract per round, of timed epochs per turn, and of untimed epochs
+#: before the timed epochs. In the untimed epochs the interpreter specializes its calls for the
+#: functions of the contract whose turn it is.
 TURNS: Final = 4
 EPOCHS: Final = 20
 BEFORE: Final = 8
 
-#: Names of two rows: all optional relations together; and no relation, whose price should be zero.
+#: Names of two rows of the report: the price of all optional relations together, and the price of
+#: nothing, which should be zero.
 ALL: Final = "all of them"
 NOTHING: Final = "nothing"
 
@@ -105,7 +107,8 @@ def with_functions(contract: Contract, functions: Transitions) -> Contract:
 
 def relations(make: Callable[[Iterable[str]], Contract], run: Run, **turns: int) -> dict[str, Any]:
     """
-    Measure the price of each optional relation, and of all optional relations together.
+    Measure the price of each optional relation (group of guards), and of all optional relations
+    together.
 
     Args:
         make: Function that makes a contract without the named relations.
@@ -136,16 +139,16 @@ def in_turns(
     Compare pairs of contracts: every round runs every pair and alternates between its contracts.
 
     Every round makes new contracts. A random draw decides which contract of a pair is made first
-    and which runs first, so that each comes first in half of the rounds. Either order changes a
-    time by about one percent.
+    and which runs first, because either order changes a time by about one percent. Each contract
+    comes first in half of the rounds.
 
     Args:
         pairs: The pairs of contracts to compare.
         run: Function that runs epochs of a contract and returns the times.
         rounds: Number of rounds; each gives one difference of medians per action.
         turns: Number of times that each contract is timed in a round.
-        epochs: Number of timed epochs each time.
-        before: Number of untimed epochs before each timing starts.
+        epochs: Number of epochs that are timed in one turn.
+        before: Number of untimed epochs at the start of each turn.
 
     Returns:
         For the name of each pair, the ``price`` of each action.

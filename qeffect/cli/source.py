@@ -32,20 +32,23 @@ __all__ = [
 STDIN = "-"
 #: Help of ``--pairing``.
 PAIRING = (
-    "which retained work (the operands that a dI leaves for its dW) the runtime gives to a dW. "
-    "contract: the work of the dW's own microbatch (default). fifo: the oldest work of its stage. "
-    "latest: the newest work of its stage. global: the oldest work of its rank"
+    "which retained work (the operands that an input gradient dI leaves for its weight gradient "
+    "dW) the runtime gives to a dW. contract: the work of the dW's own microbatch (default). fifo: "
+    "the oldest work of its stage. latest: the newest work of its stage. global: the oldest work "
+    "of its rank"
 )
 _DRAWN = ("--svg", "--trace", "--html")
 _TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")
-#: Options that shape a schedule, each with the options that name such a schedule.
+#: Options that apply only to some kinds of schedule: for each group of options, the options that
+#: name such a schedule.
 _USERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--pp", "--vpp"): ("--torch CLASS", "--megatron"),
     ("--comms", "--defer-receives"): ("--torch CLASS",),
     ("--messages", "--group"): ("--megatron",),
     ("--stages",): ("--deepspeed CLASS",),
 }
-#: Options that shape the schedule that another option names, or say how its messages are carried.
+#: Options that change a schedule that another option names, or say how the schedule's messages are
+#: carried.
 SHAPE = (*(option for options in _USERS for option in options), "--microbatches", *_TRANSPORT)
 
 
@@ -87,8 +90,8 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--vpp",
         type=int,
         metavar="N",
-        help="stages per rank (default 2; 1 for a class with one stage per rank; with --megatron, "
-        "virtual stages per rank, default 1)",
+        help="stages per rank (default 2, or 1 for a class with one stage per rank); with "
+        "--megatron, virtual stages per rank (default 1)",
     )
     schedule.add_argument(
         "--stages", type=int, metavar="N", help="ranks of the --deepspeed pipeline (default 2)"
@@ -96,8 +99,8 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     schedule.add_argument(
         "--messages",
         choices=MESSAGES,
-        help="Megatron-core's options for messages. batched: batch_p2p_comm, which posts all "
-        "messages of an exchange together (default, as in Megatron-core). overlapped: "
+        help="Megatron-core's options for messages. batched: batch_p2p_comm, which posts the "
+        "messages of an F and of a B together (default, as in Megatron-core). overlapped: "
         "overlap_p2p_comm. prefetched: overlap_p2p_comm and overlap_p2p_comm_warmup_flush. plain: "
         "none of these options; messages are posted one by one",
     )

@@ -110,8 +110,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "arena.other-destination": lambda st, a: (
         f"{a['key']} in the group of ticket {a['ticket']}",
-        "a tape whose gradient goes to the destination that this dW writes; the tape's own has "
-        f"{_writer(st, a)}",
+        "a tape whose gradient goes to the destination that this dW writes; the destination of "
+        f"{a['key']} has {_writer(st, a)}",
     ),
     "arena.left-out": lambda st, a: (
         f"a grouped dW of {a['key']}",

@@ -86,16 +86,15 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "completion.transfer-to-graph": lambda st, a: (
         f"a replay on slot {slot_of(a)}, whose last transfer or copy was on link {_end(st, a)[0]}, "
-        "as piece "
-        f"{_end(st, a)[1]} of its caller's work",
+        f"as piece {_end(st, a)[1]} of the work of this link's caller",
         f"a join of link {_end(st, a)[0]} after this piece; the graph stream has waited for pieces "
         f"up to {_end(st, a)[2]}",
     ),
     "completion.two-ends": lambda st, a: (
-        f"the end of a transfer, or a copy, on link {a['link']}, after an earlier one on link "
-        f"{_end(st, a)[0]}",
+        f"the end of a transfer, or a copy, on link {a['link']}, after an earlier end or copy on "
+        f"link {_end(st, a)[0]}",
         f"a join of link {_end(st, a)[0]} in between; the graph stream has waited for "
-        f"{_end(st, a)[2]} of its caller's {_end(st, a)[1]} pieces of work",
+        f"{_end(st, a)[2]} of the {_end(st, a)[1]} pieces of work of this link's caller",
     ),
     "completion.slot-not-awaited": lambda st, a: (
         f"a caller that waited up to replay {st.waited[a['link']]}",
@@ -134,7 +133,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"{other_indices(getattr(st, _what(a) + '_read'))}",
     ),
     "completion.update-to-reader": lambda st, a: (
-        f"a read behind caller {st.caller_at[a['link']]}, which has not waited for the "
+        f"a read after the work of caller {st.caller_at[a['link']]}, which has not waited for the "
         f"optimizer's update on the stream of caller {st.updater[0]}",
         f"a join of link {_updaters_link(st, domain_of(st, a))} after the commit, then a wait on "
         f"link {a['link']}",

@@ -91,9 +91,9 @@ def _unweighed(st: Any) -> tuple[str, str]:
     entries = st.unweighed.items() if isinstance(st.unweighed, dict) else enumerate(st.unweighed)
     odd = [(s, st.parts[s] - left, st.parts[s]) for s, left in entries if left]
     return (
-        "weights that add up to "
+        "microbatch weights that add up to "
         + ", ".join(f"{sum_} of {parts} parts (stage {s})" for s, sum_, parts in odd),
-        "weights of all parts, over all walks of the epoch",
+        "microbatch weights that add up to all parts, over all walks of the epoch",
     )
 
 
@@ -101,12 +101,12 @@ def _parts(st: Any, a: Arguments) -> tuple[str, str]:
     """Return text: a weight and its number of parts, and the parts of the earlier weights."""
     counted_in = st.parts[st.slot_stage[a["slot"]]]
     return (
-        f"a weight of {a['weight']} of {counted(a['parts'], 'part')}"
+        f"a microbatch weight of {a['weight']} of {counted(a['parts'], 'part')}"
         if a["parts"] > 0
-        else "no readable weight in the report of dI",
-        f"a weight of {counted(counted_in, 'part')}, like the earlier weights of the epoch"
+        else "no readable microbatch weight in the report of dI",
+        f"a microbatch weight of {counted(counted_in, 'part')}, like the epoch's earlier weights"
         if counted_in
-        else "(numerator, denominator), a numerator of at least 0 over a denominator of at least 1",
+        else "(numerator, denominator), with numerator >= 0 and denominator >= 1",
     )
 
 
@@ -142,7 +142,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "every configured reduction finished",
     ),
     "reduction.begun": lambda st, a: (
-        f"another walk after {counted(st.started[0], 'reduction')} of the epoch",
+        f"another walk (pass over the microbatches) after "
+        f"{counted(st.started[0], 'reduction')} of the epoch",
         "no reduction before the last walk",
     ),
     "epoch.spoiled": lambda st, a: (
@@ -181,7 +182,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "epoch.not-begun": lambda st, a: (
         f"a fault of epoch {a['epoch']} in stage {a['stage']}",
-        f"an epoch of at most {st.weight_epoch[a['stage']]}, the current one",
+        f"an epoch of at most {st.weight_epoch[a['stage']]}, the current epoch",
     ),
     "epoch.unknown-ticket": _unknown_ticket,
     "persistence.live-tape": lambda st, a: (

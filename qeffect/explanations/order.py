@@ -89,12 +89,13 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "one movement for each domain whose scales move once an epoch",
     ),
     "order.scales-moved": lambda st, a: (
-        f"{a['key']} while the live scales are of the F at token {st.rolled_at[domain_of(st, a)]}",
-        f"the scales of its own F, at token {st.scaled_at[slot_of(a)]}",
+        f"{a['key']} while the live scales are those of the F at token "
+        f"{st.rolled_at[domain_of(st, a)]}",
+        f"the scales of this key's F, at token {st.scaled_at[slot_of(a)]}",
     ),
     "order.wrong-scales": lambda st, a: (
         _reported(a["scales"], "the scales that dI used", "the scales of the F at token {}"),
-        f"the scales of its own F, at token {st.scaled_at[a['slot']]}",
+        f"the scales of the same key's F, at token {st.scaled_at[a['slot']]}",
     ),
     "order.unequal-scales": lambda st, a: (
         f"{a['key']}, whose F used the scales at token {st.scaled_at[slot_of(a)]}",
@@ -113,7 +114,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
             "where the recomputation began to draw",
             "random numbers drawn again from position {}",
         ),
-        f"the random numbers of its own F, from position {st.drawn_at[a['slot']]}",
+        f"the random numbers of the same key's F, from position {st.drawn_at[a['slot']]}",
     ),
     "order.declared": lambda st, a: (
         asked(a),

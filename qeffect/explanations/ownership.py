@@ -260,11 +260,12 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.skipped": lambda st, a: (
         asked(a),
-        f"a key that the walk takes; the walk leaves out "
+        "a key that this walk (pass over the microbatches) takes; the walk leaves out "
         f"{counted(skipped_keys(st, a['key'].stage), 'key')} of stage {a['key'].stage}",
     ),
     "ownership.walk-begun": lambda st, a: (
-        f"{asked(a)} after {counted(_begun(st), 'forward')} of the walk",
+        f"{asked(a)} after {counted(_begun(st), 'forward')} of the walk (pass over the "
+        "microbatches)",
         "no forward of the walk yet",
     ),
     "ownership.repeated-forward": lambda st, a: (

@@ -130,7 +130,10 @@ class Epochs:
         )
 
     def next_walk(self, epoch: int | None) -> int:
-        """Begin the epoch's next walk (pass over the microbatches); return how many are over."""
+        """
+        Begin the epoch's next walk (pass over the microbatches); return the number of finished
+        walks.
+        """
         self._runner.run("next_walk", self._named("next_walk", epoch))
         return int(self._runner.memory.walk[0])
 

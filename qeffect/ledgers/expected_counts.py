@@ -49,7 +49,7 @@ class ExpectedCounts:
     Attributes:
         awaited: Expected counts of the last commit, until they are presented; None if no commit
             awaits counts.
-        writes: By slot, how and where the dW that was checked last writes; both determine which
+        writes: For each slot, how and where the slot's last checked dW writes; both determine which
             captured graph has to run.
     """
 

@@ -1,5 +1,6 @@
 """
-Grouped dW: the further tapes of one dW besides its own, from its check to its commit or abort.
+Grouped dW: one dW computes the weight gradients of several tapes. This module keeps the further
+tapes of each such dW, from its check to its commit or abort.
 """
 
 from __future__ import annotations

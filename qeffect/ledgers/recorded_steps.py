@@ -99,11 +99,13 @@ class RecordedSteps:
         if observer is not None and not (
             isinstance(observer, StepObserver) and observer.repeats(step)
         ):
-            return Difference("the observer", observer, "none, or one that keeps the step")
+            return Difference(
+                "the observer", observer, "no observer, or an observer that keeps the step"
+            )
         if self._counted is not None:
             if not self._counted.late:
-                found = "at the commit"
-                return Difference("when counts are compared", found, "after it: late=True")
+                found, wanted = "at the commit", "after the commit (late=True)"
+                return Difference("the time at which counts are compared", found, wanted)
         return None
 
     def _asked(self, step: RecordedStep, *, guards_alone: bool) -> Difference | StepState | None:
@@ -120,7 +122,10 @@ class RecordedSteps:
             tried = outcome
         if self._counted is not None and self._counted.awaited is not None and not guards_alone:
             return Difference(
-                "the counts of the last commit", "missing", "presented", "epoch.uncounted"
+                "the state of the last commit's counts",
+                "not presented",
+                "presented",
+                "epoch.uncounted",
             )
         return tried
 

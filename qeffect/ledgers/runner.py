@@ -1,5 +1,6 @@
 """
-The runner: runs transitions over a contract's memory, and builds the exceptions of refused ones.
+The runner: runs transitions over a contract's memory, and builds the exceptions for refused
+transitions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """
 Compare the event logs and the rank logs of one run.
 
-A worker writes two logs. Its contract writes the event log; its channels, consent, checkpoints and
-launches write the rank log. Both logs must record the same commits and restores in the same order,
-and between them the same receives in the same slots.
+A worker writes two logs. Its contract writes the event log. The worker's parts for messages, votes,
+checkpoints and graph launches write the rank log. Both logs must record the same commits and
+restores in the same order, and between them the same receives in the same slots.
 
 A log may end early if its process was killed. An event log is written in blocks of lines, so it is
 then compared only up to its end. A rank log is written line by line without a buffer, so it may
@@ -318,6 +318,6 @@ def _words(
         stage, microbatch, gradient, slot, generation = receives[place]
         what = "gradient" if gradient else "activation"
         yield (
-            f"as receive {place} of epoch {epoch} the {what} of stage {stage}, microbatch "
+            f"receive {place} of epoch {epoch}: the {what} of stage {stage}, microbatch "
             f"{microbatch}, in slot {slot}, generation {generation}"
         )

@@ -46,8 +46,8 @@ __all__ = [
 MAGIC: Final = "event-log"
 VERSION: Final = 3
 
-#: By kind of line about a recorded step, its fields: the step begins, is kept, is dropped, or was
-#: committed in one call. Such a line records no transition.
+#: Fields of the lines about recorded steps, by kind of line: a step begins, is kept, is dropped, or
+#: was committed in one call. Such a line records no transition.
 MARKS: Final[Mapping[str, tuple[str, ...]]] = {
     "begin_step": (),
     "keep_step": (),
@@ -55,8 +55,9 @@ MARKS: Final[Mapping[str, tuple[str, ...]]] = {
     "repeat_step": ("step",),
 }
 
-#: The optional last fields of some lines. A line ends with the last such field that was reported (a
-#: weight with its parts); older logs lack all of them.
+#: Optional fields at the end of some lines. A line leaves out the optional fields after the last
+#: one that was reported; older logs lack all of them. ``weight`` and ``parts`` are reported
+#: together.
 OPTIONAL: Final = ("draws", "weight", "parts")
 
 #: Whether a parsed value has a field's shape.

@@ -100,8 +100,8 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
 #: Some described stages instead of buckets; others did not count the optimizer's update as device
 #: work, or the loss of a cache as a failure.
 COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced", "undrained", "spoiled"})
-#: Columns that a log may lack because it was recorded before they existed: the header configures
-#: them, or configures no part that writes them.
+#: Columns that a log may lack because the log was recorded before these columns existed. Either the
+#: header gives their values, or the header configures nothing that writes them.
 COLUMNS_ADDED: Final = frozenset(
     {
         "target_of",

@@ -58,7 +58,7 @@ class JointReport:
 
     Args:
         verdict: ``accepted`` or ``refused``.
-        ranks: For each log, in the order of the logs, the report of its replay alone.
+        ranks: For each log, the report of a replay of this log alone; in the order of the logs.
         epochs: Number of epochs that were compared; every rank committed them.
         messages: Number of messages between ranks in these epochs.
         rank: Rank of the refused event. This and all fields below are None if nothing was refused.

@@ -61,7 +61,7 @@ _CHANGED: Final = re.compile(
 _SEALED: Final = re.compile(rb',"digest":"[0-9a-f]{16}"}\n')
 #: Exceptions of the functions that read or apply a line, if the line has the wrong shape.
 _STUMBLES: Final = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
-#: The same for a header, with those that a lack of memory or a huge number causes.
+#: The same for a header, plus the exceptions that a lack of memory or a huge number causes.
 _TOO_MUCH: Final = (*_STUMBLES, MemoryError, OverflowError)
 
 

@@ -2,10 +2,10 @@
 Rank logs: the interaction of a job's ranks, in one file for each rank and attempt.
 
 An event log (`qeffect.log.recorder`) records a contract's transitions. A rank log records what a
-contract does not see: how the ranks met, which messages they posted and received, their consents,
-their parts of checkpoints, and how they stopped. Every line is written without a buffer, so that
-the log of a killed process ends with the last action of the process. `qeffect replay` checks the
-logs of all ranks against the model of ranks.
+contract does not see: how the ranks met, which messages they posted and received, their consents
+(votes before a commit), their parts of checkpoints, and how they stopped. Every line is written
+without a buffer, so that the log of a killed process ends with the last action of the process.
+`qeffect replay` checks the logs of all ranks against the model of ranks.
 
 A log may have several files; each later file begins after a commit. All ranks begin their later
 files at the same epochs. A rank removes an old file only two commits after the rank began the next
@@ -39,7 +39,7 @@ __all__ = ["RANK_MAGIC", "RankLines", "RankLog", "is_rank_log", "order_digest"]
 
 RANK_MAGIC: Final = "rank-log"
 _VERSION: Final = 1
-#: After so many further commits of a rank, every rank has written the commit before them.
+#: If a rank has committed this many times after a commit, every rank has written that commit.
 _KNOWN_TO_ALL: Final = 2
 _PRIME: Final = (1 << 61) - 1
 _BASE: Final = 1_000_003

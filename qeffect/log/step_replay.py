@@ -61,7 +61,8 @@ class StepReplay:
         seq: Function that returns the sequence number of the current line.
 
     Attributes:
-        events: The transitions so far of the step that is being recorded; None if no step is.
+        events: The transitions so far of the step that is being recorded; None while no step is
+            being recorded.
     """
 
     def __init__(

@@ -14,9 +14,8 @@ from .constants import NEVER, State
 #: ``forwards`` counts the F of the epoch. ``rolled_at`` is the token at which the domain's scales
 #: moved last: with its latest F, or in an update; ``scaled_at`` is that token for a tape's F.
 #: ``drawn_at`` is the position of the random generator at which a tape's F began to draw, ``drawn``
-#: the same position for the domain's latest F.
-#: ``gathered`` is 1 from an F of a domain whose scales move once an epoch until they move; every
-#: dI comes in between.
+#: the same position for the domain's latest F. If a domain's scales move once an epoch,
+#: ``gathered`` is 1 from an F of the domain until the scales move; every dI comes in between.
 STATE = {
     "token": Column("domain"),
     "position": Column("domain"),

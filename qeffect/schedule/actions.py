@@ -227,8 +227,8 @@ class Schedule:
         source: Origin of the table, for messages.
         complete: Whether all ranks are present. If not, messages from missing ranks are unchecked.
         notes: Facts about the source that a user should know.
-        buffers: The slot of each pair of stage and microbatch, if the source names slots; by
-            default each tape takes a free slot.
+        buffers: The slot (set of buffers) of each pair of stage and microbatch, if the source names
+            slots. By default each tape (what a forward leaves for its backward) takes a free slot.
     """
 
     rows: tuple[Row, ...]

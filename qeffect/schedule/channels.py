@@ -37,8 +37,8 @@ class Channel:
 
     Args:
         queues: Which messages share a queue; one of `QUEUES`.
-        exchanged: The finding for the first receive that gets another message than it names; None
-            if every receive gets its message.
+        exchanged: The finding for the first receive that gets another message than the one it
+            names; None if every receive gets the right message.
         deadlocks: For each value of `RENDEZVOUS`, the finding for the deadlock; None if all ranks
             finish.
     """

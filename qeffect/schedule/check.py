@@ -1,16 +1,17 @@
 """
 The full check of a schedule: first of the table alone, then of every action under the contract.
 
-Each rank becomes one simulated process with one `Contract`. Its stages share one state domain, as
-Transformer Engine's modules do. Each stage has the number of slots that the plan computes, and more
-slots if an input is received long before its forward. The rank's row then runs as in a runtime:
+Each rank becomes one simulated process with one `Contract`. Its stages share one state domain
+(their FP8 scales are updated together), as Transformer Engine's modules do. Each stage has the
+number of slots that the plan computes, and more slots if an input is received long before its
+forward. The rank's row then runs as in a runtime:
 
-- a refresh comes before a stage's first forward;
+- a refresh (the quantization of a stage's weights) comes before the stage's first forward;
 - before and after every replay, the caller's stream and the graph stream wait for each other;
-- destinations are bound before dI;
+- destinations (the buffers for gradients) are bound before dI;
 - a receive is posted into a slot, and ends when the computation that uses the message begins;
-- a send reads its tape, and ends where the table waits for the send; in a table without waits for
-  sends, it ends at once;
+- a send reads its tape (what the forward left in memory), and ends where the table waits for the
+  send; in a table without waits for sends, it ends at once;
 - gradients are finalized and reduced where the table has an entry for the reduction, or at the
   row's end; a reduction ends where the table waits for it, or at the row's end;
 - commit, drain and checkpoint end the step.
@@ -19,7 +20,7 @@ The row runs for two optimizer steps: training repeats a table, so each step mus
 ready for the next step.
 
 If the pairing is not `contract`, a dW presents the tape reference that the pairing would pick, and
-the contract refuses a wrong reference.
+the contract refuses a reference to another tape.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Verdict:
     Args:
         verdict: `accepted` or `refused`.
         source: The schedule's source.
-        pairing: The rule of the check for which retained work a dW gets; a name of
+        pairing: The rule that decides which retained work a dW gets; a name of
             `qeffect.schedule.pairing`.
         findings: The reasons for a refusal, the cause first; empty if the schedule is accepted.
         counts: Number of actions of each kind that the contract accepted, over all ranks and steps.

@@ -5,7 +5,8 @@ Read DeepSpeed's instruction streams as tables, from its schedule classes and wi
 instruction names a buffer, not a microbatch. So this reader tracks the content of the buffers:
 
 * A receive, or a load on the first stage, puts the stage's next microbatch into its buffer.
-* ForwardPass takes the oldest input of its buffer, and leaves a tape in the buffer.
+* ForwardPass takes the oldest input of its buffer, and leaves a tape (what a forward leaves for its
+  backward) in the buffer.
 * BackwardPass takes the oldest tape of its buffer; RecvGrad receives the gradient of that tape.
 * SendActivation and SendGrad send what the last ForwardPass or BackwardPass left in the buffer.
 
@@ -77,8 +78,8 @@ def deepspeed_schedule(name: str | type, *, stages: int, microbatches: int) -> S
         cls = name
     if not callable(getattr(cls, "steps", None)):
         raise ScheduleError(
-            f"{cls.__module__}:{cls.__name__} is not a schedule class; expected one with steps(), "
-            f"such as a subclass of {MODULE}.PipeSchedule"
+            f"{cls.__module__}:{cls.__name__} is not a schedule class; expected a class with "
+            f"steps(), such as a subclass of {MODULE}.PipeSchedule"
         )
     source = f"DeepSpeed {cls.__name__} stages={stages} microbatches={microbatches}"
     ranks = [_Stream(cls, source, rank, stages, microbatches) for rank in range(stages)]

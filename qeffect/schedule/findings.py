@@ -28,8 +28,11 @@ class Place:
         rank: Rank of the entry.
         step: Step of the entry.
         action: Text of the entry.
-        role: The entry's relation to the finding: `first`, `needs`, `peer`, `owner`, `picked`,
-            `awaited` or `waits`.
+        role: The entry's relation to the refused entry. `owner` left the work that the refused dW
+            should get, and `picked` left the work that this dW gets. `first` is an earlier entry
+            with which the refused entry conflicts, and `needs` is an entry that must come before
+            the refused entry. `peer` is the message that is received instead. `awaited` is an entry
+            that a stopped rank waits for, and `waits` is an entry at which another rank stops.
     """
 
     rank: int

@@ -20,7 +20,7 @@ from .transport import DEFAULT, Transport
 
 __all__ = ["GroupPlan", "comparison_lines", "fastest"]
 
-#: The largest number of ranks whose numbers are all in one row of the comparison of groups.
+#: Up to this many ranks, a row of the comparison lists the number of every rank.
 _RANKS = 4
 
 
@@ -181,8 +181,8 @@ def comparison_lines(found: Sequence[GroupPlan], schedule: Schedule) -> Iterator
         yield "live tapes, deferred dW and slots: by rank, rank 0 first"
     if first.rank_slots is not None:
         yield (
-            "runtime slots: slots in QEffect's own runtime; a receive already takes the slot, and "
-            "other stages of the rank also read the tape"
+            "runtime slots: slots in QEffect's own runtime; there a receive already takes the "
+            "slot, and other stages of the rank also read the tape"
         )
     elif schedule.complete:
         yield (

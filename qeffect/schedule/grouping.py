@@ -53,7 +53,8 @@ def group_wgrads(schedule: Schedule, group: int) -> Schedule:
     Return a table in which the dW of each group run one after another, after the group's last dI.
 
     The dW of a group run in ascending order of microbatches, at the place of the group's last dW in
-    the table. One matrix product can then replace these dW; it runs at the place of the first.
+    the table. One matrix product can then replace these dW; the product runs at the place of the
+    first of them.
 
     Each full backward becomes its dI, its sends and then its dW. Each send directly follows the
     action that computes the sent tensor. Idle entries and sharding actions are left out.

@@ -100,9 +100,9 @@ def _notes(shape: _Shape) -> list[str]:
     ]
     if shape.pp == 2 and shape.vpp > 1 and shape.messages == "batched":
         notes.append(
-            "with two ranks the previous and the next rank are the same rank, so a batch has two "
-            "sends to it, and their order decides which receive gets which tensor; set "
-            "overlap_p2p_comm=True and batch_p2p_comm=False (--messages overlapped)"
+            "with two ranks, the previous and the next rank are the same rank. A batch then has "
+            "two sends to this rank, and the order of the sends decides which receive gets which "
+            "tensor. Set overlap_p2p_comm=True and batch_p2p_comm=False (--messages overlapped)"
         )
     return notes
 

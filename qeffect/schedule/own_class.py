@@ -17,7 +17,7 @@ __all__ = ["base_name", "import_class", "own_class"]
 
 #: A module as Python imports it, a colon, and a class.
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-#: By base class of torch, the concrete class of torch whose stages a subclass receives.
+#: For each base class of torch, the torch class whose stages a user's subclass gets.
 _BASES = {"PipelineScheduleSingle": "ScheduleGPipe", "PipelineScheduleMulti": "ScheduleLoopedBFS"}
 
 

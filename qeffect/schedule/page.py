@@ -1,10 +1,11 @@
 """
 A verdict on a schedule as one HTML file: an interactive timeline, and the reasons for the verdict.
 
-The file needs no network and no other file, and can be read without its script. It shows the
-uncut picture of `qeffect.schedule.timeline`, with an element for each action, including messages
-and reductions. With the script, the user moves through the actions in time order and sees which
-tape each slot holds at that moment, the slot of an action, and the other end of a message.
+The file needs no network and no other file, and can be read without its script. It shows the uncut
+picture of `qeffect.schedule.timeline`, with an element for each action, including messages and
+reductions. With the script, the user moves through the actions in time order and sees which tape
+(what one forward leaves for its backward) each slot holds at that moment. The page also shows the
+slot of each action, and the other end of each message.
 
 The file also contains the checker's result as the JSON object that ``qeffect check --json`` prints.
 """
@@ -82,7 +83,8 @@ class _Facts:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.slots: dict[Tape, int] = dict(schedule.buffers or {})
-        #: By rank: stage, microbatch, slot, first and last step; None where a tape never ends.
+        #: For each tape (what one forward leaves for its backward): rank, stage, microbatch, slot,
+        #: first step and last step. The last step is None if the tape never ends.
         self.tapes: list[list[Any]] = []
         self.places: dict[tuple[Kind, int, int], tuple[int, int]] = {}
         for rank, atoms in enumerate(schedule.atoms):

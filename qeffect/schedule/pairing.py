@@ -12,9 +12,9 @@ work. A runtime without keys takes the work that its data structure offers:
 - `global`: the oldest work of the rank, with one queue for all stages.
 
 Whether the offered work is right depends only on the schedule, so `qeffect.schedule.check` can test
-it before anything runs: dW presents the reference of the offered work, and the contract refuses the
-reference of another tape. `B` is `I` then `W`, so the dW of a full backward may also consume older
-work.
+it before anything runs: each dW presents the reference of the tape that holds the offered work, and
+the contract refuses the reference of another tape. `B` is `I` then `W`, so the dW of a full
+backward may also consume older work.
 """
 
 from __future__ import annotations

@@ -5,17 +5,18 @@ and gradient memory.
 The plan compares two ways to provision graphs and memory (paper, Section IV, "Static binding and
 resource cost"). The paper captures one F, dI and dW graph for every microbatch of every local
 stage, `3 * M * L`, and gives every matrix one gradient destination for every microbatch,
-`M * sum(W)`. With generation-checked slots, each stage needs as many slots as it has live tapes at
-once, and the graphs of these slots. Every matrix then needs only one destination: the first weight
-gradient of a step overwrites the destination, and the later ones accumulate into it.
+`M * sum(W)`. With slots (sets of buffers) that are reused under the contract's checks, each stage
+needs as many slots as it has live tapes at once, and the graphs of these slots. Every matrix then
+needs only one destination: the first weight gradient of a step overwrites the destination, and the
+later weight gradients accumulate into it.
 
-A tape is live from its forward until its last reader is done. The readers are its weight gradient
-and, if the table shows messages, the sends of its output and of its input gradient. A send ends at
-its wait in the table (torch 2.15); in a table without waits for sends, a send ends at once. The
-default tables of torch 2.15 wait for every gradient send at the end of the row, which keeps the
-tapes of all microbatches live; `max_outstanding_sends` reduces their number. torch's own
-`analyze_pipeline_activation_liveness` ignores sends: it counts the tapes that computations keep
-live, `StagePlan.peak_live - StagePlan.held_by_sends`.
+A tape (what a forward leaves for its backward) is live from its forward until its last reader is
+done. The readers are its weight gradient and, if the table shows messages, the sends of its output
+and of its input gradient. A send ends at its wait in the table (torch 2.15); in a table without
+waits for sends, a send ends at once. The default tables of torch 2.15 wait for every gradient send
+at the end of the row, which keeps the tapes of all microbatches live; `max_outstanding_sends`
+reduces their number. torch's own `analyze_pipeline_activation_liveness` ignores sends: it counts
+the tapes that computations keep live, `StagePlan.peak_live - StagePlan.held_by_sends`.
 
 QEffect's own runtime keeps a tape live for longer (`runtime_slots`): there a tape begins with the
 receive of its input. If two successive stages are on the same rank without a message between them,
@@ -98,8 +99,10 @@ class StagePlan:
     Args:
         stage: The stage.
         forwards: Number of forwards per step.
-        peak_live: Peak number of live tapes: the forward ran, and the last reader has yet to run.
-        peak_deferred: Peak number of deferred weight gradients: dI ran, and dW has yet to run.
+        peak_live: Peak number of live tapes (what a forward leaves for its backward). A tape is
+            live from its forward until its last reader ran.
+        peak_deferred: Peak number of deferred weight gradients: those whose dI ran and whose dW has
+            yet to run.
         held_by_sends: How many tapes of `peak_live` are live only because a send still reads them
             after their weight gradient ran.
     """
@@ -138,8 +141,8 @@ class RankPlan:
         peak_live: Peak number of live tapes over all stages of the rank.
         peak_deferred: Peak number of deferred weight gradients over all stages of the rank.
         delayed: Number of weight gradients that do not directly follow their own input gradient.
-        slots: Number of slots to provide: the sum of the stages' peaks of live tapes, because a
-            slot's graphs belong to one stage.
+        slots: Number of slots to provide. This is the sum of the stages' peaks of live tapes,
+            because a slot's graphs belong to one stage.
         paper: Cost with one tape and one destination per microbatch.
         live_slots: Cost with one tape per slot, one cache refresh per stage and accumulating
             destinations.

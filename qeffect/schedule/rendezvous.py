@@ -10,8 +10,8 @@ ended. If the transport lets a send block its rank, the rank also stops at the s
 
 Suppose that two ranks have both posted a send first. With one queue for both directions the ranks
 wait for each other. With buffered sends, or with one queue per direction, they do not wait. A table
-with such sends *can* deadlock: whether a runtime blocks depends on the size of its buffers and on
-the messages that it posts together, and a table states neither.
+with such sends *can* deadlock. Whether a runtime blocks depends on the size of its buffers and on
+the messages that it posts together; a table states neither.
 
 A rank waits for one message at a time, and each queue joins only two ranks. So the time of the run
 is linear in the size of the table. If ranks stop, following their waits leads either to two heads

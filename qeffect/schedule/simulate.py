@@ -4,9 +4,9 @@ A dry run of all ranks at once: each rank runs its row in order and waits for ot
 In a compute+comms table a receive blocks until its send has run; sends do not block. A wait for a
 send blocks until the other rank reaches the receive of that message (pytorch pull request 194121: a
 badly placed wait deadlocks at replay). In a compute-only table a computation blocks until the
-neighbour stage's computation has run. An action does not block if it needs an action that is
-missing from the table or later in the same row: other checks report that. So ranks that stop early
-wait for each other, and following one rank's wait leads into a cycle.
+neighbour stage's computation has run. If an action needs an action that is missing from the table,
+or that comes later in the same row, the action does not block: other checks report this mistake. So
+ranks that stop early wait for each other, and following one rank's wait leads into a cycle.
 
 The time of the run is linear in the size of the table. The run also yields start times: F, I and W
 take one unit each, as in torch's visualizer, and messages take no time. torch's runtime posts a

@@ -1,5 +1,6 @@
 """
-Assign a slot to each tape and count the peak of live tapes, in one pass over a rank's actions.
+Assign a slot (a set of buffers) to each tape (what a forward leaves for its backward) and count the
+peak of live tapes, in one pass over a rank's actions.
 
 A tape is live from its forward, or from the receive of its input into its slot, until its last
 reader has run. The caller names the readers. The weight gradient is always a reader; others are the

@@ -14,8 +14,8 @@ A dry run gives a time to every action and message (`step_time`). It assumes:
   computed: the input gradient of a B leaves before B's W. In a table that names no messages, each
   message is sent as soon as its tensor is computed.
 * The messages from one rank to another travel one at a time, in the order of their sends; with
-  `queues` of `direction` or `edge-direction`, activations and gradients travel independently. The
-  two directions of a pair of ranks never wait for each other, whatever `queues` says.
+  `queues` of `direction` or `edge-direction`, activations and gradients travel independently. For
+  every value of `queues`, the two directions between two ranks never wait for each other.
 * Sends are buffered: a message does not wait for its receive, and a receive blocks nothing. With
   `rendezvous`, a message starts only when its receive is also reached; with `rendezvous` of `rank`,
   the message also blocks its sender's row until it has arrived. A WAIT_SEND blocks its row until
@@ -23,13 +23,15 @@ A dry run gives a time to every action and message (`step_time`). It assumes:
 * Reductions run in parallel with computations, one at a time on a rank. A reduction starts at its
   place in the row or, in a table without reductions, after the last W of its stage.
   WAIT_REDUCE_GRAD and the update wait for the reduction.
-* A rank's `host` issues one F, I or W after the other, ahead of the device; the device cannot begin
-  an action before the host has issued it.
+* A rank's `host` is the time in which the rank's host issues one F, I or W. The host issues one
+  action after the other, ahead of the device; the device cannot begin an action before the host has
+  issued it.
 * With grouped dW, one product computes the dW of g microbatches. Each of these dW takes 1/g of the
   product's time, and only the first dW has a `host` and a `launch`. If the durations give no time
   for the product, each dW takes W and has its own `host` and `launch`.
-* A rank's `update` follows its row and its reductions. With `consent`, it follows the rows and
-  reductions of all ranks and the time `consent` in which the ranks agree. Sharding takes no time.
+* A rank's `update` starts after the rank's row and reductions. If `consent` is not zero, the update
+  starts after the rows and reductions of all ranks, and after the time `consent` in which the ranks
+  agree. Sharding takes no time.
 
 The simulated step is as short as its schedule allows: more queues, faster messages or a shorter
 action never make the step longer. With measured durations, the simulated step time is a lower bound
@@ -312,11 +314,11 @@ class _Rows:
     group: int = 1
     lanes: _Lanes = attrs.field(factory=_Lanes)
     made: dict[Event, _Task] = attrs.field(factory=dict)
-    #: Needs whose tasks may be put down later, from another rank's row.
+    #: Needs whose tasks may be made later, from another rank's row.
     open: list[tuple[_Task, Event]] = attrs.field(factory=list)
     #: For each rank, the last task that blocks the later tasks of the row.
     held: dict[int, _Task] = attrs.field(factory=dict)
-    #: Stages whose first F has been put down.
+    #: Stages whose first F has a task already.
     opened: set[int] = attrs.field(factory=set)
 
     def lay(self) -> _Lanes:

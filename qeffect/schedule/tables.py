@@ -144,8 +144,8 @@ def write_table(schedule: Schedule) -> str:
     """
     Return the schedule as the CSV table that torch would write.
 
-    `parse_table` reads the same rows back. Lines end as in the `csv` module, so open a file for it
-    with `newline=""`.
+    `parse_table` reads the same rows back. Lines end in CR LF, as in the `csv` module, so open the
+    output file with `newline=""`.
 
     Args:
         schedule: The schedule, from any reader.

@@ -3,9 +3,9 @@ Read Transformer Engine's `_order` lists, as `make_graphed_callables` takes them
 
 An entry names a model chunk, counted from one: `+chunk` is its forward, `-chunk` its backward, and
 `-chunk - 0.5` the weight gradient that an earlier `-chunk` deferred. Entries do not name
-microbatches: the k-th entry of a kind and chunk is microbatch k, as in Transformer Engine. If a
-chunk has one deferred weight gradient, all its weight gradients are deferred, and its `-chunk` is
-only the input gradient.
+microbatches: the k-th entry of a kind and chunk is microbatch k, as in Transformer Engine. A chunk
+defers either all of its weight gradients or none. If a chunk defers them, its `-chunk` is only the
+input gradient.
 
 A list describes one rank and no messages, so the checks across ranks do not apply.
 """

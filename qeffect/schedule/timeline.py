@@ -3,10 +3,10 @@ Draw a schedule as one self-contained SVG, in the colours of torch's schedule vi
 
 F is blue, I teal, W green, B orange, an overlap purple, idle time white; a rank's later stages are
 lighter. The refused entry has a red outline, and its clause is written below the rows. If a weight
-gradient got the wrong retained work, two arcs lead to it: one from the dI that left its own work,
-one from the dI that left the wrong work. The legend names every colour, shade, outline and arrow in
-the picture. A message takes no time, so a marked message is a narrow box, with its entry and step
-beside the box.
+gradient got the wrong retained work (operands that a dI left), two arcs lead to the weight
+gradient: one from its own dI, and one from the dI that left the wrong work. The legend names every
+colour, shade, outline and arrow in the picture. A message takes no time, so a marked message is a
+narrow box, with its entry and step beside the box.
 
 A schedule with simulated times is drawn whole and to scale. Arrows lead from the time at which a
 message is sent to the time at which it arrives; the entries of the critical path have an outline.
@@ -80,8 +80,8 @@ def timeline(
     Args:
         schedule: The schedule.
         finding: The finding to mark; if `None`, the picture says that nothing was refused.
-        window: Maximum number of columns to draw; of a longer schedule only the part around the
-            refused entry is drawn. `None` draws all columns.
+        window: Maximum number of columns to draw. A longer schedule is cut to the part around the
+            refused entry. `None` draws all columns.
         timed: The simulated times of the schedule's step. If given, the schedule is drawn whole and
             to scale, and nothing is marked.
 
@@ -104,7 +104,7 @@ class Picture:
         placed: The start time and length of each entry.
     """
 
-    #: From an entry's middle to a name below its box, beside half of the box's height.
+    #: Distance from the lower edge of an entry's box to the name below the box.
     name_below = 12
 
     def __init__(

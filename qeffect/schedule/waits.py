@@ -2,12 +2,12 @@
 Checks of waits: each wait ends exactly one send or one reduction, after the send or reduction
 started.
 
-A send reads its tape until the send ends, and a reduction uses a stage's gradients until the
-reduction ends. Tables up to torch 2.14 do not say when sends and reductions end. Tables of torch
-2.15 do (`WAIT_SEND_F`, `WAIT_SEND_B`, `WAIT_REDUCE_GRAD`), because a step that is captured in a
-graph cannot ask whether a send has ended (pytorch pull request 194121). A table that awaits one
-send must await every send; otherwise the slots of the other sends never become free. The same holds
-for reductions.
+A send reads its tape (what a forward leaves for its backward) until the send ends, and a reduction
+uses a stage's gradients until the reduction ends. Tables up to torch 2.14 do not say when sends and
+reductions end. Tables of torch 2.15 do (`WAIT_SEND_F`, `WAIT_SEND_B`, `WAIT_REDUCE_GRAD`), because
+a step that is captured in a graph cannot ask whether a send has ended (pytorch pull request
+194121). A table that awaits one send must await every send; otherwise the slots of the other sends
+never become free. The same holds for reductions.
 """
 
 from __future__ import annotations

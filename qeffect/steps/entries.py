@@ -31,10 +31,11 @@ class Entries:
             amount is always 0.
 
     Attributes:
-        stand_in: Given a memory and how far each counter rose: whether the memory's selected
-            entries equal these values after each counter rose by its amount.
-        write: Given a memory and how far each counter rose: writes the selected entries into the
-            memory, each counter raised by its amount.
+        stand_in: Function of a memory and of the amounts by which the counters rose. It returns
+            whether the memory's selected entries equal the kept values, each raised by its
+            counter's amount.
+        write: Function of a memory and of the amounts by which the counters rose. It writes the
+            kept values into the memory, each raised by its counter's amount.
     """
 
     __slots__ = ("stand_in", "write")

@@ -267,16 +267,16 @@ class RecordedStep:
                 self.transitions.functions[transition](found, *given)
             except Refused as refused:
                 raise ValueError(
-                    "cannot record a step whose result depends on the values of its counters: run "
-                    "again from a state with all counters raised, "
+                    "cannot record a step whose result depends on the values of its counters: when "
+                    "the step runs again with all counters raised, "
                     f"{transition} is refused by {refused.clause}"
                 ) from None
         wanted = translated(self.end.memory, amounts)
         for name in self.transitions.columns:
             if getattr(found, name) != getattr(wanted, name):
                 raise ValueError(
-                    "cannot record a step whose result depends on the values of its counters: run "
-                    "again from a state with all counters raised, it leaves another value than "
+                    "cannot record a step whose result depends on the values of its counters: when "
+                    "the step runs again with all counters raised, it leaves another value than "
                     f"expected in column {name} of the contract's state"
                 )
 
@@ -411,7 +411,7 @@ class RecordedStep:
 
     def write(self, memory: Memory) -> None:
         """
-        Write what the step's transitions would leave, into a memory for which `differs` found
-        nothing.
+        Write the state that the step's transitions would leave. The memory must be one for which
+        `differs` found no difference.
         """
         self._left.write(memory, self._amounts(memory))

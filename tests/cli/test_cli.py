@@ -366,7 +366,7 @@ class TestCheck:
         (["prove", "--depth", "9" * 4000], "at least 1 and at most 8"),
         (["prove", "--programs", "out"], "add --mutants"),
         (["prove", "--mutants", "--programs", "pyproject.toml"], "expected a folder"),
-        (["prove", "--only", "no such line"], "no mutated line"),
+        (["prove", "--only", "no such line"], "no mutant's description"),
         (["prove", "--promise", "ownership.dgrad-next"], "is an assumption or a condition of a"),
         (["prove", "--promise", "launches.one-cause"], "`qeffect ranks` proves all promises about"),
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),

@@ -59,8 +59,8 @@ def test_the_comparison_follows_the_plan(
         "    2       5 / 6        3 / 4  6 / 7          6 / 7          69.5         0.959    7.9%",
         "    4       8 / 8        6 / 8  8 / 8          8 / 8          73.5         1.014    7.5%",
         "live tapes, deferred dW and slots: by rank, rank 0 first",
-        "runtime slots: slots in QEffect's own runtime; a receive already takes the slot, and "
-        "other stages of the rank also read the tape",
+        "runtime slots: slots in QEffect's own runtime; there a receive already takes the slot, "
+        "and other stages of the rank also read the tape",
         "group 4: no time for a product of 4 microbatches: assumed 4 times W; "
         'add "grouped_W": {"4": TIME} to the durations',
         "fastest: group 2",

@@ -78,11 +78,12 @@ def _speed() -> list[str]:
         "and can rank two columns in another order. The *floor* of a column is the smallest kernel "
         "time among the library's columns that add the gradients of all microbatches in the same "
         "order. A *whole-step graph* is the library's whole step as one graph, with the same order "
-        "of additions. Beside a ratio to the floor or to a whole-step graph stands the library's "
-        "column that gives it. `ours_copied` and `ours_per_microbatch` have no such ratios, "
-        "because no column of the library adds gradients in their order. At the *break-even step* "
-        "a column has caught up with native, although it also spent time on construction, warm-up "
-        "and capture. Native, and a column that never catches up, have a dash.",
+        "of additions. A ratio to the floor or to a whole-step graph is followed by the library's "
+        "column with which it was computed. `ours_copied` and `ours_per_microbatch` have no such "
+        "ratios, because no column of the library adds gradients in the same order as these two. "
+        "At the *break-even step* a column has caught up with native, although the column also "
+        "spent time on construction, warm-up and capture. A dash there stands for native, or for a "
+        "column that never catches up.",
         markdown(header, rows),
     ]
 
@@ -115,10 +116,10 @@ def host() -> list[str]:
             "row per report. A difference is the median over the rounds, with the range in "
             "parentheses; a difference whose range includes zero counts as noise. The last column "
             "comes from other steps, in which each action was timed alone and compared with the "
-            "bare replay of its graph. That column includes the handoff between streams and the "
-            "copies, which a step without guards makes too. For comparison, a check with its "
-            f"commit takes {min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs in "
-            "`qeffect bench`, on [the machine of its "
+            "bare replay of its graph. The last column therefore includes the handoff between "
+            "streams and the copies, which a step without guards makes too. For comparison, a "
+            f"check with its commit takes {min(kernel.values()):.1f} to "
+            f"{max(kernel.values()):.1f} µs in `qeffect bench`, on [the machine of its "
             "report](../../../verification/reports/README.md#what-guards-cost).",
             markdown(header, sorted(rows, key=lambda row: row[0])),
         ]
@@ -182,8 +183,8 @@ def _parts(cell: Mapping[str, Any], name: str) -> Iterator[str]:
     if not parts["copies"]:
         said = (
             "The timer of that report missed the copies, which the unguarded runtime makes too, "
-            "and counted them as the runtime's own code. The timer has been mended since; the "
-            "report was not repeated:"
+            "and counted them as the runtime's own code. The timer was corrected later, but the "
+            "report was not made again:"
         )
     yield (
         f"Host time of a guarded action of {cell['cell']} beyond its bare replay, by part ({name}; "
@@ -228,8 +229,8 @@ def _beyond_floor() -> list[str]:
         "of these, copies between buffers", "beyond its own kernels",
     )  # fmt: skip
     return [
-        "This table splits the time by which a step exceeds its floor. Kernels were profiled in "
-        "other steps, under another load, than the timed steps. On two streams kernels overlap. "
+        "This table splits the time by which a step exceeds its floor. The profiled steps are not "
+        "the timed steps, and ran under another load. On two streams kernels overlap. "
         "The reason for the time in the last column is unknown:",
         markdown(header, rows),
     ]

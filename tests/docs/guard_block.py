@@ -75,13 +75,14 @@ def on_two_gpus() -> str:
             "The price was measured without a log. A step is eager and has four microbatches and "
             f"one layer for each virtual stage (hidden 4096, sequence {SEQUENCE}, ffn {FFN}). A "
             f"quiet step takes {quiet:.0f} ms, the median step {median:.0f} ms. On the rank where "
-            f"it costs more, the guard adds {most(own, 'tenth'):.1%} to a quiet step and "
+            f"the guard costs more, it adds {most(own, 'tenth'):.1%} to a quiet step and "
             f"{most(own, 'median'):.2%} to the median step, which is {most(own, 'us'):.0f} "
             "microseconds for each F and each B with their messages. If the guard makes every call "
             f"in every step, it adds {most(whole, 'tenth'):.1%} to a quiet step and "
             f"{most(whole, 'median'):.2%} to the median step, which is {most(whole, 'us'):.0f} "
-            "microseconds. Steps differ from each other by more than the guard adds. Taken from "
-            "the two steps of each round, the median price lies, with a confidence of 95%, between "
+            "microseconds. Steps differ from each other by more than the guard adds. So each round "
+            "timed a guarded step and an unguarded step, one after the other. The median "
+            "difference for each F and each B lies, with a confidence of 95%, between "
             f"{limits[0]} microseconds on the first rank and between {limits[1]} on the second.",
         )
     )

@@ -175,8 +175,8 @@ def agreements(found: Sequence[Mapping[str, Any]]) -> str:
         agrees = f"all {goals:,}" if other["unsat"] == goals else f"{other['unsat']:,}"
         text += f"; {other['solver']} agrees on {agrees} of them"
         if "attempts" in other:
-            told = [f"{count:,} from {name}" for name, count in other["attempts"].items()]
-            text += f" (proofs: {', '.join(told)})"
+            told = [f"{count:,} with {name}" for name, count in other["attempts"].items()]
+            text += f" (proved with these hypotheses: {', '.join(told)})"
         if left:
             limit = max(row["seconds"] for row in left)
             names = ", ".join(f"`{row['name']}` at {row['transition']}" for row in left)
@@ -209,14 +209,17 @@ def _mutants(report: Mapping[str, Any]) -> str:
     rows.append((same, str(len(report["equivalent"]))))
     rows.append(("survived", str(len(report["survivors"]))))
     return (
-        "Is every guard needed? A program makes the mutants from the syntax trees: each mutant "
-        "deletes one guard clause, one operand of a guard or one state update of a transition. "
+        "Is every guard needed? A program makes the mutants from the code's syntax trees: each "
+        "mutant lacks one guard clause, one operand of a guard or one state update of a "
+        "transition. "
         f"{report['killed']} of {report['mutants']} mutants are killed: after the deletion, a call "
         f"in a reachable state goes wrong. For {report['elsewhere']} of the killed mutants, a call "
-        "goes wrong only if a relation is left out. The search for reachable states takes "
-        f"{report['setup_seconds']:.0f} s for all mutants together; after the search, the verdict "
-        f"on a mutant takes at most {report['slowest_seconds']:.1f} s. This table shows what goes "
-        "wrong:\n\n" + markdown(("effect of the deletion", "mutants"), rows) + "\n\n"
+        "goes wrong only if an optional relation is left out. The search for reachable states "
+        f"takes {report['setup_seconds']:.0f} s for all mutants together; after the search, the "
+        f"verdict on a mutant takes at most {report['slowest_seconds']:.1f} s. This table "
+        "shows what goes wrong:\n\n"
+        + markdown(("effect of the deletion", "mutants"), rows)
+        + "\n\n"
     )
 
 

@@ -87,19 +87,21 @@ def page(report: Mapping[str, Any], rows: Iterable[tuple[str, ...]]) -> str:
     return f"""# More ranks than were measured
 
 **Every number in the table is simulated; none is measured.** The simulator (`qeffect plan --durations`) takes its times from
-`lab/reports/{REPORT}`, measured over two ranks at commit `{commit}`: F, dI and dW of each stage alone, refreshes, updates,
-and the host time of a step. Each stage has one layer, each rank has two stages, and a step has `2 * ranks` microbatches (M). Message
-times are assumed, not measured: {links.inside_ms:g} ms and {links.inside_gb_s:g} GB/s within a host of {links.ranks_a_host} ranks, {links.between_ms:g} ms and {links.between_gb_s:g} GB/s between hosts.
+`lab/reports/{REPORT}`, measured over two ranks at commit `{commit}`: F, dI and dW (forward, input gradient, weight
+gradient) of each stage alone, refreshes (quantization of weights), updates, and the host time of a step. Each stage has one
+layer, each rank has two stages, and a step has `2 * ranks` microbatches (M). Message times are assumed, not measured:
+{links.inside_ms:g} ms and {links.inside_gb_s:g} GB/s within a host of {links.ranks_a_host} ranks, {links.between_ms:g} ms and {links.between_gb_s:g} GB/s between hosts.
 Times are in milliseconds:
 
 {markdown(HEADER, rows)}
 
-By these numbers, a step over {RANKS[-1]} ranks is limited as follows. A *step* is one launch with the assumed messages, as in column `step`:
+By these numbers, a step over {RANKS[-1]} ranks is limited as follows. A *step* is one launch (a rank's step as one CUDA graph) with the
+assumed messages, as in column `step`:
 
-- *Messages between hosts* limit a step if they are ten times slower than assumed: it then takes {over_steps(most, "step, slow between hosts")} the time. With the
+- *Messages between hosts* limit a step if they are ten times slower than assumed: a step then takes {over_steps(most, "step, slow between hosts")} the time. With the
   assumed messages a step takes {over_steps(most, "step", base="step, messages free")} the time of a step with free messages.
-- *Host time of guarded replays* limits replays at the smaller cell, where a step of replays takes {over_steps(small, "step of guarded replays")} the time of a
-  step; at the larger cell it takes {over_steps(large, "step of guarded replays")} the time.
+- *Host time of guarded replays* (a checked CUDA graph per action) limits replays at the smaller cell: a step of replays takes
+  {over_steps(small, "step of guarded replays")} the time of a *step*. At the larger cell a step of replays takes {over_steps(large, "step of guarded replays")} the time of a *step*.
 - *Host time of one launch* does not limit: it is {over_steps(most, "host of one launch")} the time of a step.
 - *Memory* for slots is not part of these times; see *slots* below.
 
@@ -107,13 +109,14 @@ How to read the table:
 
 - *Cell* is hidden size and sequence length; *schedule* `il` is Interleaved 1F1B, `zbv` is ZB-V.
 - *Step* is a lower bound, because the simulator adds no host time. Measured steps of one launch, divided by such bounds, are
-  {over_bound()}. The bounds over two ranks have the measured messages. The bounds over four
-  ranks have free messages and come from an older report, whose bounds are too low.
+  {over_bound()}. The bounds over two ranks use the measured times of messages. The bounds
+  over four ranks assume that messages take no time, and come from an older report, whose bounds are too low.
+- *Step, messages free* assumes that messages take no time.
 - *Bubble* is the idle share of all ranks, with the assumed messages; the optimizer's update counts as busy.
 - *Step, slow between hosts* makes every message between hosts ten times slower. Up to {links.ranks_a_host} ranks fit on one host.
 - *Step of guarded replays* adds host time before each action: an equal share of the measured host time of a single step, waits
   included. This is an upper bound. Over two ranks, at the smaller cell, the simulated step takes {over_replays(report)} the time of the measured
-  step; for more ranks it may be too long by the same factor.
+  step; for more ranks the simulated step may be too long by the same factor.
 - *Host of one launch* is the measured host time of a single launch after a wait for all ranks, scaled with the number of
   actions. When launches follow each other, the host needs less time.
 - The table leaves out how ranks agree on an update. Guarded replays use one all-reduce of all ranks on the CPU, whose latency adds

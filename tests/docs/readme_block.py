@@ -1,8 +1,8 @@
 """
 The blocks of the first README: the fault table, and one sentence for each page of figures.
 
-The kernel's page and the runtime's page have these figures in full. A missing report, or a report
-that lacks the needed part, has no sentence.
+The kernel's page and the runtime's page have these figures in full. If a report is missing or
+incomplete, its sentence is left out.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def proofs() -> str:
     return wrapped(
         f"{data['unsat']:,} of {data['obligations']:,} *obligations* (formulas to prove) are "
         f"proved, {data['unknown']} unknown. A *mutant* is the code without one guard clause, "
-        f"operand or state update. {mutants['killed']} of {mutants['mutants']} mutants are killed "
-        f"(some call goes wrong). Commit: `{data['environment']['commit'][:7]}`. "
+        f"operand or state update. In {mutants['killed']} of {mutants['mutants']} mutants a call "
+        f"goes wrong (*killed*). Commit: `{data['environment']['commit'][:7]}`. "
         f"`make check` repeats the proofs. [What is proved]({KERNEL}#what-is-proved)."
     )
 
@@ -81,7 +81,7 @@ def bench() -> str:
         f"**Cost of the guards.** A check with its commit takes {each}. "
         f"Of {len(goals)} *goals* (each a target for one figure), "
         f"{sum(row.misses for row in goals)} are missed. "
-        f"Commit: `{data['environment']['commit'][:7]}`, for proofs "
+        f"Commit: `{data['environment']['commit'][:7]}`; the proofs ran at "
         f"`{proved['environment']['commit'][:7]}`. "
         f"[What guards cost{under}]({KERNEL}#what-guards-cost)."
     )
@@ -131,7 +131,7 @@ def over_ranks() -> Iterator[str]:
             faster, over = ([row[k] for row in rows] for k in ("native_over_this", "over_bound"))
             sign = bound(name, report)
             yield (
-                f"*{pp} ranks*: speed {sign}{span(faster)}, time {span(over)} the bound. "
+                f"*{pp} ranks*: speed {sign}{span(faster)}, step time {span(over)} the bound. "
                 f"[{name}{in_short(name, report)}]({RUNTIME}#{anchor(name, pp)})."
             )
 
@@ -149,7 +149,7 @@ def one_device() -> Iterator[str]:
             for key in ("native_over_this", "over_whole_step")
         )
         yield (
-            f"*One device*: speed {faster}, time {slower} that of native as one graph. "
+            f"*One device*: speed {faster}, step time {slower} that of native as one graph. "
             f"[Table]({RUNTIME}#a-step-on-one-device)."
         )
 
@@ -183,7 +183,10 @@ def models() -> Iterator[str]:
             for cell, (rate, over, theirs, sign) in sorted(best.items())
         )
         table = f"[Table]({RUNTIME}#whole-models)"
-        yield f"*Models*, TFLOP/s (speed; speed relative to Megatron): {said}. {table}."
+        yield (
+            "*Models*, named by parameters, sequence length and microbatches; TFLOP/s (speed; "
+            f"speed relative to Megatron): {said}. {table}."
+        )
 
 
 def grouped() -> Iterator[str]:
@@ -192,7 +195,7 @@ def grouped() -> Iterator[str]:
     best = [one["best"]["over_today"] for one in sets if one["best"] is not None]
     if best:
         yield (
-            f"*Grouped dW*: time {span(best)} that of a step without groups. "
+            f"*Grouped dW*: a step takes {span(best)} the time of a step without groups. "
             f"[Table]({RUNTIME}#grouped-dw)."
         )
 

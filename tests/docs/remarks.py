@@ -13,15 +13,16 @@ from typing import Any
 __all__ = ["CUT", "FORMED_AGAIN", "IN_SHORT", "REMARKS", "bound", "in_short", "remark"]
 
 FORMED_AGAIN = (
-    "The bounds were computed again later, from the report's own times, with a refresh before each "
-    "stage's first F. These bounds are too low: they give every dW the time of its stage's first "
-    "dW, which only writes its gradient; each later dW adds to the gradient and takes longer."
+    "The bounds were computed again later, from the report's own times; they now include a refresh "
+    "before each stage's first F. These bounds are too low, because they give every dW the time of "
+    "its stage's first dW. The first dW only writes its gradient; each later dW adds to the "
+    "gradient and takes longer."
 )
 PROFILED = (
-    "The first side was timed before the profiler was used in its process; every other side was "
-    "timed after that. Once used, the profiler slows each launch on the host, for native, replays "
-    "and one launch. The profiler slows native most, so *native / this* without the profiler is at "
-    "most the ratio shown (≤)."
+    "The first side was timed before its process first used the profiler; every other side was "
+    "timed afterwards. After its first use, the profiler slows each later launch on the host, for "
+    "native, replays and one launch. Native is slowed most. So without the profiler, "
+    "*native / this* would be at most the ratio shown (≤)."
 )
 FP32 = (
     "Nothing was profiled. The timed rounds of native differ by more than the tolerance. Bits are "
@@ -36,9 +37,10 @@ CUT = {
         f"the machine were busy during the starts over two ranks. {PROFILED}"
     ),
     ("scale_hosts.json", "9caffa76c788"): (
-        "Four ranks shared two GPUs, two ranks on each GPU. NCCL was told that each rank is on "
-        "a machine of its own, so messages went over sockets; gpu_runtime/README.md shows how to "
-        "start such ranks. The times were removed, because they do not show how fast four GPUs are."
+        "Four ranks shared two GPUs, two ranks on each GPU. NCCL was configured as if each rank "
+        "were on a separate machine, so messages went over sockets; gpu_runtime/README.md shows "
+        "how to start such ranks. The times were removed, because they do not show how fast "
+        "four GPUs are."
     ),
     ("models_kinds.json", "fb0f23cabae6"): (
         "The run ended at a time limit, so the rows of Megatron lack the kinds of kernels and the "

@@ -103,12 +103,12 @@ def correctness() -> str:
             said.append(
                 f"*{order['order']}*: {shared['mismatched']} of {shared['compared']} tensors "
                 f"differ with one shared pool, {ours['mismatched']} with one pool per slot "
-                f"(refused at `{shared['refused']['action']}`)"
+                f"(the contract would refuse `{shared['refused']['action']}`)"
             )
         lines.append(
-            "**Capture memory.** Graphs that share a memory pool corrupt each other if they are "
-            "replayed in another order than they were captured in. The contract refuses such "
-            "an order if the stages declare the shared pool; these replays ran without a check: "
+            "**Capture memory.** Graphs that share a memory pool corrupt each other if the order "
+            "of their replays differs from the order of their capture. The contract refuses such "
+            "an order if the stages declare the shared pool. Here the replays ran without a check: "
             f"{'; '.join(said)}."
         )
     return "\n\n".join([*lines, *_restarts(), *_kills(), *_second_runs()])
@@ -168,9 +168,9 @@ def _second_runs() -> list[str]:
         "if the step ended with the bits of an undisturbed step. "
         f"{wrong} flips ended in another way:",
         markdown(("report", "flip", "stopped", "harmless"), rows),
-        "This table has the cost of steps that run twice, of digests of gradients, and of looks at "
-        "all weights, moments and scales. A ratio is the time per step with them over the time "
-        "without:",
+        "This table has the cost of three checks: steps that run twice (*replay_every*), digests "
+        "of gradients, and looks (searches for values that are not finite in all weights, moments "
+        "and scales). A ratio is the time per step with the check over the time without the check:",
         markdown(("report", "mode", "what", "ratio"), prices),
     ]
 

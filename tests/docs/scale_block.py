@@ -94,12 +94,12 @@ def timed(name: str, report: Report) -> Iterator[str]:
 
 BACK_TO_BACK = (
     "*Host time back to back* is the host time of launches that directly follow each other; the "
-    "goal of host time judges this time. "
+    "goal for host time applies to this time. "
 )
 REPLAYED = (
     "A graph that is replayed alone, again and again, finds its weights in the device's cache. The "
     "*bound in order* therefore uses other times: all actions of a rank were replayed in the "
-    "schedule's order, without messages, and each action was timed within. "
+    "schedule's order, without messages, and each action was timed in this sequence. "
 )
 
 
@@ -158,8 +158,8 @@ def split(name: str, report: Report) -> Iterator[str]:
             "of the CUDA kernels that belong to no action (the ranks' votes, the handoff between "
             "streams, the next step's data), plus the time by which other kernels run slower "
             "because messages occupy a part of the GPU. *Between* is the time in which nothing "
-            "runs. *Awaited* is the time in which only messages run; the schedule's own bubble is "
-            "part of it. *Beside messages* is the time in which kernels and messages run at once."
+            "runs. *Awaited* is the time in which only messages run; it includes the schedule's "
+            "own bubble. *Beside messages* is the time in which kernels and messages run at once."
         )
         header = (
             "cell", "schedule", "rank", "step, ms", "its actions, ms", "kernels, ms", "between, ms",

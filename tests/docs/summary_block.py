@@ -1,8 +1,8 @@
 """
 The short part of the runtime's page: a table for each kind of result.
 
-Later sections of the page have these results in full. A missing report has no row, and neither has
-a report that lacks the compared part.
+Later sections of the page have these results in full. If a report is missing, or lacks the compared
+part, its row is left out.
 """
 
 from __future__ import annotations
@@ -350,10 +350,11 @@ def one_device(found: Sequence[Report]) -> Iterator[str]:
         return
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in found))
     yield (
-        f"**A step on one device**, in ms ({machines}). *Ours* is the column `ours_accumulate`; "
-        "*native* and *TE's graphs* are the fastest column of their kind. A ratio of two columns "
-        "is computed in each round; the table has the median of these ratios. The *floor* is the "
-        "time that the CUDA kernels of the same arithmetic take."
+        f"**A step on one device**, in ms ({machines}). A *column* of the full table is one way to "
+        "run the step. *Ours* is the column `ours_accumulate`; *native* and *TE's graphs* are each "
+        "the fastest column of their kind. A ratio of two columns is computed in each round; the "
+        "table has the median of these ratios. The *floor* is the time that the CUDA kernels of "
+        "the same arithmetic take."
     )
     header = (
         "cell", "native", "TE's graphs", "ours", "native / ours", "TE's graphs / ours",
@@ -364,7 +365,7 @@ def one_device(found: Sequence[Report]) -> Iterator[str]:
 
 GROUPED = (
     " *Groups* computes the weight gradients of all microbatches as one product, with FP8 scales "
-    "that move once per step."
+    "that move (are updated) once per step."
 )
 
 
@@ -383,8 +384,8 @@ def peers(found: Found) -> Iterator[str]:
         yield (
             f"**Peers** ({_link(name)}): the time of a step in ms. Every side trains one language "
             "model over two ranks, from the same initial bits. In brackets: native's time over "
-            "this time. A word after the brackets says how far the gradients differ from those of "
-            "the same framework without graphs; without a word, the bits are the same."
+            "this time. A word after the brackets compares the gradients with those of the same "
+            "framework without graphs; without a word, the bits are the same."
             f"{GROUPED * any(row['group'] is not None for row in rows)}{remark(name, report)}"
         )
         yield markdown(

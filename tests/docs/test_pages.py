@@ -351,11 +351,11 @@ def test_what_a_second_solver_was_told_is_said() -> None:
 
     assert (
         "2 seeds of Z3 agree on the 9 obligations of all relations; cvc5 agrees on all 9 of them "
-        "(proofs: 7 from few lemmas, 2 from every lemma)."
+        "(proved with these hypotheses: 7 with few lemmas, 2 with every lemma)."
     ) == agreements([z3, all_of_them])
     assert agreements([z3, some]).endswith(
-        "cvc5 agrees on 8 of them (proofs: 8 from few lemmas) and gave no answer on 1 within 10 s "
-        "(`a.claim` at read)."
+        "cvc5 agrees on 8 of them (proved with these hypotheses: 8 with few lemmas) and gave no "
+        "answer on 1 within 10 s (`a.claim` at read)."
     )
 
 

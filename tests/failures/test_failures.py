@@ -308,7 +308,7 @@ class TestCommand:
         assert ("refused", "ownership.slot-busy") == (data["verdict"], data["clause"])
         assert "states refused by order.token" in data["rows"][0]["problem"]
         assert 1 == main(["failures"])
-        assert "differs from its row: megatron-lm-4047" in capsys.readouterr().out
+        assert "differs from its entry: megatron-lm-4047" in capsys.readouterr().out
 
     def test_an_unknown_name_exits_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         """An unknown name gives one line with similar names."""

@@ -108,7 +108,7 @@ class TestTheReservation:
         with refused(
             rig,
             "completion.two-ends",
-            "a copy, on link 1, after an earlier one on link 0",
+            "a copy, on link 1, after an earlier end or copy on link 0",
             "a join of link 0",
         ):
             rig.contract.reserve(rig.key(1), link=loader)

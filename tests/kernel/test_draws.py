@@ -163,7 +163,7 @@ class TestRecomputation:
 
         assert "order.wrong-draws" == caught.value.clause
         assert found == caught.value.found
-        assert "the random numbers of its own F, from position 7" == caught.value.expected
+        assert "the random numbers of the same key's F, from position 7" == caught.value.expected
         assert [1] == of.memory.poisoned
 
     def test_each_recomputes_its_own(self) -> None:

@@ -102,7 +102,7 @@ class TestUpdate:
             caught.value.clause,
             caught.value.transition,
         )
-        assert f"weights that add up to {found} (stage 0)" == caught.value.found
+        assert f"microbatch weights that add up to {found} (stage 0)" == caught.value.found
         assert 0 == of.epoch
         step(contract(reports=None), weights)
 
@@ -162,7 +162,7 @@ class TestUpdate:
         with pytest.raises(Refused) as caught:
             of.commit_epoch()
 
-        assert "weights that add up to 1 of 2 parts (stage 4)" == caught.value.found
+        assert "microbatch weights that add up to 1 of 2 parts (stage 4)" == caught.value.found
 
 
 class TestWithOtherRelations:
@@ -219,7 +219,7 @@ class TestWithOtherRelations:
             return
         with pytest.raises(Refused, match=r"^epoch\.wrong-weights") as caught:
             of.commit_epoch()
-        assert "weights that add up to 2 of 3 parts (stage 0)" == caught.value.found
+        assert "microbatch weights that add up to 2 of 3 parts (stage 0)" == caught.value.found
 
 
 class TestReport:
@@ -238,7 +238,7 @@ class TestReport:
             caught.value.clause,
             caught.value.transition,
         )
-        assert "no readable weight in the report of dI" == caught.value.found
+        assert "no readable microbatch weight in the report of dI" == caught.value.found
         assert [1] == of.memory.poisoned
 
     def test_another_denominator(self) -> None:
@@ -250,8 +250,8 @@ class TestReport:
         with pytest.raises(Refused, match=r"^epoch\.other-parts") as caught:
             backward(of, TapeKey(0, 0, 1), (2, 4))
 
-        assert "a weight of 2 of 4 parts" == caught.value.found
-        assert "a weight of 2 parts, like the earlier weights of the epoch" == (
+        assert "a microbatch weight of 2 of 4 parts" == caught.value.found
+        assert "a microbatch weight of 2 parts, like the epoch's earlier weights" == (
             caught.value.expected
         )
 

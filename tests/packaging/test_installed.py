@@ -355,7 +355,7 @@ class TestHostileFolder:
         """The fault table reads the specification's data."""
         done = run([python, "-m", "qeffect", "faults"], hostile)
 
-        assert "7 of 7 injections in 6 families refused" in done.stdout
+        assert "7 of 7 injections (6 kinds of fault) refused" in done.stdout
 
     @pytest.mark.nightly
     def test_the_demo_gives_the_bits_of_native(self, python: Path, hostile: Path) -> None:
