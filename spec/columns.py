@@ -25,7 +25,7 @@ SORTS: Final = {
     "stage": "a pipeline stage, or virtual chunk, of this process",
     "domain": "a state domain: stages that share scaling state and one graph stream",
     "link": "a pair of a caller's stream and a domain's graph stream",
-    "caller": "a stream that enqueues work for graph streams and uses their results",
+    "caller": "a stream whose work prepares the inputs of replays and uses their results",
     "pool": "a capture memory pool",
     "buffer": "a gradient buffer",
     "bucket": "gradients that are reduced together",
@@ -83,7 +83,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "consumers",
         "slot -> mask",
         0,
-        "consumers that have yet to visit the tape: 1 dI, 2 dW, 4 a reader of the output, 8 a "
+        "consumers that have not finished with the tape: 1 dI, 2 dW, 4 a reader of the output, 8 a "
         "reader of the input gradient; 16 alone while the slot is claimed and its F has not "
         "committed; 0 when the slot is free",
         "reserve check_forward commit_forward abort_forward commit_dgrad abort_dgrad "
@@ -403,7 +403,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "produced",
         "slot -> int",
         0,
-        "number, in the domain, of the replay that last wrote the slot's output or input gradient",
+        "number (counted per domain) of the replay that last wrote the slot's output or input "
+        "gradient",
         "commit_forward commit_dgrad restore",
     ),
     _state(
@@ -411,7 +412,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "landed",
         "stage -> int",
         0,
-        "number, in the domain, of the replay of the stage's latest dW",
+        "number (counted per domain) of the replay of the stage's latest dW",
         "commit_wgrad restore",
     ),
     _state(
@@ -419,7 +420,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "vacated",
         "slot -> int",
         0,
-        "number, in the domain, of the replay after which no work of the slot's last tape runs",
+        "number (counted per domain) of the last replay that may use the slot's last tape",
         "abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad drop restore",
     ),
     _state(
@@ -427,8 +428,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "ended_on",
         "slot -> link",
         None,
-        "link on which the end of the slot's latest transfer, or the copy of its input, was "
-        "reported; arbitrary before the first",
+        "link on which the slot's latest end of a transfer, or copy of its input, was reported; "
+        "arbitrary before the first",
         "reserve finish_receive finish_read",
     ),
     _state(
@@ -436,7 +437,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "ended_at",
         "slot -> int",
         0,
-        "number of the slot's latest end or copy in the `submitted` count of its link (`ended_on`)",
+        "value of `submitted`, for the link in `ended_on`, just after the slot's latest end of a "
+        "transfer or copy was counted",
         "reserve finish_receive finish_read restore",
     ),
     _state(
@@ -546,8 +548,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "walk",
         "one -> int",
         0,
-        "number of finished walks over the microbatches in this epoch, whose gradients are in the "
-        "buffers",
+        "number of finished walks over the microbatches in this epoch; the buffers hold their "
+        "gradients",
         "next_walk commit_update restore",
     ),
     _state(
@@ -618,8 +620,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "unweighed",
         "stage -> int",
         0,
-        "number of parts that no reported gradient weight has used yet; negative if the weights "
-        "add up to too many parts",
+        "`parts` minus the sum of the reported gradient weights; negative if the weights add up to "
+        "too much",
         "commit_dgrad restore",
     ),
     # persistence

@@ -283,8 +283,9 @@ def _transitions() -> str:
             "## Transitions",
             "",
             "A check returns the ticket that it issued; no other transition returns a value.",
-            "`bit` names the transfer that leaves a slot (the output or the input gradient),",
-            "`message` the transfer that fills it (the input or the output's gradient).",
+            "The argument `bit` names what a read takes from a slot: the output or the input",
+            "gradient. The argument `message` names what a receive brings into a slot: the input",
+            "or the output's gradient.",
             "",
             *_table(("transition", "when, and what it changes"), calls),
             "",
@@ -369,7 +370,7 @@ def _paper(keeping: Mapping[str, Any]) -> str:
     ]
     for invariant in PAPER.values():
         needs = (
-            f" Claimed in full only if the contract has {_parts(invariant.needs)}."
+            f" The contract keeps this invariant in full only with {_parts(invariant.needs)}."
             if invariant.needs
             else ""
         )
@@ -398,8 +399,8 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         "outside the contract (the table at the end of this chapter), never the contract's guards.",
         "All promises are proved, except the assumptions. `verification/induction/` states how an",
         "action changes the world, and further lemmas of the proofs. Promise P *relies on* the",
-        "guards of clause C if P fails once a guard of C is deleted. A promise is claimed only if",
-        "its own part of the contract, and every other part that its line names, is in force.",
+        "guards of clause C if P fails once a guard of C is deleted. A promise is made only if its",
+        "own part of the contract, and every other part that its line names, is in force.",
         "`qeffect prove --promise P` proves one promise alone, in seconds.",
         "",
     ]
@@ -409,7 +410,7 @@ def _promises(keeping: Mapping[str, Any]) -> str:
             needs = ", ".join(f"`{clause}`" for clause in sorted(clauses.get(p.name, ())))
             kept_by = f" Relies on the guards of these clauses: {needs}." if needs else ""
             others = ", ".join(f"`{name}`" for name in sorted(p.needs - {p.name.partition(".")[0]}))
-            claimed = f" Claimed only if these parts are in force: {others}." if others else ""
+            claimed = f" Promised only if these parts are in force: {others}." if others else ""
             line = f"- {_own(p.name)}{_apart(p.name)}{_where(p.transitions)}: {p.text}"
             lines.append(f"{line}{claimed}{kept_by}{_proved_by(p.name, keeping)}")
         lines.append("")

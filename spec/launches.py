@@ -166,16 +166,14 @@ def one_beginning(st: Any, r: Any, q: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.one-attempt", r="rank", q="rank")
 def one_attempt(st: Any, r: Any, q: Any) -> Any:
-    """No two ranks run in different attempts."""
+    """All ranks that run belong to the same attempt."""
     return implies((st.dead[r] == 0) & (st.dead[q] == 0), st.born[r] == st.born[q])
 
 
 @LAUNCH_PROMISES("launches.checkpoint-of-one-epoch", r="rank")
 def checkpoint_of_one_epoch(st: Any, r: Any) -> Any:
-    """
-    Every rank's part of a whole checkpoint has the weights of the epoch that names the checkpoint,
-    so no step is in some parts and missing in others.
-    """
+    """Every rank's part of a whole checkpoint has the weights of the epoch that names the
+    checkpoint. So no step is in some parts and missing in others."""
     return st.held[r] == st.named[0]
 
 
@@ -187,9 +185,8 @@ def checkpoint_of_one_round(st: Any, r: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.checkpoint-kept", r="rank")
 def checkpoint_kept(st: Any, r: Any) -> Any:
-    """
-    The weights of a rank of the newest attempt are never older than the newest whole checkpoint.
-    """
+    """The weights of every rank of the newest attempt are at least as new as the newest whole
+    checkpoint."""
     return implies(st.round[r] >= st.opened[0], st.named[0] <= st.weights[r])
 
 
@@ -236,10 +233,8 @@ def _messages_ended(st: Any, r: Any, q: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.messages-before-vote", r="rank", q="rank")
 def messages_before_vote(st: Any, r: Any, q: Any) -> Any:
-    """
-    A device votes on a step only after its launch has sent and received every message of the step,
-    except messages with a rank whose connections are closed.
-    """
+    """A device votes on a step only after its launch has sent and received every message of the
+    step. Messages with a rank whose connections are closed do not count."""
     both_open = (st.round[r] == st.round[q]) & (st.cut[r] == 0) & (st.cut[q] == 0)
     return implies((st.voted[r] > st.ran[r]) & both_open, _messages_ended(st, r, q))
 
@@ -247,8 +242,8 @@ def messages_before_vote(st: Any, r: Any, q: Any) -> Any:
 @LAUNCH_PROMISES("launches.messages-before-update", r="rank", q="rank")
 def messages_before_update(st: Any, r: Any, q: Any) -> Any:
     """
-    When a device has received a rank's yes to its current step, it has ended all messages of the
-    step with this rank. So no device updates its weights with a message missing.
+    When a device has received a rank's yes to the device's current step, the device has ended all
+    messages of that step with this rank. So no device updates its weights with a message missing.
     """
     yes = (st.word[r, q] == st.ran[r] + 1) & (st.round[r] == st.round[q])
     return implies(yes, _messages_ended(st, r, q))
@@ -295,10 +290,8 @@ def rebuilt_after_cause(st: Any, r: Any) -> Any:
 
 @LAUNCH_STEPS("launches.part-is-settled", "write_part")
 def part_is_settled(st: Any, r: Any) -> Any:
-    """
-    A rank writes its part of a checkpoint only when its device has ended every launch and has
-    applied the update of every step that the contract committed.
-    """
+    """A rank writes its part of a checkpoint only when its device has ended every launch. The
+    device has then applied the update of every step that the contract committed."""
     return (st.ran[r] == st.launched[r]) & (st.weights[r] == st.booked[r])
 
 

@@ -149,8 +149,8 @@ RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
     "capture": (_EPOCH, "the rank begins to capture a step as one launch"),
     "second_run": (
         _EPOCH,
-        "the step runs twice, as a check: the digests of both runs of a guarded step are equal, or "
-        "both launches of a step are enqueued and not yet compared",
+        "the step runs twice, as a check; the two runs of a guarded step have ended with equal "
+        "digests, and the two launches of a launched step are enqueued and not yet compared",
     ),
     "captured": (_EPOCH, "all ranks captured the step"),
     "order": (

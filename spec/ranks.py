@@ -145,8 +145,8 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "messages": (("rank", "rank"), "configured: messages per step from the first to the second"),
     "total": (
         ("rank", "rank", "place"),
-        "configured: messages from the first rank to the second in as many steps as the index "
-        "`place` says",
+        "configured: number of messages from the first rank to the second in the first `place` "
+        "steps",
     ),
 }
 
@@ -175,14 +175,14 @@ def _runs(st: Any, r: Any) -> Any:
 
 @RANK_PROMISES("ranks.one-epoch-a-step", r="rank", q="rank")
 def one_epoch_a_step(st: Any, r: Any, q: Any) -> Any:
-    """No two ranks run actions of the same step in different epochs."""
+    """Two ranks that run actions of the same step are in the same epoch."""
     same = (st.life[r] == st.life[q]) & (st.step[r] == st.step[q])
     return implies(_runs(st, r) & _runs(st, q) & same, st.epoch[r] == st.epoch[q])
 
 
 @RANK_PROMISES("ranks.one-attempt", r="rank", q="rank")
 def one_attempt(st: Any, r: Any, q: Any) -> Any:
-    """No two ranks run in different attempts."""
+    """All ranks that run belong to the same attempt."""
     return implies((st.up[r] == 1) & (st.up[q] == 1), st.life[r] == st.life[q])
 
 

@@ -157,12 +157,20 @@ TRANSITIONS: tuple[Transition, ...] = (
         "submit(link)",
         "After the caller enqueued work that later replays must wait for: counts that work.",
     ),
-    _transition("join(link)", "The graph stream waits for all work that the caller submitted."),
-    _transition("wait(link)", "The caller waits for all replays of the graph stream."),
+    _transition(
+        "join(link)",
+        "After the graph stream was made to wait for all work that the caller submitted: records "
+        "the wait.",
+    ),
+    _transition(
+        "wait(link)",
+        "After the caller's stream was made to wait for all replays of the graph stream: records "
+        "the wait.",
+    ),
     _transition(
         "drain(domain)",
-        "The host has seen the domain's device work finish. Ends no transfer and makes no stream "
-        "wait.",
+        "After the host has seen the domain's device work finish: records this. Ends no transfer "
+        "and makes no stream wait.",
     ),
     _transition(
         "finalize(stage, link)", "After a stage's last dW: declares the stage's gradients complete."
@@ -184,11 +192,12 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition(
         "start_weights_read(stage, link)",
         "Before a separate stream reads the stage's weights, for example for a save or a "
-        "broadcast: that stream first waits for the link's caller.",
+        "broadcast. The call records that this stream first waits for the caller's stream of the "
+        "link.",
     ),
     _transition(
         "finish_weights_read(stage, link)",
-        "When the caller's stream, which will run the update, waits for that read.",
+        "When the caller's stream, which will run the update, waits for that read: ends the read.",
     ),
     _transition(
         "start_gradients_read(stage, link)",
@@ -199,7 +208,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition(
         "finish_gradients_read(stage, link)",
         "When the caller's stream, which will run the update, and the stage's graph stream wait "
-        "for that read.",
+        "for that read: ends the read.",
     ),
     _transition(
         "next_walk(epoch)",

@@ -70,10 +70,11 @@ WORDS: Final[Mapping[str, Word]] = {
         "slot",
         tenant="the cell of the key whose work was last put into the slot",
         tenant_epoch="the epoch of the key whose work was last put into the slot",
-        owing="the consumers that have yet to visit the slot's latest work, as a mask",
+        owing="the consumers that have not finished with the slot's latest work, as a mask",
         acting="how many actions are in flight on the slot",
         queued="the deferred work that dI of the slot's latest tape left",
-        fill_read="the fill of the weight cache that F of the slot's latest tape read",
+        fill_read="the number of the fill (as in `fills`) of the weight cache that F of the slot's "
+        "latest tape read",
         scaled_by="which scales F of the slot's latest tape used: the domain's `updates` just "
         "before that F; if scales move once an epoch, the `updates` at their last movement (0 for "
         "none)",
@@ -113,7 +114,8 @@ WORDS: Final[Mapping[str, Word]] = {
         "the weights last changed; 0 for none",
         cached="the version of the weights in the stage's quantized cache; -1 for none",
         fills="how often the stage's quantized cache was filled",
-        fill_of_epoch="the fill of the cache that the epoch's first F read; -1 before that F",
+        fill_of_epoch="the number of the fill (as in `fills`) of the cache that the epoch's first "
+        "F read; -1 before that F",
         lost="1 when the cache was lost since its latest fill began",
         lost_in_use="the last epoch whose cache was lost between first F and last dI; -1 for none",
         filled_after="the domain's `updates` just before the latest refresh",
@@ -129,7 +131,7 @@ WORDS: Final[Mapping[str, Word]] = {
         "last changed: 0 none, 1 running, 2 done",
         gradients_awaited_by="the link of the stream that waited for the end of the stage's "
         "gradients read (`gradients_reader`)",
-        finalized_by="the link of the stream that finalized the stage last",
+        finalized_by="the link that the stage's latest `finalize` named",
     ),
     **_words(
         "domain",
@@ -199,8 +201,7 @@ WORDS: Final[Mapping[str, Word]] = {
         slot="an arbitrary slot",
         link="an arbitrary link",
         stage="an arbitrary stage",
-        clobbered="1 when an earlier graph overwrote memory that the arbitrary slot keeps in its "
-        "pool",
+        clobbered="1 when a replay overwrote memory that the arbitrary slot keeps in its pool",
         seen="1 when the arbitrary link's caller waited for the replay that wrote the arbitrary "
         "slot's output",
         clear="1 when the arbitrary link's caller waited for every replay of the arbitrary slot's "

@@ -28,8 +28,8 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
     Measure the speed of the explorer, the proofs, the mutants and the random schedules.
 
     Returns:
-        The measurements; rates are per second. A rate of ``accepted`` counts only the transitions
-        that led to a state; a rate of ``attempted`` also counts the refused transitions.
+        The measurements; rates are per second. A rate of ``accepted`` counts only accepted
+        transitions; a rate of ``attempted`` also counts refused transitions.
     """
     from . import mutants, prices
     from .explorer import large_scopes, run

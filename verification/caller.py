@@ -23,8 +23,8 @@ _PARTS = ("group_wgrad", "ungroup_wgrad")
 
 class ProcessCaller(Caller):
     """
-    The kernel's `Caller`, which makes calls in the right order, for a process; it can also make
-    single calls and restart the process.
+    The kernel's `Caller` for a process: it makes calls in the right order. This class can also make
+    single calls, and restart the process.
 
     Args:
         process: The configuration of the process.

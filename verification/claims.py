@@ -19,7 +19,7 @@ __all__ = ["MANDATORY", "Members", "failing", "instances", "members_of", "seen",
 #: Relations that are in every composition.
 MANDATORY: Final = frozenset(RELATIONS) - OPTIONAL
 
-#: The members of each index sort.
+#: The members of each kind of index, such as slot or stage.
 Members = Mapping[str, Sequence[Any]]
 
 

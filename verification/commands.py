@@ -194,8 +194,8 @@ class Prove:
             "--depth",
             type=int,
             metavar="N",
-            help=f"transitions per bounded proof (default and maximum {DEPTH}); unbounded "
-            "proofs always run",
+            help="length of the bounded proofs, in accepted calls from the initial state "
+            f"(default and maximum {DEPTH}); the unbounded proofs always run",
         )
         add_solver_options(parser)
         parser.add_argument(
@@ -251,8 +251,8 @@ class Prove:
         if args.only is not None:
             if not needs("verify", _mutants).sites_with(args.only):
                 raise UnusableError(
-                    f"no mutated line contains {args.only!r}; --only chooses mutants, no proofs; "
-                    "--mutants --json lists all mutants"
+                    f"no mutant's description contains {args.only!r}; --only chooses among "
+                    "mutants, not among proofs; --mutants --json lists all mutants"
                 )
             swept = _swept(args, progress)
             text = swept.pop("lines")
@@ -270,9 +270,10 @@ class Prove:
         lines = [
             f"{data['questions']:,} distinct queries to the solver in {data['seconds']:.1f} s, "
             f"{data['unknown']} without an answer",
-            f"{data['unsat']} of {len(data['obligations'])} obligations are proved: "
-            f"{data['implied']:,} of these follow from another proof; {data['same_term']:,} need "
-            "no solver, since the transition leaves their values unchanged",
+            f"{data['unsat']} of {len(data['obligations'])} obligations (formulas to prove) are "
+            f"proved: {data['implied']:,} of these follow from another proof; "
+            f"{data['same_term']:,} need no solver, since the transition leaves their values "
+            "unchanged",
             f"{len(data['witnesses'])} paths through the transitions: {taken} are taken from some "
             f"state, {data['covered']} are proved unreachable",
         ]
@@ -324,7 +325,7 @@ def _promise(name: str) -> Outcome:
     lines = [
         f"{name}, with all relations: {len(found) - len(unproved)} of "
         f"{counted(len(found), 'obligation')} proved in {time.perf_counter() - began:.1f} s, "
-        f"{asked} by the solver",
+        f"{asked} by the solver; each line below is one obligation, and unsat means proved",
         *(one.text for one in found),
     ]
     data: dict[str, Any] = {
@@ -345,7 +346,8 @@ def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     found = report.asdict()
     by_class = ", ".join(f"{count} because {name}" for name, count in found["by_class"].items())
     lines = [
-        f"{report.killed} of {report.mutants} mutants killed in {report.seconds:.1f} s: {by_class}",
+        f"{report.killed} of {report.mutants} mutants killed (something goes wrong) in "
+        f"{report.seconds:.1f} s: {by_class}",
         *(
             f"  killed     {v.mutant.site}: {v.by}"
             for v in report.verdicts

@@ -31,8 +31,9 @@ __all__ = ["ConcreteRun", "Focus"]
 @frozen
 class Focus:
     """
-    The single slot, link, stage, reference, ticket and random-generator position that the history
-    records in detail. Each may be chosen freely.
+    The single slot, link (a pair of streams), stage, reference to a tape, ticket (the number of an
+    action in flight) and random-generator position that the history records in detail. Each may be
+    chosen freely.
 
     Args:
         slot, link, stage: The slot, link and stage to record.
@@ -110,8 +111,10 @@ class ConcreteRun:
         return _Total(dict.fromkeys(keys, ghost.initial))
 
     def _number(self) -> None:
-        """In the history, number the cells (microbatches) of each stage and the slots of each
-        pool."""
+        """
+        In the history, number the cells (microbatches) of each stage, and the slots of each memory
+        pool.
+        """
         h, st = self.h, self.st
         for config in self.process.stages:
             for place, cell in enumerate(config.cells()):

@@ -145,8 +145,8 @@ TARGETS: Final[tuple[Target, ...]] = tuple(
     and clause.id not in DEVICE
 )
 
-#: The targets whose guards are in the transitions; readings without the public interface reach them
-#: too.
+#: The targets whose guards are in the transitions. A caller that runs the transitions directly,
+#: without the public interface, reaches these targets too.
 GUARDS: Final[tuple[Target, ...]] = tuple(
     target for target in TARGETS if target[1] not in INTERFACE
 )

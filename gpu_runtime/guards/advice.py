@@ -147,21 +147,21 @@ _COMMON: Mapping[str, tuple[str, str]] = {
         "Post each receive once, and wait for it once.",
     ),
     "ownership.receive-before-read": (
-        "A receive ended before the other stage of this rank had sent its tensor.",
+        "A receive ended before its tensor was sent; both stages are on this rank.",
         "Send the tensor before the run waits for it.",
     ),
     "ownership.no-such-reader": (
-        "A tensor was sent where no stage of another rank takes it: at the end of the pipeline, or "
-        "to a stage of the same rank.",
+        "A stage sent a tensor that no other rank receives: the stage is at an end of the "
+        "pipeline, or its neighbour is on the same rank.",
         "Send tensors only to a neighbour stage on another rank.",
     ),
     "ownership.no-such-receive": (
-        "A tensor was received where no stage of another rank sends it: at the end of the "
-        "pipeline, or from a stage of the same rank.",
+        "A stage posted a receive for a tensor that no other rank sends: the stage is at an end of "
+        "the pipeline, or its neighbour is on the same rank.",
         "Receive tensors only from a neighbour stage on another rank.",
     ),
     "ownership.live-tape": (
-        "The weights were about to be updated while microbatches of the step were unfinished: a "
+        "The weights were about to be updated while microbatches of the step were unfinished. A "
         "backward or a send was left out or raised an exception, or the update came too early.",
         "Call {update} after {loop} has returned, and nowhere else. {failed}",
     ),
@@ -218,8 +218,8 @@ _COMMON: Mapping[str, tuple[str, str]] = {
         "Reduce the gradients of a stage once per step, after its last backward.",
     ),
     "epoch.not-final": (
-        "The update came before the step had ended, for example after an exception, or was made a "
-        "second time with the same gradients.",
+        "The update came before the step had ended, for example after an exception. Or a second "
+        "update used the same gradients.",
         "Call {update} once per step, after {loop} has returned. {failed}",
     ),
     "epoch.spoiled": (_RAISED, "{recover}"),
@@ -233,8 +233,8 @@ _COMMON: Mapping[str, tuple[str, str]] = {
     ),
     "epoch.device-count": (
         "A hook, a wrapper or a replaced method left the action out or ran it twice.",
-        "Look for code that wraps or replaces this action, and call the framework's own code in it "
-        "exactly once.",
+        "Look for code that wraps or replaces this action. That code must call the framework's own "
+        "code exactly once.",
     ),
     # Reductions
     "reduction.incomplete": (
@@ -265,7 +265,7 @@ _COMMON: Mapping[str, tuple[str, str]] = {
         "Reduce every gradient once per step, before {update}.",
     ),
     "reduction.begun": (
-        "Gradients were reduced although more passes of the step follow.",
+        "Gradients were reduced, but more passes follow before the update.",
         "Reduce the gradients after the last pass before {update}.",
     ),
     # Gradients and weights
@@ -313,7 +313,7 @@ _COMMON: Mapping[str, tuple[str, str]] = {
     ),
 }
 
-#: Clauses that no action of a framework can break while the guard keeps its own books right.
+#: Clauses that no action of a framework violates: a violation shows that the guard lost track.
 _OWN_BOOKS = (
     *("ownership.foreign-incarnation", "ownership.foreign-slot", "ownership.unknown-slot"),
     *("ownership.generation-exhausted", "ownership.matrix-coverage", "ownership.skipped"),
@@ -407,8 +407,8 @@ _DEEPSPEED: _Own = {
         "`optimizer.step()`. {failed}"
     ),
     "ownership.live-tape": (
-        "Leave the update to the `OptimizerStep` at the end of `train_batch`: remove other calls "
-        "of `optimizer.step()`, and run every backward before it. {failed}"
+        "Run every backward before the `OptimizerStep` at the end of `train_batch`, and remove "
+        "other calls of `optimizer.step()`. {failed}"
     ),
     "ownership.repeated-forward": (
         "The buffer still held the input of a microbatch that had already finished, because "
@@ -437,7 +437,7 @@ _DEEPSPEED: _Own = {
     ),
     "arena.stale-accumulation": (
         "Leave {zero} to the engine, which calls it after each update. If your code adds "
-        "gradients between batches, call it before `train_batch`."
+        "gradients between batches, call {zero} before `train_batch`."
     ),
 }
 
@@ -462,8 +462,9 @@ _PIPELINING: _Own = {
         "Call {update} once, after all steps of the schedule whose gradients it uses. {failed}"
     ),
     "ownership.work-not-queued": (
-        "A split backward leaves out the gradients of these weights: they were replaced after the "
-        "forward, as FSDP does when it reshards a part of the model before its backward.",
+        "A split backward leaves out the gradients of these weights, because the weights were "
+        "replaced after the forward. FSDP replaces weights when it reshards a part of the model "
+        "before the part's backward.",
         "Use a schedule that does not split backwards, such as `ScheduleInterleaved1F1B`. Or, "
         "under FSDP, reshard these weights only after the backward of the whole stage.",
     ),
@@ -491,8 +492,8 @@ _PIPELINING: _Own = {
         "A weight was written in the middle of a step, or between two steps of one update: by an "
         "early update, by one optimizer of a container, by a hook, or by code that loads or "
         "averages weights.",
-        "Write weights only between an update and the next step. Update with the container's "
-        "`step()`, not with that of one of its optimizers.",
+        "Write weights only between an update and the next step. Call the container's `step()`, "
+        "not the `step()` of one of its optimizers.",
     ),
 }
 

@@ -1,5 +1,5 @@
 """
-A guard that checks DeepSpeed's pipeline engine, to be called in your own training script.
+A guard that checks DeepSpeed's pipeline engine; call it in your own training script.
 
 `guard(engine)` changes no result and no file: `train_batch` runs as before, and a contract checks
 each instruction before the instruction runs, and commits the instruction afterwards. The guard
@@ -14,8 +14,8 @@ the engine's map has at that moment. The update, the reduction of gradients and 
 checked where the engine calls them, so the guard also sees a call outside the usual instruction.
 
 What the guard knows: the instructions, and the tensors in a buffer, show which microbatch the
-buffer holds (ownership, with buffers as slots). The engine's own schedule declares the order of F
-and dI on the rank. The guard also sees every message, reduction, update and checkpoint, whether
+buffer holds. The engine's own schedule declares the order of F (forward) and dI (input gradient) on
+the rank. The guard also sees every message, reduction, update and checkpoint, whether
 each computation ran, and on which weights. The guard does not check weight caches, gradient
 buffers, graphs and streams.
 """

@@ -37,11 +37,11 @@ class Buffers:
     """
     What the buffers of one rank hold in one step.
 
-    An instruction names a buffer, not a microbatch. According to the instructions, the k-th load or
-    receive of a stage brings microbatch k, and a backward belongs to the forward that ran last in
-    its buffer. This class also records which microbatch each tensor was made for, so the tensor in
-    a buffer shows which microbatch is there. The tensors are held weakly, since the engine frees
-    them.
+    A *work* is a stage together with a microbatch. An instruction names a buffer, not a microbatch.
+    According to the instructions, the k-th load or receive of a stage brings microbatch k, and a
+    backward belongs to the forward that ran last in its buffer. This class also records which
+    microbatch each tensor was made for, so the tensor in a buffer shows which microbatch is there.
+    The tensors are held weakly, since the engine frees them.
 
     Attributes:
         inputs: By buffer, the work whose input came last.

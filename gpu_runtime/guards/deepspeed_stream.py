@@ -32,12 +32,12 @@ class Stream:
 
     Args:
         source: Name of the schedule, with its sizes.
-        stages: The stages of the rank, of phase 0 first.
+        stages: The stages of the rank; the stage of phase 0 comes first.
         num_stages: Number of stages of the pipeline.
         microbatches: Number of microbatches.
         slots: Number of buffers of a stage.
         order: The rank's F and dI, as a contract declares them; None if the table is wrong.
-        names: The instructions of the rank.
+        names: Names of the rank's instructions.
         buckets: Names of the reductions that the rank runs.
         wrong: What is wrong with the table; None if it is right.
     """

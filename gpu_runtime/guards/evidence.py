@@ -236,7 +236,7 @@ class ReplicaHooks:
 
     DistributedDataParallel reduces gradients in the next backward after a forward outside of
     `no_sync`, in the graph nodes that accumulate gradients. `torch.autograd.grad` passes none of
-    these nodes. So gradients that a program computes with it and writes itself are not reduced.
+    these nodes. So gradients that a program computes this way and writes itself are not reduced.
 
     Args:
         module: The DistributedDataParallel.
@@ -293,9 +293,9 @@ class Weights:
     """
     The version counters of a module's weights.
 
-    The guard watches the trained parameters. The guard leaves out the parameters that a module
-    writes by itself in its forward (`torch.nn.Embedding` with ``max_norm``), and all parameters of
-    a module that FSDP shards, because FSDP puts gathered parameters in their place.
+    The guard watches the trained parameters, with two exceptions. Some modules write a parameter in
+    their own forward (`torch.nn.Embedding` with ``max_norm``). In a module that FSDP shards, FSDP
+    replaces all parameters by gathered parameters.
 
     To save a Python frame, a guard may compare the `VERSION` of `counters` with `expected` itself,
     and call `check` only if they differ.

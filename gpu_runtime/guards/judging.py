@@ -52,8 +52,9 @@ class Judge:
     """
     Asks the contract about actions, and refuses or reports a violation.
 
-    The judge raises a refusal, with rank and action in a note, or reports the refusal. Either has
-    the framework's advice. After a report, nothing is judged until the guard sets `judges` again.
+    The judge adds the framework's advice to a refusal. Then the judge either raises the refusal,
+    with rank and action in a note, or reports it. After a report, nothing is judged until the guard
+    sets `judges` again.
 
     Args:
         reports: Where violations are reported; with None, a violation raises.
@@ -109,11 +110,11 @@ class Judge:
         """
         Raise or report a refusal, or an error of the guard itself; an `except` clause calls this.
 
-        A caller for which each frame of Python counts asks the contract itself, where `judges` is
-        set, and passes what is raised to this method.
+        To save a Python frame, a caller may ask the contract itself while `judges` is set. The
+        caller then passes any error that the contract raises to this method.
 
         Args:
-            error: What asking the contract has raised.
+            error: The error that was raised when the contract was asked.
             step: The action's index in the rank's row of the schedule, from 0.
 
         Raises:

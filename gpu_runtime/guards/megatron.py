@@ -5,21 +5,22 @@ A contract that checks Megatron-core's forward-backward loops, for your own trai
 each action (forward, backward, exchange, reduction, update, checkpoint) before the action runs, and
 commits the action afterwards. The guard finds faults that Megatron-core does not notice, and names
 the clause and the rank of each. Examples are a microbatch that is forwarded twice or left out, a
-backward over another microbatch's output, quantized weights of an earlier step, swapped messages, a
-bucket of gradients that is reduced early, twice or never, an update or a checkpoint in mid-step.
+backward over another microbatch's output, quantized weights of an earlier step, and swapped
+messages. Other examples are a bucket of gradients that is reduced early, twice or never, and an
+update or a checkpoint in mid-step.
 The guard reports by default; with ``manner="refuse"`` it raises.
 
 Where the guard checks: the three loops of `megatron.core.pipeline_parallel.schedules` look
 `forward_step` and `backward_step` up in their module, and `get_forward_backward_func` looks the
-loops up there. The guard replaces these names, and methods of `P2PCommunicator`, of the buckets of
-gradients, of the optimizers and of checkpoints, until `remove()`. Updates of torch's own optimizers
-are seen by torch's hooks.
+loops up in the same module. The guard replaces these names until `remove()`. It also replaces
+methods of `P2PCommunicator`, of the buckets of gradients, of the optimizers and of checkpoints. The
+guard sees updates of torch's own optimizers through torch's hooks.
 
 What the guard knows: Megatron-core's own algorithm declares the order of F (forward) and B
-(backward). The identity of the tensors that F returned and B was given shows which microbatch they
-belong to. The stages that made and took a tensor identify a message. The guard also sees which F
-quantized the weights, and every reduction, update and checkpoint. Gradient buffers, graphs and
-streams are left out of the contract.
+(backward). The guard remembers which microbatch F made each tensor for, so the tensors of a B show
+the microbatch of that B. A message is identified by the stages that send and receive its tensor.
+The guard also sees which F quantized the weights, and every reduction, update and checkpoint.
+Gradient buffers, graphs and streams are left out of the contract.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def guard(
         manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
-            replay` reads; with data or tensor parallelism, each pipeline has its own subfolder. A
-            fresh contract has a file of its own: ``rank0.contract1.jsonl``.
+            replay` reads; with data or tensor parallelism, each pipeline has its own subfolder.
+            Each later contract of a rank has its own file, such as ``rank0.contract1.jsonl``.
         untested: Whether manner ``refuse`` accepts a release of Megatron-core that the guard was
             not tested with. Manner ``report`` only warns of such a release.
 
@@ -153,9 +154,9 @@ class GuardedMegatron:
         """
         The contract, after every call of the current step so far; None before the first loop.
 
-        Another thread than the training's may get the contract in the state before the step.
+        A thread other than the training's thread may get the contract in the state before the step.
 
-        The contract is replaced after a violation, and if the step's sizes change.
+        After a violation, and if the step's sizes change, a new contract replaces this contract.
         """
         return None if self._recurring is None else self._recurring.contract
 
@@ -170,7 +171,7 @@ class GuardedMegatron:
         return self._judge.violations
 
     def on_trust(self) -> tuple[str, ...]:
-        """Return what the guard takes on trust in the loops that it has seen."""
+        """Return sentences that say what the guard does not check in the loops that it has seen."""
         names = ["data", "messages", "reductions", "counters", "reruns", "function"]
         if self._step is not None and not self._step.plan.messages and self._step.plan.ranks > 1:
             names.append("unmatched")
@@ -352,7 +353,7 @@ class GuardedMegatron:
         self._gradients.check(chunks, buffers)
 
     def _follows(self, step: LoopStep | None) -> bool:
-        """Whether the contract may go on: the last loop was updated, or commits without."""
+        """Whether the contract may continue: the last loop had its update or commits without it."""
         if step is None or step.updates:
             return step is not None
         try:
@@ -591,7 +592,7 @@ def _repeats(group: Any) -> bool:
 
 
 def _folder(lib: Library, log: Path | None) -> Path | None:
-    """The folder of this process's logs: pipelines beside each other have one each."""
+    """Return the folder of this process's logs; each parallel copy of the pipeline has its own."""
     if log is None:
         return None
     state, names = lib.state, []

@@ -88,8 +88,8 @@ class Caches:
         """
         Return which graphs the last forward used.
 
-        The result is the number of local graphs that it replayed, and the number of layers to which
-        Megatron has given graphs of Transformer Engine.
+        The first number is how many local graphs the forward replayed. The second number is how
+        many layers have graphs of Transformer Engine.
         """
         layers, seen, todo = 0, set(), [chunk]
         while todo:  # less than half the time of `chunk.modules()`

@@ -107,7 +107,7 @@ def chunks_of(given: Mapping[str, Any]) -> list[Any]:
 
 
 def unguarded(lib: Library, given: Mapping[str, Any], config: Any) -> str | None:
-    """Return Megatron's name of what the guard cannot see in a loop; None if the guard sees all."""
+    """Return Megatron's name of a part of the loop that the guard cannot see; else None."""
     for option, runs in (
         ("overlap_moe_expert_parallel_comm", "combined_1f1b"),
         ("hybrid_context_parallel", "hybrid_context_parallel_forward_backward"),

@@ -1,10 +1,10 @@
 """
 One guarded step of Megatron-core: a forward-backward loop and the update, as contract calls.
 
-Each F, each B and each exchange costs its frames of Python, about a microsecond each on a host that
-launches kernels. So the methods of `LoopStep` that run for every action look up themselves whose a
-tensor is, and compare weights' versions and calls with the recorded ones themselves, as `Weights`
-and `Works` describe.
+Each Python frame costs about a microsecond on a host that launches kernels. To save frames, the
+methods of `LoopStep` that run for every action do three things themselves instead of calling a
+method: they look up the work (stage and microbatch) that a tensor belongs to, and they compare
+weights' versions and calls with the recorded ones, as `Weights` and `Works` describe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WRAPPERS = (list, tuple)
 _UNCOUNTED = (None,)
 
 Made = dict[int, tuple["weakref.ref[Any]", Work]]
-"""Whose tensors are: a reference to each tensor and its work, by the tensor's identity."""
+"""By a tensor's identity: a weak reference to the tensor, and the work that it belongs to."""
 
 Norm = tuple[str, int, tuple[int, int]]
 """Actions that update the scaling state equally often: their kind, stage and `Caches.mode`."""
@@ -277,7 +277,7 @@ class LoopStep:
         return event
 
     def leave_backward(self) -> None:
-        """Record that the backward raised: what follows is not within it."""
+        """Record that the backward raised an error and is over."""
         self.inside = None
 
     def commit_backward(self, event: Event, gradient: Any, updates: int) -> None:
@@ -315,8 +315,8 @@ class LoopStep:
         """
         Check that each F of a stage, and each B, updates the scaling state equally often.
 
-        The expected number comes from the earlier steps. In a first step two of three F decide, so
-        an odd F is named at the latest two F after it ran.
+        The expected number comes from the earlier steps. In the first step the majority of three
+        actions decides, so a deviating action is named at most two actions later.
         """
         stage, microbatch = work
         norm = kind, stage, self._modes[stage]

@@ -23,8 +23,9 @@ class Updates:
     Args:
         lib: Megatron-core.
         patches: Replaces attributes until the guard is removed.
-        check: Called before an update; returns the contract's context manager, already entered.
-        commit: Called after the update, with this context manager and whether the update raised.
+        check: Called before an update; returns None if the update is not judged.
+        commit: Called after the update, with what `check` returned, and with `failed`: whether the
+            update raised an error.
 
     Attributes:
         ever: Whether an update was ever seen.
@@ -82,7 +83,7 @@ class Updates:
         return [chunk for ref in self._chunks if (chunk := ref()) is not None]
 
     def _enter(self, optimizer: Any) -> Any:
-        """Check an update, if it is the first since a loop, or a second one of one optimizer."""
+        """Check an update that follows a loop, or a second update by the last optimizer."""
         again = self._stepped is not None and self._stepped() is optimizer
         self._inside += 1
         if not self._trained and not again:
@@ -189,10 +190,10 @@ class BufferWrites:
     """
     Watches when the gradient buffers of a chunk are written in a step, by their version counters.
 
-    The `main_grad` of all parameters are views of a few buffers, and a view shares the counter of
-    its buffer. Neither replayed graphs nor layers that accumulate into `main_grad` in a kernel of
-    their own move a counter. A reduction that overlaps with the last backward moves it at any time,
-    so what this backward writes later is not judged.
+    The `main_grad` of all parameters are views of a few buffers, and a view shares the version
+    counter of its buffer. Replayed graphs raise no counter, and neither do layers that accumulate
+    into `main_grad` in a kernel of their own. A reduction that overlaps with the last backward may
+    raise the counter at any time, so later writes of this backward are not judged.
 
     Args:
         buffers: The buffers; a chunk without `DistributedDataParallel` has none.
@@ -289,8 +290,8 @@ class Saves:
         patches: Replaces attributes until the guard is removed.
         check: Called before a save.
 
-    The request for a save is a tuple, of which Megatron may make copies. The guard recognizes it by
-    its list of finalizing functions, which every copy keeps.
+    The request for a save is a tuple, which Megatron may copy. The guard recognizes a request by
+    its list of finalizing functions, which every copy shares.
 
     Attributes:
         open: The asynchronous saves that were requested but not yet scheduled, by identity.

@@ -16,12 +16,12 @@ A function registered with `register_custom_function` replaces an action and can
 would have run. Such a function therefore cannot guard torch's own actions. The guard checks a
 registered function like the action that the function replaces.
 
-What the guard knows of a plain module: it sees which microbatch's work is kept from F to dI to dW
-(ownership), and the order of F and dI on the rank (order). It sees the stages' messages and
-reductions, that each action's computation ran, and on which weights (`pipelining_evidence`). The
-guard does not see weight caches, gradient buffers, graphs and streams, so the contract's relations
-for them are left out. Sends and reductions end where the table awaits them (torch 2.15), otherwise
-at the end of the step.
+What the guard knows of a plain module: the microbatch whose tensors go from F (forward) to dI
+(input gradient) to dW (weight gradient), and the order of F and dI on the rank. The guard also sees
+the stages' messages and reductions, whether each action's computation ran, and on which weights
+(`pipelining_evidence`). The guard does not see weight caches, gradient buffers, graphs and streams,
+so the contract's relations for them are left out. If the table says where a send or a reduction is
+awaited (torch 2.15), the guard ends it there. Otherwise the guard ends it at the end of the step.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ def guard(
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
             replay` reads; with several pipelines, each pipeline has its own subfolder, such as
-            ``pipeline1``. A fresh contract has a file of its own: ``rank0.contract1.jsonl``. The
-            files are complete after `GuardedSchedule.remove`, or at the end of the process.
+            ``pipeline1``. Each later contract of a rank has its own file, such as
+            ``rank0.contract1.jsonl``. The files are complete after `GuardedSchedule.remove`, or at
+            the end of the process.
         untested: Whether manner ``refuse`` accepts a torch release that the guard was not tested
             with. Manner ``report`` only warns of such a release in the log ``qeffect.guards``.
 
@@ -213,7 +214,7 @@ class GuardedSchedule:
 
     @property
     def contract(self) -> Contract:
-        """The contract; `rebuild` makes a new one."""
+        """The current contract; `rebuild` makes a new contract."""
         return self._boundaries.contract
 
     @property
@@ -227,7 +228,7 @@ class GuardedSchedule:
         return self._judge.violations
 
     def on_trust(self) -> tuple[str, ...]:
-        """Return what the guard of this schedule takes on trust."""
+        """Return sentences that say what the guard of this schedule does not check."""
         claims = [PIPELINING[name].said() for name in ("methods", "counters", "messages")]
         claims += self._actions.on_trust()
         sharded = self._actions.evidence.sharded()
@@ -286,10 +287,10 @@ class GuardedSchedule:
 
         Every rank of the pipeline calls this method, once, outside its step. A rank that still
         waits for a message in `step` calls it after its process group's timeout has ended the step.
-        All ranks then restart the lowest epoch that any of them is in: no rank may have updated its
-        weights since that epoch began. Leftovers of the step in the schedule and its stages are
-        dropped: torch keeps the losses of an unfinished step, and would start the next step's
-        backwards from them. The caller has to drop the gradients, with `zero_grad`.
+        All ranks then restart the lowest epoch that any rank is in; no rank may have updated its
+        weights since that epoch began. The call drops what the unfinished step left in the schedule
+        and its stages, such as losses: torch would start the next step's backwards from these
+        losses. The caller has to drop the gradients, with `zero_grad`.
 
         Args:
             timeout_s: How long to wait for the other ranks, in seconds.
@@ -297,9 +298,9 @@ class GuardedSchedule:
                 other ranks restart too, and that no message is under way.
 
         Raises:
-            MeetingError: On every rank: a rank did not come in time, or the step ended between
-                messages on some rank, so that another rank waits for a message that nobody will
-                send. Relaunch the ranks from their checkpoint.
+            MeetingError: Raised on every rank, if a rank did not come in time, or if the step of a
+                rank ended after some of its messages but before the others. Another rank may then
+                wait for a message that nobody will send. Relaunch the ranks from their checkpoint.
         """
         if alone:
             epoch = self.contract.epoch

@@ -1,8 +1,9 @@
 """
 The boundaries of a guarded pipeline's epochs: where a step begins and ends, and the update.
 
-Without an optimizer to follow, each step is one epoch. With an optimizer, each step is a walk, and
-the optimizer's update ends the epoch.
+If the guard follows no optimizer, each step of the schedule is one epoch. If the guard follows an
+optimizer, each step is a walk (one pass over the schedule), and the optimizer's update ends the
+epoch.
 """
 
 from __future__ import annotations

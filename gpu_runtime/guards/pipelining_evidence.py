@@ -42,10 +42,10 @@ class StageEvidence:
     Evidence of the actions of one rank's stages.
 
     An action ran if the stage's own method ran: the method that the stage had before the guard. If
-    another method or a registered function has taken its place, other evidence has to show that the
-    action ran: a call of the stage's module for F, a backward through the graph of its forward for
-    I and B, a written gradient for B, W and for the scaling of gradients. In either case, a
-    backward that leaves the graph of its forward untouched counts as not run.
+    another method or a registered function has replaced this method, other evidence is needed. For
+    F, the stage's module was called. For I and B, a backward went through the graph of the forward.
+    For B, W and the scaling of gradients, a gradient was written. In either case, a backward that
+    leaves the graph of its forward untouched counts as not run.
 
     Args:
         stages: torch's stages of the rank.

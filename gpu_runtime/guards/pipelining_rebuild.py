@@ -27,7 +27,7 @@ UNFINISHED = (
 
 class PipelineRanks:
     """
-    The ranks of a pipeline, seen from one of them.
+    Lets one rank of a pipeline agree with the other ranks.
 
     Args:
         schedule: The schedule of this rank.
@@ -63,12 +63,12 @@ class PipelineRanks:
 
     def agree(self, own: Mapping[str, Any], timeout_s: float) -> int:
         """
-        Return the lowest epoch that a rank is in; every rank calls it, after its step has ended.
+        Return the lowest epoch that any rank is in; every rank calls this after its step has ended.
 
         Args:
-            own: This rank's state: its ``epoch``; ``posted``, the number of messages that its step
-                has posted; ``of``, the number of the step's messages; and ``whole``, whether the
-                step ended before its first message or after its last.
+            own: This rank's state. ``epoch`` is its epoch. ``posted`` is the number of messages
+                that its step has posted, and ``of`` the number of messages of a whole step.
+                ``whole`` says whether the step ended before its first message or after its last.
             timeout_s: How long to wait for the other ranks, in seconds.
 
         Raises:

@@ -41,9 +41,10 @@ class GuardedStep(Works):
         steps: The steps of the rank's contract.
         reductions: The table's reductions.
         accumulates: Whether gradients accumulate over steps until an update. Each step is then a
-            walk, which reduces its own gradients. The contract takes an epoch's reductions after
-            its last walk, but nobody knows in advance which walk is the last. So the step counts
-            reductions itself, and tells the contract about them when the update comes.
+            walk (one pass over the schedule) with reductions of its own. The contract accepts
+            reductions only after the epoch's last walk, but nobody knows in advance which walk is
+            the last. So the step counts reductions itself, and tells the contract about them when
+            the update comes.
         whole: Whether the step begins an epoch.
     """
 
@@ -79,7 +80,7 @@ class GuardedStep(Works):
             raise refused(
                 "reduction.not-started",
                 "finish_reduction",
-                f"no reduction of stage {stage} under way in this walk",
+                f"no reduction of stage {stage} under way in this step of the schedule",
                 "a reduction that was started",
             )
         self._reduced.add(stage)
@@ -116,7 +117,7 @@ class GuardedStep(Works):
                     "check_update",
                     f"gradients of stage {stage}, whose reduction "
                     + ("was not awaited" if begun else "did not begin"),
-                    "one reduction in each walk, awaited before the walk ends",
+                    "one reduction in each step of the schedule, awaited before the step ends",
                 )
 
     def check_last_update(self) -> None:

@@ -68,8 +68,8 @@ class GuardedRow(list[Any]):
     """
     A rank's row of actions; the row tells a guard of each action, before and after the action runs.
 
-    Only the first pass over the row is the step, so only then does the row tell the guard. torch
-    passes over the row again only to print it after an action has failed.
+    The row tells the guard only during the first pass over the row, which is the step. torch makes
+    a second pass only to print the row after an action has failed.
 
     Args:
         row: torch's actions.

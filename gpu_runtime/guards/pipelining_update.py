@@ -123,14 +123,15 @@ class Updates:
         Check that every walk of the epoch is over.
 
         Raises:
-            Refused: ``epoch.not-final``; ``arena.overwrite`` where gradients of the epoch are gone.
+            Refused: ``epoch.not-final`` if walks are missing; ``arena.overwrite`` if gradients of
+                the epoch are gone.
         """
         if self._walks is not None and self.walked < self._walks:
             raise refused(
                 "epoch.not-final",
                 "check_update",
                 f"an update after {self.walked} of {_walks(self._walks)}",
-                f"{_walks(self._walks)} before each update",
+                f"{_walks(self._walks)} (steps of the schedule) before each update",
             )
         self._check_kept("the update")
 
@@ -213,7 +214,7 @@ class Updates:
         return found
 
     def _is_blind(self, named: Mapping[str, Any]) -> bool:
-        """Whether a fused optimizer without state updates these: nothing shows such an update."""
+        """Whether nothing shows an update of these parameters: a fused optimizer without state."""
         own = set(map(id, named.values()))
         return any(
             group.get("fused") and not any(part.state.get(p) for p in group["params"])

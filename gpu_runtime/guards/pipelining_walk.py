@@ -1,10 +1,11 @@
 """
 The actions of a guarded pipeline's steps: each is checked before it runs, and committed afterwards.
 
-`_PipelineScheduleRuntime` walks through a table, and runs assertions before an action computes, so
-the guard checks an action when the walk reaches the action. The stages' methods do the computation;
-the single-stage classes (1F1B, GPipe) call these methods in their own loops. The guarded methods
-check every action that no walk has checked, and commit every action.
+torch's `_PipelineScheduleRuntime` goes through the rank's row of a table (the walk), and runs
+assertions before an action computes. So the guard checks an action when the walk reaches it. The
+stages' methods do the computation. The single-stage classes (1F1B, GPipe) have no table and call
+these methods in their own loops. The guarded methods check every action that the walk has not
+checked, and commit every action.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class ActionGuard:
 
     Attributes:
         evidence: The evidence that the actions ran.
-        step: The live work of the current step; `begin_step` sets it.
+        step: The current step; `begin_step` sets this attribute.
         messages: How many messages the current step has posted.
-        walks: Whether torch walks a table.
+        walks: Whether torch runs the schedule from a table.
     """
 
     step: GuardedStep

@@ -23,10 +23,10 @@ from qeffect.steps import RecordedStep, Recording
 __all__ = ["Call", "RecurringSteps", "Script"]
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any] | None]
-"""A call of the guard: the method of `Works`, its arguments, and the named ones (None if none)."""
+"""A method of `Works` by name, its positional arguments, and its named arguments (None if none)."""
 
 Script = tuple[Call | None, ...]
-"""The calls of a recorded step, and None behind the last call."""
+"""The calls of a recorded step, followed by None."""
 
 #: How many steps are recorded at most, and how many steps in a row may differ from a recorded one.
 _RECORDINGS: Final = 3
@@ -46,14 +46,15 @@ class RecurringSteps:
     The steps of a contract: records one, and finds out which later steps may repeat it.
 
     The first step of a contract is not recorded, because it begins in a state of its own. Nothing
-    is recorded while the contract has an observer, such as the log of its events: after a hang the
-    log must also have the calls of the unfinished step.
+    is recorded while the contract has an observer, such as an event log. The reason: after a hang
+    the log must also have the calls of the unfinished step.
 
     Args:
         contract: The contract.
 
     Attributes:
-        raw_contract: The contract; while a step repeats a recorded one, in the state before it.
+        raw_contract: The contract. While a step repeats a recorded step, the contract is still in
+            the state before the step.
         repeated: How many steps the contract has committed in one call.
     """
 
@@ -81,7 +82,8 @@ class RecurringSteps:
         """
         Let the current step make the calls that were only compared so far; return the contract.
 
-        Only a guard calls this method, where the training waits for it, in any thread.
+        Only a guard calls this method, while the training waits for the guard. Any thread may call
+        it.
         """
         step, self._step = self._step, None
         if step is not None:
@@ -93,7 +95,8 @@ class RecurringSteps:
         Begin a step.
 
         Returns:
-            The calls that the step is compared with; no calls if it is recorded; None if neither.
+            The calls that the step is compared with. An empty tuple means that the step is
+            recorded; None means that the step is neither compared nor recorded.
         """
         self.settle()
         self._thread = get_ident()

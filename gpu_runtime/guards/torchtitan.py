@@ -1,5 +1,5 @@
 """
-A guard that checks TorchTitan's pipeline, to be called in your own configuration module.
+A guard that checks TorchTitan's pipeline; call it in your own configuration module.
 
 `guarded(spec)` returns a `ModelSpec` whose two hooks also install a guard. The hook `pipelining_fn`
 builds the schedule, which `pipelining.guard` then guards. TorchTitan calls the hook

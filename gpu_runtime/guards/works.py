@@ -19,7 +19,7 @@ Event = tuple[str, int, int]
 """An action: torch's name of its kind, its stage, and its microbatch (-1 if it has none)."""
 
 _RECEIVES = frozenset({"RECV_F", "RECV_B"})
-#: Where a step is not compared: a script that no call repeats.
+#: The script of a step that is not compared: no call equals its only entry.
 _NOTHING: Script = (None,)
 
 
@@ -36,7 +36,7 @@ class _Keys(dict[Work, TapeKey]):
 
 
 class _References(dict[Work, TapeRef]):
-    """The references to works' tapes; for any other work, one that was never issued."""
+    """The references to works' tapes; without a tape, a reference that was never issued."""
 
     def __init__(self, contract: Contract) -> None:
         super().__init__()
@@ -56,9 +56,9 @@ def _compared(
     make: Callable[Concatenate[Works, _P], None],
 ) -> Callable[Concatenate[Works, _P], None]:
     """
-    Compare each call of a method with the recorded one, and make the call only if it differs.
+    Compare each call of a method with the recorded call, and make the call only if it differs.
 
-    A guarded step calls these methods often, and each frame of Python costs it a microsecond.
+    A guarded step calls these methods often, and each Python frame costs a microsecond.
     """
     name = make.__name__
     _MAKES[name] = make
@@ -83,8 +83,8 @@ class Works:
     A step that repeats a recorded one only compares its calls with the recorded calls; see
     `recurring`. Every method raises `Refused` if its action breaks the contract.
 
-    Where each frame of Python counts, a guard compares a call itself: if ``script[place]`` equals
-    the call, the guard adds 1 to `place`; otherwise the guard passes the call to `make`.
+    To save a Python frame, a guard may compare a call itself: if ``script[place]`` equals the call,
+    the guard adds 1 to `place`; otherwise the guard passes the call to `make`.
 
     Args:
         steps: The steps of the rank's contract; also an attribute.

@@ -324,11 +324,11 @@ class EpochRuntime(RuntimeParts):
 
     def confirm(self) -> None:
         """
-        With ``counts='next step'``, check the counts of actions that the device had at the last
-        commit.
+        With ``counts='next step'``, compare the device's counts at the last commit with the
+        committed actions.
 
-        `finalize` and `checkpoint` call this method; with other counts the method does nothing. The
-        call waits for the last update, which normally has long ended.
+        `finalize` and `checkpoint` call this method. With any other value of `counts` the method
+        does nothing. The call waits for the last update, which normally has long ended.
 
         Raises:
             Refused: The device skipped the last update, because it had not run exactly the
@@ -359,10 +359,10 @@ class EpochRuntime(RuntimeParts):
 
     def device_failed(self) -> None:
         """
-        Record that the device failed, at an action that is not known.
+        Record that the device failed, at an unknown action.
 
-        The host does not wait for the device, so the last update may have failed: the last
-        committed epoch counts as failed, or epoch 0 if none was committed.
+        The host does not wait for the device, so the last update may have failed. Therefore the
+        last committed epoch counts as failed, or epoch 0 if no epoch was committed.
         """
         for stage in self.memories:
             self.fail(stage, max(self.epoch - 1, 0))

@@ -116,26 +116,28 @@ class RuntimeConfig:
             skips the update if the counts differ. The host does not wait; it refuses at the next
             `finalize` or `checkpoint`. The default is None. In mode ``one launch`` the default is
             ``next step``, and no other value is accepted.
-        rule: Where dW writes: `copied`, `per_microbatch` or `accumulate` (`step/memory/arena.py`).
+        rule: Where dW writes (`step/memory/arena.py`). With ``accumulate`` all microbatches add to
+            one buffer per matrix. With ``per_microbatch`` each microbatch has its own buffers. With
+            ``copied`` each gradient is copied out of the library's own memory.
         walks: Largest number of walks (passes over the order) in an epoch, at least 1.
             `Runtime.next_walk` begins the next walk, and gradients accumulate over the walks. More
             than 1 needs the rule ``accumulate``, and a mode other than ``one launch``.
         group: Number of consecutive microbatches whose weight gradients one matrix product
-            computes; must divide the number of microbatches of a walk. 1 computes a product per
-            microbatch. More than 1 needs scales that move once an epoch (one product has one set of
-            scales), the rule ``accumulate``, and an order in which the dW of a group follow one
-            another (`qeffect.schedule.grouping`). In bf16 the number changes the bits, because one
-            rounding replaces several.
-        dtype: Type of the gradient destinations; another type than the parameters' needs master
-            weights.
-        provisioning: `live`: each stage has as many slots as microbatches are in progress at once;
-            `static`: one slot per microbatch.
+            computes. It must divide the number of microbatches of a walk. 1 computes one product
+            per microbatch. More than 1 needs three things: scales that are updated once an epoch,
+            because one product has one set of scales; the rule ``accumulate``; and an order in
+            which the dW of a group follow one another (`qeffect.schedule.grouping`). In bf16 the
+            number changes the bits, because one rounding replaces several.
+        dtype: dtype of the gradient destinations. If it differs from the dtype of the parameters,
+            the optimizer needs master weights.
+        provisioning: ``live`` gives each stage as many slots as it has microbatches in progress at
+            once; ``static`` gives each stage one slot per microbatch.
         readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
             recorder). A slot is free only after its readers have finished.
         feeds: Maps a local stage to the local stage that reads its output. The slot of the output
             is kept until the reading stage has finished.
-        declared: Whether to refuse every order of F and dI other than the plan's. If False, the
-            order is not compared with the plan.
+        declared: Whether F and dI must run in the plan's order. If False, their order is not
+            checked.
         callers: Names of the calling streams.
         feeder: Name of a caller, one of `callers`. Its stream copies data into the slots of stages
             that take data, and F waits for this stream. The default, None, copies on the graph
@@ -143,34 +145,32 @@ class RuntimeConfig:
             copies the data.
         pool: A CUDA graph memory pool that all slots share. Only the test that shows why sharing is
             wrong sets a pool; None gives every slot its own pool.
-        buckets: By stage, the gradients that are reduced together: each matrix belongs to exactly
-            one bucket, and one bucket without matrices holds the parameters that are not matrices.
-            A stage that is not named has one bucket of all its gradients; the bucket's name is the
-            stage's index.
-        reductions: All buckets, in the order in which every replica must start their reductions;
-            empty if this order is not checked.
+        buckets: By stage, the gradients that are reduced together. Each matrix belongs to exactly
+            one bucket. One bucket without matrices holds the parameters that are not matrices. A
+            stage that is not listed has one bucket of all its gradients, whose name is the stage's
+            index.
+        reductions: Names of all buckets, in the order in which every replica must start the
+            reductions. If empty, this order is not checked.
         tied: Groups of matrices that are one parameter; a matrix is given by stage and name. The
             matrices of a group share one gradient destination, and the gradient is listed under the
             first matrix. If two matrices share a parameter that is not declared here, the stages
             are refused.
-        copies: By weight name, the copies of each weight that exists several times. Copies are
+        copies: Maps the name of a weight that exists several times to its copies. Copies are
             separate parameters with separate gradients. The reducer gets the gradients of all
             copies of this process under the weight's name, after all other gradients. The reducer
             must leave the same sum in the gradients of all copies, also of copies on other ranks.
-        amax: ``replica`` makes scales from a replica's own amaxes; with ``replicas`` all
-            replicas share their amaxes at the end of each epoch (`step/memory/scaling.py`). With a
-            reducer, the contract's configuration then has a bucket ``amax``, which must be reduced
-            before the epoch commits, and the reducer needs `largest`, as in
-            `qeffect.gpu_runtime.ranks.replicas`.
-
+        amax: With ``replica`` each replica computes scales from its own amaxes (largest absolute
+            values). With ``replicas`` all replicas share their amaxes at the end of each epoch
+            (`step/memory/scaling.py`). If ``replicas`` is used with a reducer, the contract's
+            configuration has a bucket ``amax``, which must be reduced before the epoch commits. The
+            reducer then needs a method `largest`, as in `qeffect.gpu_runtime.ranks.replicas`.
         weights_sum: Expected sum of the factors that weight the gradients of an epoch's
             microbatches, as (numerator, denominator). The sum is (1, R) if the gradients of R
             replicas are summed, and (1, 1) otherwise. The sum is checked for stages whose backend
             reports these factors. None checks no sum. A `Worker` sets this sum.
 
     Raises:
-        BackendError: `mode`, `counts` or `walks` has an unknown value, or these values do not fit
-            each other or the rule.
+        BackendError: A field has an unknown value, or the values of two fields exclude each other.
     """
 
     mode: Mode = "eager"

@@ -23,16 +23,16 @@ and microbatch, or with one accumulating destination per matrix. The kernel comp
 overlap; it never touches memory.
 
 Tied weights, such as an embedding and the output head that reads it, have one gradient. Two
-matrices, in one stage or in two, may share a destination if both are declared tied. If they are in
-two stages, each dW of either stage then writes two destinations: the shared destination, and the
-other destination of its own stage. Undeclared sharing is refused, whether two matrices name one
-buffer or two buffers overlap in memory. The epoch's first dW of either stage overwrites the shared
-destination; all later dW add to it, one at a time. So a dW states for both destinations whether it
-overwrites, and a stage is final only when the sharing stage's dW have run too. If gradients are
-reduced, the shared gradient is reduced in one bucket, after the last dW of both stages. A weight
-that is tied across ranks has a copy on each rank, and every copy's gradient is reduced in a bucket
-of the same name. A contract sees its own process only, so `qeffect.sharing` compares the
-configurations of all ranks before the first step.
+matrices, in one stage or in two, may share a destination if both are declared tied. If the two
+matrices are in two stages, each dW of either stage writes two destinations: the shared destination,
+and a destination that only its own stage writes. Undeclared sharing is refused, whether two
+matrices name one buffer or two buffers overlap in memory. The epoch's first dW of either stage
+overwrites the shared destination; all later dW add to it, one at a time. So a dW states for both
+destinations whether it overwrites, and a stage is final only when the sharing stage's dW have run
+too. If gradients are reduced, the shared gradient is reduced in one bucket, after the last dW of
+both stages. A weight that is tied across ranks has a copy on each rank, and every copy's gradient
+is reduced in a bucket of the same name. A contract sees its own process only, so `qeffect.sharing`
+compares the configurations of all ranks before the first step.
 
 Destinations are bound before dI, because dI reads `main_grad`. The first dW that writes a buffer in
 an epoch overwrites the buffer; later dW accumulate. One matrix product may write the gradients of
@@ -188,7 +188,7 @@ arena (the *copied* path). Such a stage leaves this part out and keeps all other
             section="III-D",
             cause="A shared (tied) weight was listed twice, or per-microbatch views were listed "
             "next to an accumulating buffer.",
-            remedy="List each matrix once for every microbatch, or once for all microbatches.",
+            remedy="List each matrix once per microbatch, or once for all microbatches together.",
         ),
         Clause(
             id="arena.missing-destination",

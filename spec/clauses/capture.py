@@ -19,24 +19,25 @@ freed, and uses that memory as scratch. Such graphs compute right values only if
 in the order of their capture. Holding references to the tensors does not help. The paper does not
 name this relation.
 
-With one pool per slot, F, dI and dW of one tape are the only graphs in a pool, and ownership
-already forces their order: this part then refuses nothing that ownership accepts. If several slots
+With one pool per slot, a pool holds only the slot's own graphs of F, dI and dW, and ownership
+already forces their order. This part then refuses nothing that ownership accepts. If several slots
 share a pool, the schedule must keep the capture order while a tape is live in the pool; ZB-V does
 not.
 
-The graph of a stage's refresh has a pool of its own, unless the stage declares that the graph was
-captured in a pool of slots (`StageConfig.refresh_pool`). A refresh keeps no tape, but its replay
-can overwrite a live tape: the tape's F may have taken memory that the refresh freed, or the refresh
-may have taken memory that the tape's dI or dW freed. The declared refresh therefore has a place in
-the pool's order of capture. If all refreshes were captured first, no stage can be refreshed while a
-tape is live in the pool. The cache that a refresh fills must lie outside the pool.""",
+By default, the graph of a stage's refresh has a pool of its own. A stage may declare that this
+graph was captured in a pool of slots (`StageConfig.refresh_pool`). A refresh keeps no tape, but its
+replay can overwrite a live tape: the tape's F may have taken memory that the refresh freed, or the
+refresh may have taken memory that the tape's dI or dW freed. The declared refresh therefore has a
+place in the pool's order of capture. If all refreshes were captured first, no stage can be
+refreshed while a tape is live in the pool. The cache that a refresh fills must lie outside the
+pool.""",
     clauses=(
         Clause(
             id="capture.out-of-order",
             number="5.1",
             title="A shared pool replays in capture order",
-            invariant="While a tape is live in a memory pool, each graph that the pool replays was "
-            "captured after the graph that the pool replayed before it.",
+            invariant="While a tape is live in a memory pool, each graph replayed in the pool was "
+            "captured after the graph that was replayed there before it.",
             transitions=(
                 "check_refresh",
                 "check_forward",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_STREAMS = "Every stream keeps its counters, and nothing was enqueued."
+_STREAMS = "The contract's counters of all streams; nothing was enqueued."
 
 PART = Part(
     name="completion",
@@ -108,10 +108,10 @@ really put the waits on the streams.""",
             argument="link",
             unchanged=_STREAMS,
             section="II-C",
-            cause="Before the caller's stream waited for the graph's tail event, an output was "
-            "sent or used, a gradient was computed from the output, a reduction was enqueued, or "
-            "the optimizer started. A communication stream that waits for the default stream has "
-            "not waited for the graph stream.",
+            cause="The caller's stream did not wait for the event at the graph's tail before it "
+            "sent an output, computed a gradient from the output, enqueued a reduction or ran the "
+            "optimizer. A communication stream that waits for the default stream has not waited "
+            "for the graph stream.",
             remedy="Make the caller's stream wait for the event recorded at the graph's tail, and "
             "call `wait`.",
         ),
@@ -125,9 +125,8 @@ really put the waits on the streams.""",
             argument="link",
             unchanged=_STREAMS,
             section="design",
-            cause="The commit of a dW freed the slot while the dW may still read its input on "
-            "the device, and the receive was posted on a stream that had not waited for that "
-            "dW.",
+            cause="The commit of a dW freed the slot, but that dW may still read its input on the "
+            "device. The receive was posted on a stream that had not waited for that dW.",
             remedy="Let the receiving stream wait for the graph stream after that dW, and call "
             "`wait` on the receive's link.",
         ),
@@ -201,7 +200,7 @@ really put the waits on the streams.""",
             "being written, and overwrite weights that are still being read.",
             remedy="Name the stream that waited for the gradients (the caller of the links in "
             "`finalize`) as `caller` of `update`, `check_update` or `commit_epoch`, and run the "
-            "optimizer on it.",
+            "optimizer on that stream.",
         ),
         Clause(
             id="completion.update-to-graph",

@@ -46,25 +46,27 @@ half way leaves some weights updated and others not, and nothing can tell which:
 
 Some faults are seen late, for example an asynchronous device error, or a wrong digest that is
 compared after the tape is gone. `fail` names the stage and the epoch of the fault. A fault of the
-current epoch spoils that epoch. If the epoch's update is in flight, or was committed, the weights
-come from wrong gradients, and count as half updated.
+current epoch *spoils* that epoch: the epoch can no longer commit, and only a restore begins it
+again. If the epoch's update is in flight, or was committed, the weights come from wrong gradients,
+and count as half updated.
 
 An evaluation is a forward without training: no dI and no dW follows, and it has no key, no slot and
 no effect token. An evaluation runs in memory of its own, not in a slot whose graph updates scales.
 `check_evaluation` reserves the stage and its domain; `commit_evaluation` leaves the epoch as it
 was. An evaluation is accepted between any two actions of an epoch, also between the last dW and the
-update, but not between a refresh and the stage's first F. With `cached` it reads the quantized
-weight cache, which must be current; otherwise it quantizes the weights itself and leaves the cache
-alone. The backend must report that the evaluation updated no scales and filled no cache. If the
-evaluation updated scales, filled a cache or failed, the epoch is spoiled and the domain poisoned.
+update. It is refused between a refresh and the stage's first F. With `cached` it reads the
+quantized weight cache, which must be current; otherwise it quantizes the weights itself and leaves
+the cache alone. The backend must report that the evaluation updated no scales and filled no cache.
+If the evaluation updated scales, filled a cache or failed, the epoch is spoiled and the domain
+poisoned.
 
-A failed or aborted F, dI or dW spoils the stage's epoch: the stage can no longer be finalized, and
-only a restore begins the epoch again. A failed evaluation, a dropped tape, a failed reduction, a
-fault of the current epoch that `fail` reports, and a call of `invalidate` while the stage's cache
-is in use spoil the epoch too. A failed refresh poisons its domain (`order.poisoned`).
+A failed or aborted F, dI or dW spoils the stage's epoch: the stage can then not be finalized. These
+also spoil the epoch: a failed evaluation, a dropped tape, a failed reduction, a fault of the
+current epoch that `fail` reports, and a call of `invalidate` while the stage's cache is in use. A
+failed refresh poisons its domain (`order.poisoned`).
 
 `invalidate` reports the loss of a cache. This call is accepted even while a dI still needs the
-cache: if the call were refused, the contract would treat the lost cache as fresh, and the next dI
+cache. If the call were refused, the contract would treat the lost cache as fresh, and the next dI
 would read it. Afterwards every F and dI of the stage is refused as stale; aborts, drops, drain and
 restore remain possible.
 
@@ -73,8 +75,9 @@ to one. A stage with `StageConfig(weights_sum=(1, 1))` declares this sum, and dI
 of its microbatch as a fraction. All fractions of an epoch have one denominator, and a *part* is one
 over that denominator. The contract counts the declared sum in parts, subtracts each reported
 weight, and refuses the update if the result is not zero. All arithmetic is in integers. The weights
-are added over all walks of the epoch. So the update is refused if each of several walks divides the
-loss by its own number of microbatches, or if a shortened walk divides by the configured number.
+are added over all walks of the epoch. So the update is refused in two cases: each of several walks
+divides the loss by the microbatches of that walk alone, or a shortened walk divides by the
+configured number.
 
 A contract made with `counted=True` also compares what the device ran. With every action the device
 itself raises a count for the action's stage and kind, and folds the action into a digest that
@@ -206,10 +209,10 @@ tested, not proved.""",
             id="epoch.in-flight",
             number="8.9",
             title="One update of the weights at a time, and no evaluation during the update",
-            invariant="While an update is in flight, no further update and no walk, evaluation, "
-            "restore, refresh or bind begins, and no other stream begins to read weights or "
-            "gradients. While an evaluation is in flight, no update, walk or restore begins, and "
-            "no second evaluation of the same stage.",
+            invariant="While an update is in flight, no further update, walk, evaluation, restore, "
+            "refresh or bind begins. No other stream then begins to read weights or gradients. "
+            "While an evaluation is in flight, no update, walk or restore begins, and no second "
+            "evaluation of the same stage.",
             transitions=(
                 "bind",
                 "check_refresh",
@@ -249,7 +252,7 @@ tested, not proved.""",
                 "check_update",
             ),
             argument="",
-            unchanged="The weights, some of which are updated and others not, and the tapes.",
+            unchanged="The half-updated weights, and the tapes.",
             section="design",
             cause="`optimizer.step` raised, for example out of memory, and the loop went on; or "
             "`fail` named an epoch whose update had already begun.",
@@ -317,7 +320,8 @@ tested, not proved.""",
             "in one epoch have the same denominator.",
             transitions=("commit_dgrad",),
             argument="parts",
-            unchanged="The token; the action has failed and is aborted, which poisons the domain.",
+            unchanged="The token. The action has failed and is aborted, so its state domain "
+            "accepts no F, dI or refresh until a restore.",
             section="design",
             cause="The backend reported no weight, or the divisor of the loss changed within the "
             "epoch: the walks or the microbatches were divided by different numbers.",
@@ -329,16 +333,17 @@ tested, not proved.""",
             number="8.15",
             title="The weights of an epoch's gradients have the declared sum",
             invariant="If the backend reports the weight of each microbatch's gradient "
-            "(`StageConfig.weights_sum`), the update begins only if the weights of the epoch, over "
-            "all its walks, add up to the declared sum.",
+            "(`StageConfig.weights_sum`), the update begins only if these weights, over all walks "
+            "of the epoch, add up to the declared sum.",
             transitions=("check_update",),
             argument="",
             unchanged="The weights of the model, and the gradients, whose scale is wrong.",
             section="design",
-            cause="The loss was not divided, or was divided by a wrong number: by the microbatches "
-            "of one walk although the epoch has several walks, by the configured number although a "
-            "walk was shortened, by local tokens instead of all tokens, or a second time by the "
-            "replicas that the reduction averages over.",
+            cause="The loss was not divided, or was divided by a wrong number. Usual wrong numbers "
+            "are the microbatches of one walk although the epoch has several walks, the configured "
+            "microbatches although a walk was shortened, and local tokens instead of all tokens. "
+            "Or the loss was divided a second time by the replicas that the reduction averages "
+            "over.",
             remedy="Divide each microbatch's loss by the same number, so that the weights add up "
             "to `weights_sum`; then restore the last commit and run the epoch again.",
         ),

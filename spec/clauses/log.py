@@ -16,8 +16,8 @@ PART = Part(
     holder="a JSON Lines log of every accepted transition, replayed through the same functions",
     intro="""\
 No guard sees an action that was never checked. A runtime therefore writes a log: a header with its
-configuration, one line per accepted transition with its arguments and result, and a closing line
-with the number of events and a digest of the state that they led to. `event-log.schema.json`
+configuration, one line per accepted transition with its arguments and result, and a closing line.
+The closing line has the number of events and a digest of the final state. `event-log.schema.json`
 describes the format and marks fields as `x-semantic`: a changed semantic field changes what the log
 claims. Every line ends in a digest of all bytes of the log before it. The digest finds damage, not
 forgery: a forger can compute the digests anew, but the clauses of parts 1 to 9 still apply.
@@ -36,8 +36,8 @@ malformed, and so is a header with more stages, slots, cells, links or destinati
 configure.
 
 After some changes to a log, its events still keep the contract, and only the digests reveal the
-change. Examples are another name for a caller, domain or pool, an argument of a part that is left
-out, a wait that nothing depends on, and an event that a later restore undoes.""",
+change. Examples: another name for a caller, domain or pool; an argument of a part that is left out;
+a wait that nothing depends on; an event that a later restore undoes.""",
     clauses=(
         Clause(
             id="log.chain",

@@ -28,14 +28,15 @@ The order of microbatches is checked only if the caller declares an order. An F,
 evaluation that fails on the device leaves scales half updated: its domain is *poisoned* until the
 numerical state of the last commit is restored. An abort never rewinds the token.
 
-A domain may have *scales of an epoch* instead (`StageConfig(scales="epoch")` on all its stages). F
-and dI then only gather maxima into the amax histories, in any order. The optimizer's update moves
-the scales once, by `move_scales` between its check and its commit, even if it leaves the weights
-unchanged. All F and dI of an epoch then use the same scales, and the scales no longer depend on the
-order of microbatches. The token still rises by one with each F and each dI, although these no
-longer move the scales; `move_scales` does not change the token. The update commits only after the
-scales of every such domain have moved. After an update failed, scales and weights both count as
-half updated. The same holds after `fail` reported a fault of an epoch whose update had begun.""",
+Alternatively, a domain may have *scales of an epoch*, which move once an epoch
+(`StageConfig(scales="epoch")` on all its stages). F and dI then only gather maxima into the amax
+histories, in any order. The optimizer's update moves the scales once, by `move_scales` between its
+check and its commit, even if it leaves the weights unchanged. All F and dI of an epoch then use the
+same scales, and the scales no longer depend on the order of microbatches. The token still rises by
+one with each F and each dI, although these no longer move the scales; `move_scales` does not change
+the token. The update commits only after the scales of every such domain have moved. After an update
+failed, scales and weights both count as half updated. The same holds after `fail` reported a fault
+of an epoch whose update had begun.""",
     clauses=(
         Clause(
             id="order.in-flight",
@@ -127,16 +128,16 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             "(`StageConfig.reports_updates`; Transformer Engine's stages do not). An F or dI "
             "commits only if it updated its domain's scaling state exactly once; an evaluation "
             "commits only if it left that state unchanged. If scales move once an epoch, an F or "
-            "dI commits only if it did not move them, and `move_scales` is accepted only if the "
-            "update moved them exactly once.",
+            "dI commits only if it left the scales unchanged. `move_scales` is then accepted only "
+            "if the update moved the scales exactly once.",
             transitions=("commit_forward", "commit_evaluation", "commit_dgrad", "move_scales"),
             argument="updates",
             unchanged="The token. A refused F, dI or evaluation has failed and is aborted, which "
             "poisons the domain; a refused update stays in flight, and must be aborted.",
             section="III-B",
-            cause="An autocast region was entered twice for one F, the update was skipped because "
-            "no module was registered, a captured graph lacks the update, or an evaluation "
-            "replayed a graph of F.",
+            cause="An autocast region was entered twice for one F. Or the update was skipped "
+            "because no module was registered, or a captured graph lacks the update. Or an "
+            "evaluation replayed a graph of F.",
             remedy="Update scales once, at the end of the outermost region of F and of dI; or, "
             'with `scales="epoch"`, once in the update and nowhere else. Then restore the '
             "numerical state of the last commit, `restore` the contract, and run the epoch again.",
@@ -146,7 +147,7 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             number="3.7",
             title="dI finds the live scales of its own forward",
             invariant="If dI reads live scales (the domain's current scales, not a copy on the "
-            "tape), no other F of its domain runs between the F and the dI of one tape. If scales "
+            "tape), no other F of the domain runs between the F and the dI of one tape. If scales "
             "move once an epoch, they do not move in between, and this clause refuses nothing.",
             transitions=("check_dgrad",),
             argument="ref",
@@ -162,12 +163,13 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             number="3.8",
             title="dI uses the scales of its own forward",
             invariant="If tapes carry scales, dI commits only if it used the scales of its own F. "
-            "dI reports its scales as a token: the token at which the F with these scales ran. If "
-            "scales move once an epoch, dI reports the token at which the scales last moved since "
-            "the last restore (0 if they have not moved).",
+            "dI names the scales by the effect token that was current when their F ran. If scales "
+            "move once an epoch, dI reports the token at which the scales last moved since the "
+            "last restore (0 if they have not moved).",
             transitions=("commit_dgrad",),
             argument="scales",
-            unchanged="The token; the action has failed and is aborted, which poisons the domain.",
+            unchanged="The token. The action has failed and is aborted, so its state domain "
+            "accepts no F, dI or refresh until a restore.",
             section="III-B",
             cause="The scales were read by reference instead of copied, or a tape was given the "
             "scales of another microbatch.",
@@ -177,13 +179,15 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             id="order.draws-again",
             number="3.9",
             title="No F draws the random numbers of an earlier F",
-            invariant="If the backend reports where F begins to draw random numbers "
-            "(`StageConfig.reports_draws`), an F commits only if it began to draw at position 0 or "
-            "later, and later than the last position that an F of the domain reported. A restore "
-            "forgets the last position, since a repeated epoch draws the same numbers again.",
+            invariant="This clause applies if the backend reports where F begins to draw random "
+            "numbers (`StageConfig.reports_draws`). An F commits only if the reported position is "
+            "at least 0, and later than the last position that an F of the domain reported. A "
+            "restore forgets the last position, since a repeated epoch draws the same numbers "
+            "again.",
             transitions=("commit_forward",),
             argument="draws",
-            unchanged="The token; the action has failed and is aborted, which poisons the domain.",
+            unchanged="The token. The action has failed and is aborted, so its state domain "
+            "accepts no F, dI or refresh until a restore.",
             section="III-B",
             cause="A captured graph replays the generator's seed and offset of its capture, so "
             "that every replay drops the same elements, or the generator was seeded again.",
@@ -196,10 +200,11 @@ half updated. The same holds after `fail` reported a fault of an epoch whose upd
             title="Recomputation draws the numbers of its own F",
             invariant="If dI recomputes F and reports where the recomputation began to draw "
             "(`StageConfig.recomputes_draws`), dI commits only if the recomputation began to draw "
-            "where its own F began.",
+            "where the F of the same tape began.",
             transitions=("commit_dgrad",),
             argument="draws",
-            unchanged="The token; the action has failed and is aborted, which poisons the domain.",
+            unchanged="The token. The action has failed and is aborted, so its state domain "
+            "accepts no F, dI or refresh until a restore.",
             section="III-B",
             cause="The recomputation ran with the generator's current state, or with the state "
             "that another microbatch's F had saved.",

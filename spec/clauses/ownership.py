@@ -21,14 +21,15 @@ PART = Part(
 A forward leaves a *tape*. The tape holds saved activations and, after dI, the deferred
 weight-gradient work. A key, `TapeKey(epoch, stage, microbatch, block, invocation)`, names the tape;
 a key without its epoch is a *cell*. A reference, `TapeRef(slot, generation, incarnation)`, tells
-where the tape is: in a slot of a bounded pool, at the generation that the slot had when the tape
-was bound. The incarnation is a random number that the contract draws when it is built and at every
-restore. Captured graphs replay over fixed addresses, so the same slot serves many keys, and an
-address does not tell whose work it holds.
+where the tape is. It names a slot of a bounded pool, and the generation that the slot had when it
+took the tape. The incarnation is a random number that the contract draws when it is built and at
+every restore. Captured graphs replay over fixed addresses, so the same slot serves many keys, and
+an address does not tell whose work it holds.
 
-A slot carries a mask of the consumers that have yet to visit it: dI, dW, and the configured readers
-of the output and of the input gradient. The slot is free when the mask is empty. The last
-consumer's commit releases the slot; an abort or a purge releases it early. A slot's generation
+A tape's *consumers* are the actions that use the tape: dI, dW, and the configured readers of the
+output and of the input gradient. A slot has a mask of the consumers that have not finished. The
+slot is free when the mask is empty. The last consumer's commit releases the slot. An abort of the
+tape, or a purge (an abort of every tape of an epoch), releases the slot early. A slot's generation
 rises by one at each release, never at allocation. An occupied slot is never preempted. Every
 consumer presents the key *and* the reference, and both must name the same live tape.
 
@@ -38,21 +39,21 @@ messages that arrived for their own key. When a tape is aborted, its transfers c
 slot takes no new tape until they have ended. The call that ends a transfer presents the same key
 and reference as the call that began it. `finish_receive` on a live tape states that the message has
 arrived whole. If a message can no longer arrive, the caller first drops the tape, so that no action
-uses the tape; `finish_receive` then frees the slot. A tape has at most one read of its output, and
-at most one read of its input gradient, under way at a time.
+uses the tape; `finish_receive` then frees the slot. At any time, at most one read of a tape's
+output, and at most one read of its input gradient, is under way.
 
 A stage may declare that a caller's stream copies its input into the slot (`copies_input`). The
 caller then enqueues the copy when it reserves the slot, on the stream of the link that the
 reservation names. F runs only in a slot that its key has reserved.
 
-A stage may declare that it feeds another stage of its process (`feeds`). For each microbatch, F of
-the fed stage (the target) then runs only while the tape of the feeding stage (the source) is live,
-and dI of the source runs after dI of the target. If the two stages exchange messages, a receive
-ends only after the sending stage's read began.
+A stage may declare that it feeds another stage of its process (`feeds`). The feeding stage is the
+*source*, and the fed stage the *target*. For each microbatch, the target runs F only while the
+source's tape is live, and the source runs dI after the target's dI. If the two stages exchange
+messages, a receive ends only after the sending stage's read began.
 
-A check reserves the slot under a *ticket*, the next serial number. While a slot has an outstanding
-ticket, every other action on the slot is refused. A commit or an abort redeems the ticket,
-once.""",
+A check reserves the slot and returns a *ticket*, the next serial number. While a slot has an
+outstanding ticket, every other action on the slot is refused. A commit or an abort redeems the
+ticket, once.""",
     clauses=(
         Clause(
             id="ownership.pool-exhausted",
@@ -66,9 +67,9 @@ once.""",
             section="III-A",
             cause="The schedule keeps more tapes live than the stage has slots: forwards run ahead "
             "of their dI and dW, or an earlier tape was never consumed.",
-            remedy="Give the stage as many slots as the largest number of tapes that its schedule "
-            "keeps alive at once (`qeffect plan` prints this number), or look for a dW, or another "
-            "read of a tape, that was never committed.",
+            remedy="Give the stage as many slots as its schedule keeps tapes live at once "
+            "(`qeffect plan` prints this number). Or look for a dW, or another read of a tape, "
+            "that was never committed.",
         ),
         Clause(
             id="ownership.foreign-slot",
@@ -79,8 +80,9 @@ once.""",
             argument="slot",
             unchanged=_POOL,
             section="III-A",
-            cause="The slot index counts from the first slot of its stage, or was computed for "
-            "another chunk of this rank. Slots are numbered over all stages of the process.",
+            cause="The caller counted slots from the first slot of the stage, or computed the "
+            "index for another chunk of this rank. The contract numbers slots over all stages of "
+            "the process.",
             remedy="Let the contract choose the slot, or add the index of the stage's first slot.",
         ),
         Clause(
@@ -125,14 +127,14 @@ once.""",
             argument="key",
             unchanged=_POOL,
             section="design",
-            cause="A microbatch was run again after it had finished or failed. Or activation "
-            "recomputation ran F again under the same key, which would roll the amax history "
-            "twice.",
+            cause="The caller ran a microbatch again after it had finished or failed. Or "
+            "activation recomputation ran F again under the same key. A second F would roll the "
+            "amax history twice.",
             remedy="Recompute activations while the key's dI runs, after the check of dI and "
             "before its commit. Use the scales that F of the same key used, and record no amax in "
-            "the recomputation. dI then reports its own one scaling update, and the scales of that "
-            "F. For an evaluation, call `check_evaluation`. To repeat a failed microbatch, "
-            "restore, then run the whole epoch again.",
+            "the recomputation. dI then reports one scaling update, and the scales of that F. For "
+            "an evaluation, call `check_evaluation`. To repeat a failed microbatch, restore, then "
+            "run the whole epoch again.",
         ),
         Clause(
             id="ownership.generation-exhausted",
@@ -205,9 +207,9 @@ once.""",
             number="1.9",
             title="A reference is valid as long as its tape exists",
             invariant="The slot that a reference names is occupied and has the reference's "
-            "generation. There is one exception. After a tape was aborted or dropped, the call "
-            "that ends its transfer is still accepted, and so is the call that takes the tape out "
-            "of a grouped dW.",
+            "generation. There is one exception. After a tape was aborted or dropped, two calls "
+            "are still accepted: the call that ends its transfer, and the call that takes the tape "
+            "out of a grouped dW.",
             transitions=(
                 "check_dgrad",
                 "check_wgrad",
@@ -260,7 +262,7 @@ once.""",
             "committed.",
             transitions=("check_dgrad", "check_wgrad", "post_receive"),
             argument="key",
-            unchanged="The reservation and the slot it holds.",
+            unchanged="The reservation and its slot.",
             section="III-A",
             cause="The slot was only reserved, to receive an input, and its forward has not run.",
             remedy="Run and commit the forward of this key first.",
@@ -379,9 +381,9 @@ once.""",
             section="design",
             cause="The send was posted twice. Or two streams read one buffer, and the caller "
             "reported a read for each.",
-            remedy="Post one send. If several streams read, call `read` once before the first of "
-            "them begins, and `finish_read` once after the last has ended, on a stream that waited "
-            "for all of them.",
+            remedy="Post one send. If several streams read, call `read` once before the first "
+            "stream begins. Call `finish_read` once after the last stream has ended, on a stream "
+            "that waited for all of them.",
         ),
         Clause(
             id="ownership.transfer-in-flight",
@@ -578,7 +580,7 @@ once.""",
             argument="key",
             unchanged=_TENANT,
             section="design",
-            cause="Chunks of one rank run their backward in the direction of the forward, so the "
+            cause="The chunks of one rank run their backward in the order of their forward, so the "
             "gradient that dI would read still belongs to another microbatch.",
             remedy="Run the fed stage's dI first; a declared order must place that dI first.",
         ),
@@ -622,8 +624,9 @@ once.""",
             argument="",
             unchanged=_TENANT,
             section="design",
-            cause="A loop noticed only after the first F that its batch is short, or called "
-            "`shorten_walk` too early for the next walk: before `next_walk` or before the commit.",
+            cause="The loop noticed only after the first F that its batch is short. Or the loop "
+            "called `shorten_walk` too early for the next walk: before `next_walk` or before the "
+            "commit.",
             remedy="Read the batch's size first, then call `shorten_walk`, then run the first F. "
             "If the walk has already begun, run all microbatches. Or purge the epoch (abort its "
             "tapes), restore the last commit and run the epoch again.",

@@ -111,9 +111,9 @@ never saved.""",
             id="persistence.configuration",
             number="9.7",
             title="A checkpoint fits the configuration that restores it",
-            invariant="A checkpoint is restored only into the configuration that saved it: stages, "
-            "parts of the contract, callers, capture order, declared order, last generation of a "
-            "slot, treatment of weight caches.",
+            invariant="A checkpoint is restored only into the configuration that saved it. These "
+            "must be equal: stages, parts of the contract, callers, capture order, declared order, "
+            "last generation of a slot, treatment of weight caches.",
             transitions=("restore",),
             argument="checkpoint",
             unchanged=_RUNNING,
@@ -127,9 +127,9 @@ never saved.""",
             id="persistence.half-updated",
             number="9.8",
             title="No checkpoint of half-updated weights",
-            invariant="No checkpoint is taken while weights are half updated: after an update "
-            "failed half way, or after `fail` reported a fault of an epoch whose update had begun, "
-            "until the next restore.",
+            invariant="No checkpoint is taken while weights are half updated. Weights are half "
+            "updated after an update failed half way, or after `fail` reported a fault of an epoch "
+            "whose update had begun. A restore ends this state.",
             transitions=("checkpoint",),
             argument="",
             unchanged=_WITHHELD,

@@ -44,8 +44,8 @@ its dW and waits only for readers: the drop leaves the buffers unchanged, but sp
             argument="bucket",
             unchanged=_REDUCTIONS,
             section="IV-E",
-            cause="A bucket's reduction was launched when its last hook fired, before a delayed "
-            "dW had run: the hook fired in dI, or in the first of two stages that share the "
+            cause="The bucket's reduction was launched when its last hook fired, but a delayed dW "
+            "had not run yet. The hook fired in dI, or in the first of two stages that share the "
             "bucket.",
             remedy="Start the reduction after the last dW of the bucket's stages has committed.",
         ),

@@ -213,10 +213,10 @@ PART = Part(
     without="a rank waits forever, or a mispaired dW is found in the middle of a step",
     holder="a check of the whole table, on every rank, before anything runs",
     intro="""\
-These clauses are about schedules: a table of each rank's actions, from torch's schedule classes,
-from Transformer Engine's `_order` lists or from a file. The clauses depend on the table alone;
-`qeffect check` names the first entry that breaks a clause. A table that passes is then run, rank by
-rank, through the transitions of parts 1 to 9.
+A schedule is a table with one row per rank: the rank's actions in their order. The table comes from
+torch's schedule classes, from Transformer Engine's `_order` lists or from a file. These clauses
+depend on the table alone; `qeffect check` names the first entry that breaks a clause. A table that
+passes is then run, rank by rank, through the transitions of parts 1 to 9.
 
 Whether messages keep their order, and whether every rank reaches the end, depends on which messages
 share a queue and on when a send ends. The check states its assumptions: by default one queue per

@@ -23,9 +23,9 @@ stale after a commit, after a restart and after `invalidate`.
 
 A refresh is an action of its own or a flag of F. A refresh comes directly before its stage's first
 forward of the epoch, with no other F, dI, refresh or evaluation of its state domain in between. The
-reason: every F and dI of a domain ends an update interval for all modules of the domain, and the
-weight's amax must fall into the same interval as the forward. The contract refuses a forward over a
-stale cache unless the forward refreshes the cache.""",
+reason: each F and dI ends with an update of the scales of all modules of the domain. One such
+update must see both the amaxes of the refreshed weights and the amaxes of the forward. Over a stale
+cache, the contract accepts only a forward that refreshes the cache itself.""",
     clauses=(
         Clause(
             id="version.wrong-epoch",
@@ -38,9 +38,9 @@ stale cache unless the forward refreshes the cache.""",
             argument="key.epoch",
             unchanged="The weight epochs, the slots and the bindings.",
             section="III-C",
-            cause="The optimizer stepped without `commit_epoch`, a key was built from a step "
-            "counter that differs from the contract's epoch, or a backward ran after the update "
-            "of its own step.",
+            cause="The optimizer stepped without `commit_epoch`. Or a key was built from a step "
+            "counter that differs from the contract's epoch. Or a backward ran after the update of "
+            "its own step.",
             remedy="Build keys from `contract.epoch`, and commit exactly where the optimizer "
             "updates the parameters.",
         ),
@@ -102,9 +102,9 @@ stale cache unless the forward refreshes the cache.""",
             argument="key.stage",
             unchanged=_CACHE,
             section="design",
-            cause="All chunks were refreshed at the start of the epoch, or another chunk's "
-            "action was scheduled in between. The scales then differ if an update rolls the "
-            "histories of all chunks.",
+            cause="All chunks were refreshed at the start of the epoch, or another chunk's action "
+            "was scheduled in between. If each update rolls the amax histories of all chunks, the "
+            "forward then runs under other scales than the refresh.",
             remedy="Replay each stage's refresh directly before its own first forward.",
         ),
         Clause(
@@ -161,8 +161,8 @@ stale cache unless the forward refreshes the cache.""",
             "matrix of the stage was filled exactly once.",
             transitions=("commit_refresh", "commit_forward"),
             argument="filled",
-            unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
-            "domain.",
+            unchanged="The cache's epoch. The action has failed and is aborted, so its state "
+            "domain accepts no F, dI or refresh until a restore.",
             section="III-C",
             cause="The kernel that casts a weight was skipped, a cache was allocated but never "
             "filled, or one matrix was quantized twice.",
@@ -176,8 +176,8 @@ stale cache unless the forward refreshes the cache.""",
             "cache from the weights of the stage's current weight epoch.",
             transitions=("commit_refresh", "commit_forward"),
             argument="fill_epoch",
-            unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
-            "domain.",
+            unchanged="The cache's epoch. The action has failed and is aborted, so its state "
+            "domain accepts no F, dI or refresh until a restore.",
             section="III-C",
             cause="The cache was filled before the optimizer's update, or from a copy of the "
             "weights that the optimizer no longer updates.",
@@ -192,8 +192,8 @@ stale cache unless the forward refreshes the cache.""",
             "commits only if it filled no cache. An evaluation must never fill a cache.",
             transitions=("commit_forward", "commit_evaluation"),
             argument="fill_epoch",
-            unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
-            "domain.",
+            unchanged="The cache's epoch. The action has failed and is aborted, so its state "
+            "domain accepts no F, dI or refresh until a restore.",
             section="III-C",
             cause="A later microbatch replayed a graph that was captured with "
             "is_first_microbatch=True, the flag that skips the cast was ignored, or an evaluation "

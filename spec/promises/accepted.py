@@ -69,8 +69,8 @@ def right_reference(st: State, h: History, a: Args) -> Truth:
     "drop",
 )
 def right_work(st: State, h: History, a: Args) -> Truth:
-    """A dI, dW, receive, read or drop is accepted only if its slot holds live work of its own key,
-    and no action is in flight on the slot."""
+    """A dI, dW, receive, read or drop is accepted only if the slot that its reference names holds
+    live work of its key, and no action is in flight on the slot."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     return mine & (h.owing[s] != 0) & (h.acting[s] == 0)
@@ -79,7 +79,8 @@ def right_work(st: State, h: History, a: Args) -> Truth:
 @STEPS("ownership.reference-of-transfer", "finish_receive", "finish_read", "ungroup_wgrad")
 def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
     """The end of a receive, of a read, or of a tape's part in a grouped dW is accepted only with a
-    reference that was issued for its key. The work itself may already be gone."""
+    reference that was issued for the given key. The work that the reference names may already be
+    gone."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -101,8 +102,8 @@ def end_of_read(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.end-of-group", "ungroup_wgrad")
 def end_of_group(st: State, h: History, a: Args) -> Truth:
-    """A tape leaves a grouped dW (one product for several tapes) only if its slot holds its own
-    key's work, is part of a group, and has no action in flight."""
+    """A tape leaves a grouped dW (one product for several tapes) only if the tape's slot holds work
+    of the given key, is part of a group, and has no action in flight."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     return mine & ((h.moving[s] & GROUP_BIT) != 0) & (h.acting[s] == 0)
@@ -193,9 +194,8 @@ def no_gradient_moves(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.right-consumer", "read")
 def right_consumer(st: State, h: History, a: Args) -> Truth:
-    """A read of an output or an input gradient begins only after F, while the slot waits for that
-    reader, and while no read of the same buffer is under way. An input gradient is read only after
-    dI."""
+    """A read of an output begins only after F, and a read of an input gradient only after dI. The
+    slot must still wait for that reader, and no read of the same buffer may be under way."""
     s = a.ref.slot
     one = ((a.bit == OUT_BIT) | (a.bit == GRAD_BIT)) & ((h.moving[s] & a.bit) == 0)
     there = implies(a.bit == GRAD_BIT, h.ran_dgrad[a.key.cell] == 1)
@@ -212,7 +212,7 @@ def dgrad_after_forward(st: State, h: History, a: Args) -> Truth:
 @STEPS("ownership.wgrad-after-dgrad", "check_wgrad", "group_wgrad")
 def wgrad_after_dgrad(st: State, h: History, a: Args) -> Truth:
     """A dW takes a key's work only if, in this walk over the microbatches, the key's dI has
-    succeeded and no dW of the key has. That dI queued work for every matrix of the stage."""
+    succeeded and the key's dW has not. That dI queued work for every matrix of the stage."""
     once = (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0)
     return once & (h.queued[a.ref.slot] == st.matrices[a.key.stage])
 
@@ -299,8 +299,8 @@ def no_evaluation_after_fill(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("version.cache-for-dgrad", "check_dgrad", needs="order")
 def cache_for_dgrad(st: State, h: History, a: Args) -> Truth:
-    """A dI finds the weights of its key's epoch in its stage's weight cache, from the same fill
-    that the tape's F read."""
+    """A dI finds the weights of its key's epoch in its stage's weight cache, and the cache has not
+    been filled again since the tape's F read it."""
     same = h.fill_read[a.ref.slot] == h.fills[a.key.stage]
     return same & (h.cached[a.key.stage] == a.key.epoch)
 
@@ -404,8 +404,8 @@ def one_set_of_scales(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.moved-in-the-update", "move_scales")
 def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
-    """Scales move only during an update, only in a domain whose scales move once an epoch, and only
-    if an F or dI has gathered maxima since they last moved. Scales move at most once per update,
+    """Scales move only in a domain whose scales move once an epoch, only during an update, and only
+    if an F or dI has gathered maxima since the last movement. Scales move at most once per update,
     while no F, dI, refresh or evaluation of the domain is in flight."""
     d = st.domain_of[a.stage]
     due = (h.moves[d] == h.commits[0]) & (0 < h.gathers[d]) & (st.epoch_scales[d] != 0)
@@ -434,8 +434,8 @@ def saved_scales(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("order.new-draws", "commit_forward")
 def new_draws(st: State, h: History, a: Args) -> Truth:
-    """If F must report where it began to draw random numbers, F commits only with a position that
-    is at least zero, and later than the last position reported in the domain since the last
+    """If F must report where it began to draw random numbers, F commits only with a position of at
+    least zero. This position is later than the last position reported in the domain since the last
     restore."""
     s = st.slot_stage[a.slot]
     after = (0 <= a.draws) & (h.drew_last[st.domain_of[s]] < a.draws)
@@ -495,8 +495,8 @@ def bound_destination(st: State, h: History, a: Args) -> Truth:
 @STEPS("arena.right-destination", "check_wgrad")
 def right_destination(st: State, h: History, a: Args) -> Truth:
     """A dW writes to the destination that was bound for its key. A dW adds to a buffer (its stage's
-    own, or the shared one) if the buffer holds gradients of the key's epoch; otherwise it
-    overwrites the buffer."""
+    own, or the shared one) that holds gradients of the key's epoch, and overwrites any other
+    buffer."""
     buffer = st.buffer_of[a.key.cell]
     own, shared = h.content[buffer], h.content[st.shared_of[buffer]]
     adds = (a.first == ADDS) | (a.first == OPENS)
@@ -507,8 +507,8 @@ def right_destination(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.one-product", "group_wgrad")
 def one_product(st: State, h: History, a: Args) -> Truth:
-    """A dW takes a further tape only while it is in flight, and only a tape of its own stage. The
-    dW is the only writer of the buffer of the tape's bound destination."""
+    """A dW in flight takes a further tape only from the dW's own stage. The tape's bound
+    destination lies in a buffer that the dW writes, and no other dW is writing this buffer."""
     b, own = st.buffer_of[a.key.cell], st.buffer_of[h.tenant[a.leader]]
     writes = (h.writers[b] == 1) & ((own == b) | (st.shared_of[own] == b))
     here = (st.slot_stage[a.leader] == a.key.stage) & (h.acting[a.leader] == 1)
@@ -561,8 +561,8 @@ def _done(h: History, cell: Index) -> Truth:
 @STEPS("epoch.whole", "finalize", c="cell")
 def whole(st: State, h: History, a: Args, c: Index) -> Truth:
     """When a stage is finalized, each of its cells (microbatch, block, invocation) has run F, dI
-    and dW exactly once in this walk over the microbatches, and dW covered every matrix. A cell that
-    the walk leaves out has run none of the three."""
+    and dW exactly once in this walk over the microbatches, or is left out of the walk. In the first
+    case dW covered every matrix; a cell that is left out has run none of the three."""
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
     none = (h.ran_forward[c] == 0) & (h.ran_dgrad[c] == 0) & (h.ran_wgrad[c] == 0)
     ours = st.stage_of[c] == a.stage
@@ -600,8 +600,8 @@ def not_spoiled(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("version.never-lost-in-use", "finalize", needs="order")
 def never_lost_in_use(st: State, h: History, a: Args) -> Truth:
-    """A stage is not finalized if its weight cache was lost after the stage's first F of the epoch
-    began, while a dI of the walk over the microbatches was still to succeed."""
+    """A stage is not finalized if its weight cache was lost in use in this epoch: after the stage's
+    first F began, and before the last dI of the walk over the microbatches succeeded."""
     return h.lost_in_use[a.stage] != h.weights[0]
 
 
@@ -652,15 +652,15 @@ def received_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.forward-after-transfers", "check_forward")
 def forward_after_transfers(st: State, h: History, a: Args) -> Truth:
-    """An F begins only after the graph stream has waited for every transfer that ended, and every
-    copy that was enqueued, in the F's slot, on any link."""
+    """An F begins only after the graph stream has waited for every ended transfer and every
+    enqueued copy of the F's slot, whichever link reported them."""
     return implies(a.slot == h.slot[0], h.trailing[0] == 0)
 
 
 @STEPS("completion.dgrad-after-transfers", "check_dgrad")
 def dgrad_after_transfers(st: State, h: History, a: Args) -> Truth:
     """If a stage receives its output's gradient, dI begins only after the graph stream has waited
-    for every transfer that ended, and every copy that was enqueued, in its slot."""
+    for every ended transfer and every enqueued copy of its slot."""
     mine = (a.ref.slot == h.slot[0]) & ((st.receives[a.key.stage] & BACK_BIT) != 0)
     return implies(mine, h.trailing[0] == 0)
 
@@ -832,7 +832,8 @@ def update_after_evaluations(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.forward-after-update", "check_forward")
 def forward_after_update(st: State, h: History, a: Args) -> Truth:
-    """No F reads weights, or fills a cache from them, that the optimizer is still writing."""
+    """No F reads weights that the optimizer is still writing, or fills a cache from such
+    weights."""
     return h.updating[st.domain_of[a.key.stage]] == 0
 
 
@@ -934,8 +935,8 @@ def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Trut
 
 @STEPS("epoch.one-denominator", "commit_dgrad")
 def one_denominator(st: State, h: History, a: Args) -> Truth:
-    """If a stage reports the weights of its gradients, every dI of an epoch reports the same number
-    of parts to which these weights must add up. The number is at least one."""
+    """If a stage reports the weights of its gradients, every dI of an epoch reports the same total,
+    in parts, to which these weights must add up. The total is at least one part."""
     s = st.slot_stage[a.slot]
     first = (h.counted_in[s] == 0) & (0 < a.parts)
     return implies(st.reports_weights[s] != 0, first | (a.parts == h.counted_in[s]))
@@ -943,8 +944,8 @@ def one_denominator(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("epoch.weights-add-up", "check_update", g="stage")
 def weights_add_up(st: State, h: History, a: Args, g: Index) -> Truth:
-    """If a stage reports the weights of its gradients, an update begins only if the weights of the
-    epoch, over all its walks, add up to the number of parts that the stage's dI reported."""
+    """If a stage reports the weights of its gradients, an update begins only if these weights, over
+    all walks of the epoch, add up to the total that the stage's dI reported."""
     return implies(st.reports_weights[g] != 0, h.weighed[g] == h.counted_in[g])
 
 
@@ -975,7 +976,7 @@ def reduced_after_every_walk(st: State, h: History, a: Args, b: Index) -> Truth:
 @STEPS("epoch.commit-whole", "commit_update", "abort_update", c="cell", s="slot")
 def commit_whole(st: State, h: History, a: Args, c: Index, s: Index) -> Truth:
     """When an update commits or fails, every cell (microbatch, block, invocation) has run dW or is
-    left out of the walk over the microbatches, no tape is live, and no action is in flight on a
+    left out of the walk over the microbatches. No tape is live, and no action is in flight on a
     slot. The call names the epoch of the weights that the update replaces."""
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return _done(h, c) & idle & (a.epoch == h.weights[0])
@@ -1012,8 +1013,9 @@ def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
     "checkpoint",
 )
 def whole_weights(st: State, h: History, a: Args) -> Truth:
-    """No reservation, bind, action, read of weights or gradients, next walk over the microbatches
-    or checkpoint begins while an update is in flight or weights are half updated."""
+    """While an update is in flight or weights are half updated, none of these begins: a
+    reservation, a bind, an action, a read of weights or gradients, the next walk over the
+    microbatches, or a checkpoint."""
     return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
 
 

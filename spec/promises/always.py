@@ -28,8 +28,8 @@ def tenant(st: State, h: History, s: Index) -> Truth:
 
 @WORLD("ownership.owing", s="slot")
 def owing(st: State, h: History, s: Index) -> Truth:
-    """The contract's consumer mask of a slot names exactly the consumers that have yet to visit the
-    slot's tape."""
+    """The contract's consumer mask of a slot names exactly the consumers that have not finished
+    with the slot's tape."""
     return st.consumers[s] == h.owing[s]
 
 
@@ -118,7 +118,7 @@ def drawn_once(st: State, h: History, d: Index) -> Truth:
 
 @WORLD("capture.unclobbered")
 def unclobbered(st: State, h: History) -> Truth:
-    """While a tape keeps memory in its capture pool, no replay has overwritten that memory. A
-    replay (also of a refresh in that pool) overwrites the memory if its graph was captured no later
-    than the tape's own latest graph, or no earlier than the tape's next graph to run."""
+    """While a tape keeps memory in its capture pool, no replay has overwritten that memory. The
+    memory survives the replay of another graph in that pool, also of a refresh, only if that graph
+    was captured after the tape's latest graph and before the tape's next graph."""
     return implies(h.in_pool[h.slot[0]] == 1, h.clobbered[0] == 0)

@@ -103,8 +103,9 @@ def sharers_at_home(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("epoch.keepers-write", c="cell")
 def keepers_write(st: State, c: Index) -> Truth:
-    """A buffer's keeper, a cell (a key without its epoch) that no walk over the microbatches leaves
-    out, writes the buffer. Every cell whose own buffer this is belongs to the keeper's stage."""
+    """Each buffer has a keeper: a cell (a key without its epoch) that writes the buffer, and that
+    no walk over the microbatches leaves out. All cells that have this buffer as their own belong to
+    the keeper's stage."""
     keeper = st.keeper_of[st.buffer_of[c]]
     return (st.buffer_of[keeper] == st.buffer_of[c]) & (st.stage_of[keeper] == st.stage_of[c])
 
@@ -123,7 +124,8 @@ def pools_apart(st: State, a: Index, b: Index) -> Truth:
 
 @CONFIGURATION("capture.refresh-at-home", g="stage", s="slot")
 def refresh_at_home(st: State, g: Index, s: Index) -> Truth:
-    """A capture pool that serves a slot and a stage's refresh serves one state domain."""
+    """If a slot and a stage's refresh share a capture pool, both belong to the same state
+    domain."""
     here = st.pool_of[s] == st.refresh_pool[g]
     return implies(here, domain_of_slot(st, s) == st.domain_of[g])
 
@@ -149,7 +151,7 @@ def edges_join_cells(st: State, h: History, a: Args) -> Truth:
 @ASSUMED("ownership.messages-have-readers", "finish_receive")
 def messages_have_readers(st: State, h: History, a: Args) -> Truth:
     """If a stage receives a message from another stage of the process, the sending stage is
-    configured with the reader that sends it."""
+    configured with the reader that sends the message."""
     needs, source = st.receives[a.key.stage], st.stage_of[st.input_of[a.key.cell]]
     received = ((needs & SOURCE_BIT) != 0) & ((needs & IN_BIT) != 0)
     returned = ((needs & TARGET_BIT) != 0) & ((needs & BACK_BIT) != 0)

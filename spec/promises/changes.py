@@ -41,7 +41,7 @@ def token_advances(st: State, after: State, a: Args, d: Index) -> Truth:
 
 @CHANGES("order.token-kept", *_but(*_UPDATES, "restore"), d="domain")
 def token_kept(st: State, after: State, a: Args, d: Index) -> Truth:
-    """No transition changes a token, except the commit of an F or a dI, and a restore."""
+    """A token changes only at the commit of an F or a dI, and at a restore."""
     return after.token[d] == st.token[d]
 
 
@@ -65,8 +65,8 @@ def tenant_stays(st: State, after: State, a: Args, s: Index) -> Truth:
 
 @CHANGES("ownership.generation-rises-at-release", *_but("restore"), s="slot")
 def generation_rises_at_release(st: State, after: State, a: Args, s: Index) -> Truth:
-    """A slot's generation rises by one when the slot becomes free, and otherwise changes only at a
-    restore."""
+    """A slot's generation rises by one when the slot becomes free. The generation changes at no
+    other time, except at a restore."""
     released = live(st, s) & free(after, s)
     return after.generation[s] == st.generation[s] + choose(released, 1, 0)
 
@@ -82,7 +82,7 @@ def weights_advance(st: State, after: State, a: Args, g: Index) -> Truth:
 
 @CHANGES("epoch.weights-kept", *_but("commit_update", "restore"), g="stage")
 def weights_kept(st: State, after: State, a: Args, g: Index) -> Truth:
-    """No transition changes a weight epoch, except the commit of an update and a restore."""
+    """A weight epoch changes only at the commit of an update, and at a restore."""
     return after.weight_epoch[g] == st.weight_epoch[g]
 
 

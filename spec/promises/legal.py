@@ -243,14 +243,14 @@ def whole_and_idle_for_refresh(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("order.forward-in-place", "check_forward")
 def forward_in_place(st: State, h: History, a: Args) -> Truth:
-    """If the domain declares an order, F is next in that order."""
+    """If the domain declares an order, this F is next in that order."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @LEGAL("order.dgrad-in-place", "check_dgrad")
 def dgrad_in_place(st: State, h: History, a: Args) -> Truth:
-    """If the domain declares an order, dI is next in that order."""
+    """If the domain declares an order, this dI is next in that order."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_walk[d])
 
@@ -287,8 +287,8 @@ def bound(st: State, h: History, a: Args) -> Truth:
 @LEGAL("arena.own-destination", "check_wgrad")
 def own_destination(st: State, h: History, a: Args) -> Truth:
     """The destination is the key's configured destination, and no other dW is writing the stage's
-    own buffer or the shared buffer. dW adds to a buffer if it holds gradients of the key's epoch,
-    and otherwise overwrites the buffer."""
+    own buffer or the shared buffer. dW adds to a buffer that holds gradients of the key's epoch,
+    and overwrites any other buffer."""
     c = a.key.cell
     own, shared = st.buffer_of[c], st.shared_of[st.buffer_of[c]]
     adds = (a.first == ADDS) | (a.first == OPENS)

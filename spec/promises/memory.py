@@ -39,7 +39,7 @@ def slot_names_its_cell(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.own-stage", s="slot")
 def own_stage(st: State, s: Index) -> Truth:
-    """A live slot holds a cell (a key without its epoch) of its own stage."""
+    """The cell (a key without its epoch) that a live slot holds belongs to the slot's stage."""
     return implies(live(st, s), st.stage_of[st.cell_at[s]] == st.slot_stage[s])
 
 
@@ -51,6 +51,7 @@ def live_epoch(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.generation-bounded", s="slot")
 def generation_bounded(st: State, s: Index) -> Truth:
-    """No generation passes the maximum, and a live slot can still be released."""
+    """A slot's generation is at most the maximum. A live slot's generation is below the maximum, so
+    the slot can still be released."""
     bounded = (0 <= st.generation[s]) & (st.generation[s] <= st.generation_max[0])
     return bounded & implies(live(st, s), st.generation[s] != st.generation_max[0])

@@ -2,7 +2,7 @@
 The paper's invariants by name, each with its promises.
 
 Section III-F of the paper numbers four invariants, the fourth of which is persistence. The abstract
-counts completion as the fourth. Section III-D adds one without a number: every configured
+counts completion as the fourth. Section III-D adds an invariant without a number: every configured
 microbatch is written exactly once. All six are here.
 """
 
@@ -21,14 +21,11 @@ class PaperInvariant:
     """
     One invariant of the paper.
 
-    Args:
-        name: Name of the invariant in this project.
-        place: Place in the paper.
-        title: Name of the invariant in the paper.
-        says: The invariant in a sentence.
-        promises: Names of the promises whose conjunction is the invariant.
-        theorems: Names of further theorems of the proofs that belong to the invariant.
-        needs: Optional relations; if one is left out, part of the invariant is not claimed.
+    Args: name: Name of the invariant in this project. place: Place in the paper. title: Name of the
+    invariant in the paper. says: The invariant in a sentence. promises: Names of the promises whose
+    conjunction is the invariant. theorems: Names of further theorems of the proofs that belong to
+    the invariant. needs: Optional relations; if one is left out, the contract keeps only part of
+    the invariant.
     """
 
     name: str
@@ -156,8 +153,8 @@ _ALL = (
         name="completion",
         place="abstract, invariant 4; II-C, IV-D",
         title="Bidirectional completion",
-        says="A replay comes after the work of its caller, and a consumer after the replay that "
-        "wrote what it consumes.",
+        says="A replay comes after the work of its caller. A consumer comes after the replay that "
+        "wrote the consumer's input.",
         promises=(
             "completion.replay-after-caller",
             "completion.refresh-after-caller",

@@ -129,8 +129,8 @@ def _same_bits(row: Mapping[str, Any], report: Report) -> str:
     return (
         f"{said}. The bits are the same because each stage sees its microbatches in the same order "
         "under both schedules, and because Transformer Engine's update of scales rolls only the "
-        "amax histories of the layers that ran (tests/gpu/test_histories.py). An amax history had "
-        f"{history} entries, {whole} steps (a step has {each} F per rank)."
+        "amax histories of the layers that ran (tests/gpu/test_histories.py). A step has "
+        f"{each} F per rank; an amax history had {history} entries, which are {whole} steps."
     )
 
 

@@ -367,7 +367,7 @@ def listed() -> str:
                     e["date"],
                 )
             )
-    return markdown(("report", "command", "commit", "commits to its code", "date"), rows)
+    return markdown(("report", "command", "commit", "later commits to its code", "date"), rows)
 
 
 def _with(report: Mapping[str, Any]) -> str:

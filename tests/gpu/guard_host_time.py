@@ -7,8 +7,9 @@ The run is that of the price in `guard_megatron.py`: two ranks, two virtual stag
 layers of Transformer Engine at hidden 4096 and sequence 4096, four microbatches. There the price is
 a difference of two steps, which differ from each other by more than the guard costs. Here a clock
 is read whenever the host enters or leaves code of the guard, and only the time inside is added up.
-So the figure contains what the clock itself costs, but not what the guard costs the code around it,
-for example by data that it displaces from a cache.
+Reading the clock takes time too. So every other step runs with the same clocks but without the
+guard, and the time inside of these steps is subtracted. The figure does not contain what the guard
+costs the code around it, for example by data that it displaces from a cache.
 
 The host's time does not depend on how many GPUs the ranks have. If there is one GPU, both ranks
 share it (`NCCL_HOSTID`), so the time of a step is not reported.
@@ -35,13 +36,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from qeffect.gpu_runtime.report import environment
 
-from .guard_megatron import ACTIONS, PRICED, make, take_loop, tenth
+from .guard_megatron import ACTIONS, PRICED, make, take_loop
 
 #: The kept report.
 KEPT = Path(__file__).parents[1] / "megatron" / "host_time.json"
 GOAL_US = 30.0
+TURNS = ("bare", "on")
 WARM, STEPS, LIMIT_S = 5, 100, 150.0
 
 
@@ -109,15 +113,41 @@ def _put(owner: Any, name: str, run: Callable[..., Any]) -> None:
     setattr(owner, name, staticmethod(run) if bound else run)
 
 
-def watch(inside: Inside) -> Any:
+@attrs.define
+class Watched:
+    """
+    The guard of Megatron-core, with a clock at each of its borders.
+
+    Args:
+        guarded: The guard.
+        with_guard: The functions that run with the guard and the clocks, by owner and name.
+        without: The functions that run with the same clocks, but without the guard.
+    """
+
+    guarded: Any
+    with_guard: dict[tuple[Any, str], Any]
+    without: dict[tuple[Any, str], Any]
+
+    def turn(self, on: bool) -> None:
+        """Let the next step run with the guard, or without it."""
+        self.guarded._off = not on
+        for (owner, name), run in (self.with_guard if on else self.without).items():
+            _put(owner, name, run)
+
+
+def watch(inside: Inside) -> Watched:
     """Put the guard of Megatron-core on, with a clock at each of its borders."""
     from qeffect.guards import megatron as guards
     from qeffect.guards.evidence import BackwardPasses
     from qeffect.guards.megatron_updates import Updates
 
+    without = {}
     for owner, name in places():
         plain = inside.of(getattr(owner, name), guard=False)
-        _put(owner, name, _entered(inside, plain) if name == "forward_step" else plain)
+        if name == "forward_step":
+            plain = _entered(inside, plain)
+        _put(owner, name, plain)
+        without[owner, name] = inside.of(plain, guard=True)
     hooks: tuple[tuple[Any, str], ...] = (
         (BackwardPasses, "_passed"),
         (Updates, "_before"),
@@ -126,9 +156,10 @@ def watch(inside: Inside) -> Any:
     for owner, name in hooks:
         setattr(owner, name, inside.of(getattr(owner, name), guard=True))
     guarded = guards.guard(manner="refuse")
-    for owner, name in places():
-        _put(owner, name, inside.of(getattr(owner, name), guard=True))
-    return guarded
+    found = {(o, name): inside.of(getattr(o, name), guard=True) for o, name in places()}
+    watched = Watched(guarded, found, without)
+    watched.turn(True)
+    return watched
 
 
 def _entered(inside: Inside, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,24 +175,31 @@ def _entered(inside: Inside, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measure() -> dict[str, Any]:
-    """Train some steps on this rank; return the microseconds inside the guard of each step."""
+    """
+    Train some steps on this rank; return the microseconds inside the guard's borders of each step,
+    with the guard (``on``) and without it (``bare``).
+    """
     from qeffect.gpu_runtime.lab.sides.megatron import meet
 
     member = meet("none")
     side = make(member, "none", PRICED)
     inside = Inside()
-    guarded = watch(inside)
+    watched = watch(inside)
     side._forward = inside.of(side._forward, guard=False)
-    take_loop(side)
-    spent = []
+    said: dict[str, Any] = {turn: [] for turn in TURNS}
     for number in range(WARM + STEPS):
-        before = inside.ns
-        side.step()
-        member.synchronize()
-        if number >= WARM:
-            spent.append((inside.ns - before) / 1e3)
-    assert guarded._recurring is not None
-    return {"us": spent, "repeated": guarded._recurring.repeated, "epochs": guarded.epochs}
+        for turn in TURNS if number % 2 else reversed(TURNS):
+            watched.turn(turn == "on")
+            take_loop(side)
+            before = inside.ns
+            side.step()
+            member.synchronize()
+            if number >= WARM:
+                said[turn].append((inside.ns - before) / 1e3)
+    watched.turn(True)
+    assert watched.guarded._recurring is not None
+    said["repeated"] = watched.guarded._recurring.repeated
+    return said
 
 
 def rank(out: str) -> None:
@@ -180,12 +218,15 @@ def rank(out: str) -> None:
 
 def per_action(said: dict[str, Any]) -> dict[str, float]:
     """
-    Microseconds inside the guard for each F and each B of a rank: of the median step, and of the
-    tenth percentile of the steps.
+    Microseconds inside the guard for each F and each B of a rank: the median over all pairs of a
+    step with the guard and one without it, and the tenth and ninetieth percentile.
     """
+    found = [(on - bare) / ACTIONS for on, bare in zip(said["on"], said["bare"], strict=True)]
+    tenths = statistics.quantiles(found, n=10, method="inclusive")
     return {
-        "median_us": statistics.median(said["us"]) / ACTIONS,
-        "quiet_us": tenth(said["us"]) / ACTIONS,
+        "median_us": statistics.median(found),
+        "tenth_us": tenths[0],
+        "ninetieth_us": tenths[-1],
     }
 
 
@@ -216,7 +257,7 @@ def main() -> int:
     ranks = [json.loads(each.read_text()) if each.exists() else {} for each in parts]
     where = environment(given.commit, given.out)
     where["packages"]["megatron-core"] = version("megatron-core")
-    costs = [per_action(said) for said in ranks if said.get("us")]
+    costs = [per_action(said) for said in ranks if said.get("on")]
     report = {
         "environment": where,
         "gpus": gpus,

@@ -109,7 +109,8 @@ def test_a_run_keeps_its_steps(
         monkeypatch.setattr(Updates, "begin", slow(Updates.begin))
     inside = Inside(clock)
     run = StandIn(made, LEGAL["interleaved, quantized"], 0)
-    guarded = watch(inside)
+    watched = watch(inside)
+    guarded = watched.guarded
     run.forward_step = inside.of(run.forward_step, guard=False)  # type: ignore[method-assign]
     steps(run)
 
@@ -120,8 +121,26 @@ def test_a_run_keeps_its_steps(
     assert inside.ns == (0 if where == "library" else STEPS)
 
 
-def test_a_rank_has_a_price_for_each_action() -> None:
-    """The median, and the tenth percentile, of some steps of sixteen F and B."""
-    said = {"us": [160.0 * n for n in range(1, 12)]}
+def test_steps_without_the_guard_are_passed_by(made: dict[str, ModuleType]) -> None:
+    """The guard judges only the steps of its turns, which repeat one another."""
+    inside = Inside()
+    run = StandIn(made, LEGAL["interleaved, quantized"], 0)
+    watched = watch(inside)
+    for turn in [True] * 3 + [False, True] * 3:
+        watched.turn(turn)
+        steps(run, 1)
 
-    assert guard_host_time.per_action(said) == {"median_us": 60.0, "quiet_us": 20.0}
+    assert watched.guarded.epochs == 6
+    assert watched.guarded._recurring.repeated == 4
+    assert watched.guarded.violations == ()
+
+
+def test_a_rank_has_a_price_for_each_action() -> None:
+    """Of eleven pairs of steps of sixteen F and B, less what the clocks take."""
+    said = {"on": [160.0 * n + 32.0 for n in range(1, 12)], "bare": [32.0] * 11}
+
+    assert guard_host_time.per_action(said) == {
+        "median_us": 60.0,
+        "tenth_us": 20.0,
+        "ninetieth_us": 100.0,
+    }

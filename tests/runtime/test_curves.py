@@ -263,10 +263,7 @@ class TestWords:
         for said, where in (
             ("No loss differs by a bit", [True, True, True, False]),
             ("rolls only the amax histories of the layers that ran", [True, True, False, False]),
-            (
-                "entries, a whole number of steps (a step has 16 F per rank)",
-                [True, False, False, False],
-            ),
+            ("entries, which are a whole number of steps", [True, False, False, False]),
             ("not a whole number of steps", [False, True, False, False]),
         ):
             assert [said in text for text in told] == where

@@ -1,11 +1,11 @@
 """
 The normal form of a state: states that no guard can ever distinguish have the same normal form.
 
-Ticket numbers and counters of stream work only grow, and a freed slot still names its last tape. So
-without a normal form, nearly every path would end in a different state. Each rule replaces values
-by other values that lead to the same future refusals; a test runs states and their normal forms
-side by side. To check the rules, `plain.normal_form` implements them a second time, for one state
-at a time.
+Counters of stream work and ticket numbers (one ticket per action in flight) only grow, and a freed
+slot still names its last tape. So without a normal form, nearly every path would end in a different
+state. Each rule replaces values by other values that lead to the same future refusals; a test runs
+states and their normal forms side by side. To check the rules, `plain.normal_form` implements them
+a second time, for one state at a time.
 
 The rules look only at the entries that a move changed, since the state before the move was in
 normal form.
@@ -29,7 +29,7 @@ __all__ = ["VACATES", "Quotient"]
 
 #: A tape that still waits for one of these has a replay, or is dropped, before its slot is free.
 VACATES: Final = RESERVED | DGRAD_BIT | WGRAD_BIT
-#: Sets of more numbers than this take wider integers; more than ``_MOST`` numbers fit in none.
+#: Sets of more than ``_FEW`` numbers need wider integers. No set holds more than ``_MOST`` numbers.
 _FEW, _MOST = 12, 60
 
 

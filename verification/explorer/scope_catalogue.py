@@ -154,7 +154,7 @@ _SCALES: Final = (
     "restore",
 )
 
-#: The transitions from an F to a dW that takes several tapes, and the loss of these.
+#: The transitions from an F to a dW that takes several tapes, and the loss of such tapes.
 _GROUP: Final = (
     "bind",
     "check_forward",
@@ -178,13 +178,13 @@ _WEIGHTS: Final = ("start_weights_read", "finish_weights_read")
 #: The transitions of a reader of the gradients on a separate stream.
 _GRADIENTS: Final = ("start_gradients_read", "finish_gradients_read")
 
-#: All transitions except the late fault, these readers and evaluations. Each of these doubles the
-#: states, since it may occur at any moment.
+#: All transitions except the late fault, readers on separate streams, and evaluations. Each of the
+#: excluded transitions may occur at any moment, and so doubles the number of states.
 _NO_FAULT: Final = tuple(
     name for name in TRANSITIONS if name not in ("fail", *_WEIGHTS, *_GRADIENTS, *_EVALUATE)
 )
 
-#: All of these except the transitions of a successful reduction.
+#: The transitions of ``_NO_FAULT``, except those of a successful reduction.
 _NO_REDUCTION: Final = tuple(
     name for name in _NO_FAULT if name not in ("start_reduction", "finish_reduction", *_EVALUATE)
 )

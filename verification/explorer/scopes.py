@@ -59,9 +59,12 @@ class Scope:
         name: The scope's name in reports.
         slots: Number of slots (sets of buffers for one microbatch) of each stage.
         cells: Number of microbatches of each stage.
-        domains: State domain of each stage; by default all stages share domain 0.
-        callers: Number of caller streams; each has a link to the graph stream of every domain.
-        epochs: Number of epochs for which keys are presented; the weight epoch reaches this number.
+        domains: State domain of each stage (stages of one domain update their FP8 scales together).
+            By default all stages share domain 0.
+        callers: Number of caller streams; each forms a link (a pair of streams) with the graph
+            stream of every domain.
+        epochs: Number of epochs (optimizer steps) for which keys are presented; the weight epoch
+            reaches this number.
         walks: Number of passes over the microbatches (walks) per epoch. With the default of 1,
             `next_walk` is never called.
         skips: Whether walks may leave microbatches out; by default `skip` is never called.
@@ -69,8 +72,9 @@ class Scope:
             that left the slot.
         omit: Relations to leave out of the contract.
         only: Transitions to explore; by default all transitions except evaluations.
-        tickets: Whether checks, commits and aborts are separate moves, so that several tickets can
-            be outstanding. Otherwise a check runs in one move with its commit or its abort.
+        tickets: Whether checks, commits and aborts are separate moves, so that several actions
+            (each with a ticket) can be in flight. Otherwise a check runs in one move with its
+            commit or its abort.
         readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
         receives: Messages or copies that every tape waits for: bits of IN_BIT | BACK_BIT |
             COPY_BIT.

@@ -63,7 +63,7 @@ class Failures:
             data |= {"clause": outcome.clause or None, "action": outcome.at or None}
         lines = _in_full(pairs) if args.names else _listed(pairs)
         lines += ["", _LEGEND, _summary(data["counts"])]
-        lines += [f"differs from its row: {f.name}: {o.problem}" for f, o in problems]
+        lines += [f"differs from its entry: {f.name}: {o.problem}" for f, o in problems]
         return CommandOutcome("refused" if problems else "accepted", data, lines)
 
 
@@ -81,7 +81,7 @@ def record(failure: Failure, outcome: FailureOutcome) -> dict[str, Any]:
     return {**story, "enacted": enacted, **ran, "difference": outcome.difference()}
 
 
-#: How a line names the place of a refusal.
+#: How a line names the place of a refusal; printed below the list.
 _LEGEND = (
     "0F1 is F of stage 0 and microbatch 1, 0I1 its dI, 0W1 its dW; s0 is stage 0; e1 is epoch 1; "
     "SEND, RECV and WAIT are messages"
@@ -183,7 +183,7 @@ def _in_full(pairs: Sequence[tuple[Failure, FailureOutcome]]) -> list[str]:
             "cause": failure.cause,
             "guessed": failure.guessed,
             "consequence": failure.consequence,
-            "mended by": failure.fix,
+            "fixed by": failure.fix,
             "outcome": _said(failure, outcome),
             "found": outcome.found,
             "expected": outcome.expected,
@@ -206,7 +206,7 @@ def _summary(counted: dict[str, Any]) -> str:
     return (
         f"{number_of(counted['failures'], 'public failure')}, {counted['enacted']} of them "
         f"re-enacted. Of all: {counted['refused']} refused ({given}), {counted['not_caught']} "
-        f"not caught, {counted['unexplained']} never explained. A detail of the cause was "
-        f"guessed in {counted['guessed']}, the whole cause in {counted['refused_by_guess']} of "
-        "the refused."
+        f"not caught, {counted['unexplained']} never explained. Of the causes, "
+        f"{counted['guessed']} are guessed at least in part; of the refused failures, "
+        f"{counted['refused_by_guess']} have a wholly guessed cause."
     )

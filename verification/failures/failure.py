@@ -54,8 +54,8 @@ class Failure:
         at: The transition and action at which the contract refuses.
         reports: What the runtime must report so that the contract can refuse the failure, beyond
             the calls that every runtime makes. The report is an optional argument of a call,
-            evidence of the device, or one of the runtime's resources, reported as a resource that
-            the contract counts.
+            evidence of the device, or a resource of the runtime that is reported in place of a
+            resource that the contract counts (such as a gradient buffer as a slot).
         kind: Why the contract does not catch the failure, one of `KINDS`; empty if it does.
         why: The same reason as a sentence.
         guessed: A detail of the cause that no report states, or `WHOLE_CAUSE` with the assumed
@@ -133,9 +133,9 @@ class FailureOutcome:
         at: The transition and the action that were refused.
         found: What the guard found.
         expected: What the guard expected.
-        unchanged: Whether the refused call left the contract's state unchanged, except for the tape
-            that is aborted when an action's evidence is refused; None if no call, or only a table,
-            was refused.
+        unchanged: Whether the refused call left the contract's state unchanged. If the contract
+            refuses an action's evidence, it also aborts the tape; this does not count as a change.
+            None if no call was refused, or only a table.
         legal: Whether the corrected run was accepted to its end; None without a re-enactment.
         problem: How the outcome differs from the failure's entry; empty if they agree.
         steps: The calls of the faulty run.
@@ -226,7 +226,7 @@ def _judged(failure: Failure, outcome: FailureOutcome, trouble: Refused | None) 
     if trouble is not None:
         problems = (f"the corrected run is refused: {trouble}",)
     elif stated != got:
-        problems = (f"the row states {_said(*stated)}, but its run gave {_said(*got)}",)
+        problems = (f"the entry states {_said(*stated)}, but its run gave {_said(*got)}",)
     elif outcome.unchanged is False:
         problems = ("the refused call changed the state",)
     elif not outcome.difference():

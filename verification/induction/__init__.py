@@ -8,6 +8,12 @@ needs. The columns (arrays) of the history, called ghosts, are in ``ghosts``; ``
 ``memory_lemmas``. Lemmas about memory and history are in ``tapes``, ``scaling``, ``gradients``,
 ``device`` and ``converse``. ``INVARIANTS`` and ``HISTORY`` join promises and lemmas; the induction
 proves all of them. ``ORIGIN`` has the assumptions about the initial state.
+
+In the lemmas, a *cell* is a stage and a microbatch, a *domain* is a set of stages whose FP8 scales
+are updated together, and a *link* is a pair of a caller's stream and a graph stream. A *tape* is
+what one F leaves for its dI and dW. A *ticket* is the number of an action from its check to its
+commit or abort. An *epoch* is one optimizer step, and a *walk* is one pass over its microbatches. A
+*bucket* is a set of gradients that are reduced together.
 """
 
 from __future__ import annotations

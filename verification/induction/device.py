@@ -64,7 +64,10 @@ def tenants(st: State, h: History, p: Index) -> Truth:
 
 @HISTORY("capture.every-slot-seated", s="slot")
 def every_slot_seated(st: State, h: History, s: Index) -> Truth:
-    """Each slot has its own number in its pool, below the count exactly if it keeps memory."""
+    """
+    Each slot has its own number in its pool. The number is below the pool's count if and only if
+    the slot keeps memory.
+    """
     p, seat = st.pool_of[s], h.seat[s]
     kept = (seat < h.tapes[p]) == (h.in_pool[s] == 1)
     return (0 <= seat) & (seat < h.slots[p]) & (h.seated[p, seat] == s) & kept
@@ -315,8 +318,8 @@ def read_gradients_whole(st: State, h: History, g: Index) -> Truth:
 @HISTORY("completion.read-shared-whole", needs="arena", g="stage")
 def read_shared_whole(st: State, h: History, g: Index) -> Truth:
     """
-    While gradients of a stage are being read, every dW has run of the other stage that shares a
-    destination with it.
+    If another stage shares a destination with a stage, every dW of the other stage has run while
+    gradients of the stage are being read.
     """
     t = st.sharer_of[g]
     return implies(st.gradients_read[g] != 0, st.wgrads[t] == st.cells[t])

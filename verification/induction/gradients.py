@@ -250,7 +250,7 @@ def group_writes(st: State, h: History, s: Index) -> Truth:
 def group_written(st: State, h: History, s: Index) -> Truth:
     """
     After the dW that took a tape into its group, the tape's buffers hold gradients of this epoch,
-    unless its stage's epoch is spoiled.
+    or the epoch of the tape's stage is spoiled.
     """
     b, g = st.buffer_of[st.cell_at[s]], st.slot_stage[s]
     grouped = (st.moving[s] & GROUP_BIT) != 0

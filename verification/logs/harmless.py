@@ -29,7 +29,7 @@ __all__ = ["LASTING", "REASONS", "History", "history", "proof", "unread"]
 
 #: Every kind of proof.
 REASONS: Final[Mapping[str, str]] = {
-    "name": "the edited header describes a contract with the same state, which has no names",
+    "name": "the edited header describes a contract with the same state, which contains no names",
     "same call": "the changed field gives the same argument",
     "unread": "the transition never reads the argument, since the relation that reads it is left "
     "out",

@@ -44,21 +44,23 @@ TELL: Final[ContextVar[Callable[[str], None] | None]] = ContextVar("TELL", defau
 #: Random walks through each process's life, and the steps of each.
 SEEDS: Final = 8
 LENGTH: Final = 60
-#: How often each of these calls is made out of order after each kind of call, per process.
+#: How often, per process and after each kind of call, a call whose name begins as in `_OFTEN` is
+#: made out of order.
 STRAYS: Final = 2
 _OFTEN: Final = ("check_", "invalidate", "drain")
-#: How often the schedule is left for longer (with all relations, and with one left out), and for
-#: how many calls.
+#: Probability with which a schedule is left for `STEPS` calls: with all relations (`WANDER`), and
+#: with a relation left out (`WANDER_ELSEWHERE`).
 WANDER: Final = 0.1
 WANDER_ELSEWHERE: Final = 0.3
 STEPS: Final = 6
 #: Maximum number of kept calls: calls that show a mutant's harm, and calls per other answer of the
 #: mutant.
 KEPT: Final = 3
-#: Maximum number of judged calls that a mutant accepts per moment; then the numbers of differences
-#: after which a mutant is no longer tried: if harm was found, of both kinds; if none was found, of
-#: judged differences, and of any kind.
+#: Maximum number, per moment, of calls that a mutant accepts and that are judged.
 JUDGED: Final = 10
+#: A mutant is tried until enough of its answers differ from the contract's. If harm was found,
+#: `FEW` judged and `FEW` other differences are enough. In any case, `ENOUGH_JUDGED` judged
+#: differences, or `ENOUGH` differences in total, are enough.
 FEW: Final = 40
 ENOUGH_JUDGED: Final = 200
 ENOUGH: Final = 1500

@@ -59,7 +59,7 @@ class Claim:
         return z3.And(*members, z3.Not(self.body))
 
     def at_hand(self, encoding: Encoding) -> Term:
-        """Return the claim for the variables' values that its negation names."""
+        """Return the claim about the constants that `denied` puts in place of its variables."""
         nulls = [term == null for term, null in self._with_sentinels(encoding)]
         return z3.Or(*nulls, self.body)
 

@@ -76,7 +76,7 @@ class Composition:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The composition's name."""
         return composition_name(self.omit)
 
     @cached_property

@@ -123,7 +123,7 @@ def _told(
 def _recurring(seed: int, tell: Progress) -> list[Obligation]:
     return _told(
         _of_steps(seed, COMPOSITIONS),
-        lambda number, _: f"{number:,} obligations of steps taken as one",
+        lambda number, _: f"{number:,} obligations about steps committed in one call",
         tell,
     )
 

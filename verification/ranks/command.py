@@ -57,7 +57,7 @@ class Ranks:
         lines = [
             f"any number of ranks: {report.unsat - report.same_term} of {asked} obligations "
             f"proved, {report.unknown} unknown; {report.same_term} more need no solver, since "
-            "their transition writes nothing that they read",
+            "the transition leaves their values unchanged",
             *(agreement.text for agreement in report.agreements),
             *(obligation.text for obligation in report.open),
         ]

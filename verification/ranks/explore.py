@@ -501,7 +501,10 @@ class _Search:
 
 
 def _why(state: ConcreteState, q: int, n: int) -> int:
-    """Return what a rank has published in a round: nothing, a failure, a read no, or a loss."""
+    """
+    Return what a rank has published in a round: nothing, a failure, a vote no, or a lost
+    connection.
+    """
     if state.round[q] != n or state.said[q] == 0:
         return 0
     return int(1 + state.read_no[q] + 2 * state.lost[q])

@@ -4,7 +4,7 @@ arrive.
 
 `qeffect check` runs a table only once, in one order. This module visits every interleaving of a
 small table. In each move, a rank takes the next step of its row, or a message that both ends have
-posted arrives. A state without a move is a deadlock, unless it is the end. The result shows that a
+posted arrives. A state without a move is either the end or a deadlock. The result shows that a
 single run is enough: the run reaches its end if and only if no interleaving gets stuck.
 """
 

@@ -1,6 +1,10 @@
 """
 Lemmas that the proofs of launched steps need besides the promises. In such a step, each rank runs
 the whole step as one launch of a CUDA graph.
+
+An attempt is one run of all ranks from a checkpoint. A rank's round begins when the rank starts or
+rebuilds in place. Each device votes yes or no on each step, and updates its weights after a yes
+from every rank. A channel is all messages from one rank to another.
 """
 
 from __future__ import annotations
@@ -178,7 +182,7 @@ def _messages_ended(st: Any, r: Any, q: Any) -> Any:
 def messages_of_one_step(st: Any, r: Any, q: Any) -> Any:
     """
     In the same step, both ends of a channel have ended the same messages. A device that is ahead of
-    another has ended no message with it.
+    another device has ended no message of its step with that device.
     """
     alike = (st.sends_run[r, q] == st.receives_run[q, r]) & (
         st.receives_run[r, q] == st.sends_run[q, r]
@@ -193,8 +197,8 @@ def messages_of_one_step(st: Any, r: Any, q: Any) -> Any:
 @LAUNCH_LEMMAS("launches.ahead-has-ended", r="rank", q="rank")
 def ahead_has_ended(st: Any, r: Any, q: Any) -> Any:
     """
-    If a device is ahead of another and both have open connections, the other has ended its messages
-    with it. If they exchange messages, it is at most one step ahead.
+    If device A is ahead of device B and both have open connections, B has ended the messages of its
+    step with A. If they exchange messages, A is at most one step ahead.
     """
     both = (st.round[r] == st.round[q]) & (st.cut[r] == 0) & (st.cut[q] == 0)
     return implies(both & (st.ran[r] > st.ran[q]), _messages_ended(st, q, r)) & implies(
@@ -205,8 +209,8 @@ def ahead_has_ended(st: Any, r: Any, q: Any) -> Any:
 @LAUNCH_LEMMAS("launches.yes-after-messages", r="rank", q="rank")
 def yes_after_messages(st: Any, r: Any, q: Any) -> Any:
     """
-    If a rank with open connections has not ended the step of another rank's latest yes, it has
-    ended the messages of its step with that rank.
+    Rank A has open connections and has not ended the step on which rank B last voted yes. Then A
+    has ended the messages of its current step with B.
     """
     here = (st.round[r] == st.round[q]) & (st.cut[r] == 0)
     return implies(here & (st.vote[q] > st.ran[r]), _messages_ended(st, r, q)) & implies(
@@ -227,7 +231,7 @@ def first_back_has_no_message(st: Any, r: Any, q: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.rounds", r="rank")
 def rounds(st: Any, r: Any) -> Any:
-    """A rank is in no round from before its process started, and in no future round."""
+    """A rank's round is not older than its process, and not a future round."""
     return (
         (st.born[r] >= 0)
         & (st.born[r] <= st.round[r])
@@ -272,7 +276,10 @@ def part_not_ahead(st: Any, r: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.nothing-named-before-all-started", r="rank")
 def nothing_named_before_all_started(st: Any, r: Any) -> Any:
-    """Until every rank has started, the checkpoint is the one from which the attempt began."""
+    """
+    Until every rank has started, the newest checkpoint is the checkpoint from which the attempt
+    began.
+    """
     return (st.named[0] >= 0) & implies(st.round[r] < st.opened[0], st.named[0] == st.loaded[0])
 
 

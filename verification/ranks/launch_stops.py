@@ -58,7 +58,7 @@ def _report(st: Any, r: Any) -> None:
 
 
 def _end(st: Any, r: Any) -> None:
-    """A rank names the cause, unless it has, and ends its process."""
+    """A rank that has not named the cause yet names the cause. Then the rank ends its process."""
     if st.ended[r] == 0:
         _name(st, r)
     LAUNCHES["end_launched"].run(st, r)

@@ -131,7 +131,9 @@ def read_votes(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def read_a_no(st: Any, r: Any) -> None:
-    """The host finds a no or a missing vote on the last committed step, and cannot continue."""
+    """
+    The host finds a no vote or a missing vote on the last committed step, and cannot continue.
+    """
     _goes_on(st, r)
     st.when((st.known[r] < st.booked[r]) & (st.ran[r] >= st.booked[r]))
     st.when(st.weights[r] < st.booked[r])
@@ -141,7 +143,9 @@ def read_a_no(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def refuse_counts(st: Any, r: Any) -> None:
-    """A rank has read a no; its device voted no, and its contract refuses the device's counts."""
+    """
+    After a host has read a no vote of its own device, the contract refuses the device's counts.
+    """
     st.when((st.dead[r] == 0) & (st.read_no[r] == 1) & (st.said[r] == 0))
     st.when(st.vote[r] < st.booked[r])
     st.read_no[r] = 0
@@ -260,8 +264,8 @@ def move(st: Any, r: Any) -> None:
 @_transition("rank")
 def skip(st: Any, r: Any) -> None:
     """
-    The device has received every vote, or a connection was cut, but a yes is missing: it skips the
-    update.
+    A yes is missing, and either every vote has arrived or a connection was cut. So the device skips
+    the update.
     """
     step = st.ran[r] + 1
     st.when((st.dead[r] == 0) & (st.voted[r] == step))
@@ -305,7 +309,7 @@ def write_part(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def resume_launches(st: Any, r: Any) -> None:
-    """The host resumes the launches while the files of its part may still be being written."""
+    """The host resumes the launches; meanwhile the files of its part may still be written."""
     _goes_on(st, r)
     st.when(st.paused[r] == 1)
     st.paused[r] = 0
@@ -314,8 +318,8 @@ def resume_launches(st: Any, r: Any) -> None:
 @_transition("rank")
 def publish_parts(st: Any, r: Any) -> None:
     """
-    The process that wrote a part publishes all parts as the whole checkpoint, even if the ranks
-    have launched further steps, or stopped and rebuilt, since the parts were copied.
+    The process that wrote a part publishes all parts as the whole checkpoint. Since the parts were
+    copied, the ranks may have launched further steps, or stopped and rebuilt.
     """
     st.when((st.dead[r] == 0) & (st.part_round[r] >= st.born[r]))
     st.need("part-of-this-epoch", st.every("rank", lambda q: st.part_epoch[q] == st.part_epoch[r]))

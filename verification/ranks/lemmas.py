@@ -2,7 +2,9 @@
 Lemmas that the proofs of the ranks need besides the promises.
 
 Most lemmas are about ranks of the newest attempt, ``now``. Only the launcher reads what ranks of
-older attempts left behind.
+older attempts left behind. An attempt is one run of all ranks, from a checkpoint or after a restart
+in place. The ranks of an attempt connect under a name that one rank draws. A rank consents to a
+commit before any rank updates its weights.
 """
 
 from __future__ import annotations
@@ -80,7 +82,10 @@ def flags(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.nothing-published-before-all-started", r="rank")
 def nothing_published_before_all_started(st: Any, r: Any) -> Any:
-    """Until every rank has started, the checkpoint is the one from which the attempt began."""
+    """
+    Until every rank has started, the newest checkpoint is the checkpoint from which the attempt
+    began.
+    """
     from_checkpoint = (st.life[r] != st.attempt[0]) & (st.again[0] == 0)
     return implies(from_checkpoint, st.saved[0] == st.base[0])
 
@@ -127,7 +132,10 @@ def one_draw(st: Any, a: Any, b: Any) -> Any:
 
 @LEMMAS("ranks.seats-after-draw", a="name", r="rank")
 def seats_after_draw(st: Any, a: Any, r: Any) -> Any:
-    """A seat was taken by a started rank, in the attempt that drew the name or in a later one."""
+    """
+    A seat (a rank's entry under a name) was taken by a started rank, in the attempt that drew the
+    name or in a later attempt.
+    """
     return implies(
         st.seat[a, r] != NOBODY,
         (st.drawn_in[a] != NOBODY)

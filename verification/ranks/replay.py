@@ -138,8 +138,8 @@ def replay_ranks(paths: Sequence[str | os.PathLike[str]]) -> RankReport:
             files, give all of them, or only the newest ones.
 
     Raises:
-        LogError: A file is not a rank log, a rank's log or a file between two others is missing,
-            or the logs of an attempt have no commit in common at which all could begin.
+        LogError: A file is not a rank log; a rank's log is missing; a file between two other files
+            is missing; or the logs of an attempt share no commit at which all logs can begin.
     """
     logs = joined(paths)
     tally: Counter[str] = Counter()
@@ -322,7 +322,7 @@ class _Job:
         for span in present.values():
             own = span.trusted
             if own is None or own["launches"] != trusted["launches"]:
-                error = UnlikeError("a log that begins like rank 0's", "another")
+                error = UnlikeError("a log that begins like rank 0's", "another start")
                 return Unexplained(step_of(span, own, "start", lambda: None), error)
         epoch = trusted["epoch"]
         self.state = self._state_of(present[0].log.header, epoch)

@@ -417,7 +417,8 @@ class LaunchesOfRank:
     def settle(self) -> bool:
         """
         Make the device's update if all ranks voted yes and no log shows whether it was made; return
-        whether this was possible. Without it, the device could not send the next launch's messages.
+        whether this was possible. Without the update, the device could not send the next launch's
+        messages.
         """
         st, r, epoch = self.st, self.r, self.st.ran[self.r]
         if (r, epoch) not in self.facts.launched or self.facts.moved(r, epoch) is not None:
@@ -452,7 +453,7 @@ def settle_launched(st: ReplayedState, launches: Mapping[int, LaunchesOfRank]) -
 
 def _same_order(what: str, expected: int, found: int) -> None:
     if expected != found:
-        raise UnlikeError(f"{what} {expected}", f"{found}, so other messages or another order")
+        raise UnlikeError(f"{what} {expected}", f"{found}: other messages, or another order")
 
 
 def _unlike(expected: str, found: str) -> None:

@@ -104,7 +104,8 @@ def settle_transfers(st: ReplayedState) -> None:
 
 def take_transfers(st: ReplayedState, transfer: Any, ended: Any, posted: Any) -> bool:
     """
-    Take a transfer once between each two ranks where it is possible; return whether any was.
+    Take one transfer between each two ranks where a transfer is possible; return whether any
+    transfer was taken.
 
     Args:
         st: The state of all ranks.

@@ -293,7 +293,7 @@ def _configured(shadow: Shadow, twists: list[tuple[str, Any]]) -> list[tuple[str
 
 
 def _if_wrong(shadow: Shadow, call: Call) -> Call | None:
-    """Return the call if it is illegal, otherwise None: legal ones go through the public API."""
+    """Return the call if it is illegal, otherwise None: legal calls go through the public API."""
     return None if next(broken(shadow, call), None) is None else call
 
 

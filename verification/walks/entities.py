@@ -1,5 +1,8 @@
 """
 The parts of a shadow (a record of a process's calls): tapes, slots, stages, domains, pools, links.
+
+A domain is a set of stages whose FP8 scales are updated together. A pool is memory that captured
+graphs share. A link is a pair of a caller's stream and a graph stream.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out-steps",
         type=int,
         metavar="N",
-        help="amount of held-out text per evaluation, in training steps: as many windows as N "
-        "training steps read (default: the file's)",
+        help="held-out text per evaluation: as many windows (sequences of tokens) as N training "
+        "steps read (default: the file's)",
     )
     parser.add_argument(
         "--limit-s",

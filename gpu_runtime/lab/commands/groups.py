@@ -3,12 +3,12 @@
 microbatches as one matrix product.
 
 On a GPU the host launches every step as one CUDA graph; on a CPU steps are eager. Each combination
-of cell (layer size and number of microbatches), schedule and type of gradient destinations has
-several rows. The first row has the defaults: scales that move at every action, and no groups. The
-next rows have scales that move once per step, with one row for each group size (microbatches per
-product). The last row repeats the defaults. After its first steps, a row with groups records one
-digest of all ranks' parameters, moments and scales; `--digests` chooses the cells in which digests
-are recorded. The report is written after every row.
+of cell (layer size and number of microbatches), schedule and data type of accumulated gradients has
+several rows. The first row has the defaults: FP8 scales that are updated after every F and dI, and
+no groups. The next rows update scales once per step, with one row for each group size (microbatches
+per product). The last row repeats the defaults. After its first steps, a row with groups records
+one digest of all ranks' parameters, moments and scales; `--digests` chooses the cells in which
+digests are recorded. The report is written after every row.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 bit.
 
 The command trains a small language model over two ranks with ``torchrun ... qeffect runtime train
---resume``. In each start except the last, one process is killed (SIGKILL). Usually the killed
-process is a rank that starts, resumes, steps, evaluates or saves. Sometimes the killed process is
-torchrun's agent, while a rank steps, evaluates or saves. Once every process has ended, the next
-start resumes from the newest checkpoint. At the end, the last checkpoint and every loss of the log
-are compared with an undisturbed run, bit for bit. The checkpoint holds weights, moments, master
-weights, FP8 scales, amax histories and random states.
+--resume``. A run is started several times, and in each start except the last, one process is killed
+(SIGKILL). Usually the killed process is a rank that starts, resumes, steps, evaluates or saves.
+Sometimes the killed process is torchrun's agent, while a rank steps, evaluates or saves. Once every
+process has ended, the next start resumes from the newest checkpoint. At the end, the last
+checkpoint and every loss of the log are compared with an undisturbed run, bit for bit. The
+checkpoint holds weights, moments, master weights, FP8 scales, amax histories and random states.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def add_kills_arguments(parser: argparse.ArgumentParser) -> None:
 
 def drawn_kills(count: int, runs: int, seed: int) -> list[list[Kill]]:
     """
-    Choose at random, for each run, which processes are killed and where; The field `Kill.folder`
-    stays empty.
+    Choose at random, for each run, which processes are killed, and at which places. The field
+    `Kill.folder` stays empty.
 
     Every place (kind of moment at which a process is killed) is chosen once before any place is
     chosen a second time. The first kill of a run comes late enough that the killed start leaves a

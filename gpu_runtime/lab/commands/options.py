@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _ROUNDS = (
-    ("--rounds", "rounds per side (compared pipeline)"),
+    ("--rounds", "timed rounds per side (each compared pipeline)"),
     ("--steps", "steps per round for sides that replay graphs"),
     ("--native-steps", "steps per round for sides without graphs"),
 )
@@ -129,8 +129,9 @@ def rank_starts(
     args: argparse.Namespace, progress: Progress
 ) -> Iterator[tuple[RankStarts, Progress]]:
     """
-    A context with the `--pp` ranks, and with the function that shows progress. The ranks are the
-    processes that torchrun started or, without torchrun, new processes on this machine.
+    A context that yields the `--pp` ranks and a function that shows progress. Under torchrun, the
+    ranks are the processes that torchrun started. Without torchrun, the ranks are new processes on
+    this machine.
 
     Raises:
         UnusableError: `--out` cannot be written, or the ranks cannot run here.

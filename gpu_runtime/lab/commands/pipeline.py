@@ -47,7 +47,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         default="zbv",
         metavar="NAME",
         help=f"schedule: {', '.join(NAMES)}, a schedule class of torch, or the path of a CSV table "
-        "with messages (default zbv)",
+        "that lists the messages (default zbv)",
     )
     parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (default 2)")
     parser.add_argument(
@@ -112,7 +112,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="also run torch's own pipeline natively, and compare every bit",
+        help="also run torch's own pipeline without guards and graphs, and compare every bit",
     )
     # Not --log: torchrun reads an option that could be the beginning of one of its own as such.
     parser.add_argument(
@@ -127,8 +127,8 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--clip-norm",
         type=float,
         metavar="X",
-        help="limit of the norm of all ranks' gradients, above which gradients are clipped "
-        "(default: no clipping)",
+        help="maximum norm of all ranks' gradients; larger gradients are clipped (default: no "
+        "clipping)",
     )
     parser.add_argument(
         "--skip-nonfinite",

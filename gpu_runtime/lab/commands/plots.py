@@ -247,8 +247,8 @@ def resources(found: Sequence[Report]) -> Any:
     Draw slots, graphs, arena size, construction time and peak memory against the number of
     microbatches, for each way to provision slots.
 
-    The axis of slots is logarithmic, and a dotted line beside the slots shows the number of live
-    tapes.
+    A slot is a set of buffers for one microbatch. The axis of slots is logarithmic. A dotted line
+    beside the slots shows the number of live tapes (microbatches between F and dW).
     """
     pyplot = _pyplot()
     points = [point for report in found for point in report["derived"]["points"]]

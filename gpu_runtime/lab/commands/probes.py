@@ -127,8 +127,8 @@ def find_pairing(source: str | None = None) -> dict[str, Any]:
         source: The source text to read instead of the installed file.
 
     Returns:
-        The version, the digest of the file, and the line number of each statement of `PAIRING`; The
-        line number of a missing statement is None.
+        The version, the digest of the file, and the line number of each statement of `PAIRING`. The
+        line number is None for a missing statement.
     """
     found: dict[str, Any] = {"version": None, "sha256": None, "lines": dict.fromkeys(PAIRING)}
     spec = importlib.util.find_spec("transformer_engine") if source is None else None

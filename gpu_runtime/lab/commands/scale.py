@@ -3,8 +3,8 @@
 both.
 
 The native side is torch's schedule runtime over stages with the library's full backward. Both sides
-train the same model from the same bits. The ranks that torchrun started (without torchrun, the
-command itself) first start processes that measure, and then processes that profile.
+train the same model from the same bits. The command starts one process per rank twice: first to
+measure, then to profile. Under torchrun, each of torchrun's ranks starts its own processes.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ScaleRow(NamedRow):
     @property
     def split(self) -> bool:
         """
-        Whether the row runs each step as one launch. The profile splits the time of such a step by
-        comparing the step with the rank's actions without messages.
+        Whether the row runs each step as one launch. To split the time of such a step into parts,
+        the profile compares the step with the same rank's actions without messages.
         """
         return self.side == "one launch"
 
@@ -352,9 +352,9 @@ def _host_times(
     Host time per step, in milliseconds, when steps are launched back to back.
 
     Returns:
-        The median time of each part of a step; and for each round the median time of a step without
-        the wait for the previous step. That wait is left out because a host that is ahead merely
-        waits there for its device.
+        The median time of each part of a step, and for each round the median time of a step. The
+        step's time excludes the wait for the previous step: in this wait, a host that is ahead of
+        its device does no work.
     """
     rounds: list[float] = []
     parts: list[dict[str, float]] = []

@@ -116,4 +116,4 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _note(progress: Progress, recipe: str, text: str) -> None:
-    progress.note(f"scales move per {recipe}: {text}")
+    progress.note(f"FP8 scales updated per {recipe}: {text}")

@@ -37,7 +37,7 @@ from ..reports.report import Report, add_report_options, environment, require_pl
 
 __all__ = ["add_second_runs_arguments", "run_second_runs"]
 
-#: Width, inner width, heads and tokens of the model: for the price, and for the flips.
+#: Width, inner width, heads and tokens of the model: for the timing, and for the bit flips.
 _PRICED: Final = {"cpu": (64, 128, 2, 32), "cuda": (2048, 8192, 16, 512)}
 _FLIPPED: Final = {"cpu": (64, 128, 2, 32), "cuda": (256, 1024, 2, 128)}
 _COUNTS: Final = {

@@ -2,8 +2,8 @@
 ``qeffect runtime report streams``: count stale reads of one-way and two-way handoffs.
 
 The handoff between streams has two halves: the graph stream waits for the caller, and then the
-caller waits for the graph stream. The table counts stale reads with both halves, and with the first
-half only.
+caller waits for the graph stream. The table counts stale reads with both halves (two-way) and with
+the first half only (one-way).
 
 A producer graph runs on the runtime's own graph stream. The graph begins with a chain of products
 that is long enough to keep the host ahead. Then the graph updates an output, a parameter, an amax
@@ -11,8 +11,8 @@ history with its scale, and a quantized copy of the parameter. A consumer graph 
 stream copies all of these tensors. Both graphs use `qeffect.gpu_runtime.step.streams` with the
 calls of a guarded action, in the same order. The graph stream waits for the caller, replays, and
 records an event at its end. The caller waits for that event. The one-way handoff omits the last
-wait; only this check and the tests use a one-way handoff. A third run omits the mark after the
-replay, so that the caller waits for the mark that was captured inside the graph.
+wait; only this check and the tests use a one-way handoff. A third kind, `graph-event`, records no
+event after the replay; the caller then waits for the event that was captured inside the graph.
 
 A check is *stale* if the consumer's copy differs from the producer's final values, once the device
 is idle. A check is *vacuous* if the producer changed nothing, so that a stale read could not be

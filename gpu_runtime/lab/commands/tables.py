@@ -59,7 +59,11 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=PARTS,
         metavar="PART",
-        help=f"parts of the report to measure: {', '.join(PARTS)} (default: the first three)",
+        help="parts of the report to measure (default: the first three). steps: step times of the "
+        "language model. attribution: separate effects of graphs and of gradient memory. "
+        "resources: slots and memory by number of microbatches. weak: layers without embedding "
+        "and head, to compare numbers of ranks. mapping: one model of four layers, to compare "
+        "numbers of ranks",
     )
     parser.add_argument(
         "--cells",
@@ -73,7 +77,7 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=int,
         metavar="M",
-        help="numbers of microbatches that --parts resources tries (default 2 to 32)",
+        help="numbers of microbatches to try in the part resources (default 2 to 32)",
     )
     parser.add_argument(
         "--merge",

@@ -41,9 +41,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         choices=("all", "ends"),
-        help="also train natively under torch's own pipeline, and compare the loss of every step "
-        "bit for bit. all: also compare every tensor after each step. ends: also compare every "
-        "tensor after the last step",
+        help="also train under torch's own pipeline without guards and graphs, and compare the "
+        "loss of every step bit for bit. all: also compare every tensor after each step. ends: "
+        "also compare every tensor after the last step",
     )
 
 

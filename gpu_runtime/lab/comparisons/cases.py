@@ -31,8 +31,9 @@ class Case:
 
     Args:
         name: Name of the case in reports.
-        schedule: A schedule class of torch, of whose table the actions of one rank are run;
-            `random` for a random order; or `given` for the order in `cells`.
+        schedule: Name of a schedule class of torch: the case runs the actions of one rank in the
+            class's table. With `random`, the case runs a random order; with `given`, the order in
+            `cells`.
         rank: The rank whose actions are run, or the seed of a random order.
         history: Number of entries of each amax history.
         rule: Which memory a weight-gradient action (dW) writes to, such as `accumulate`.

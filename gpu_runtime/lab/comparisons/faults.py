@@ -2,10 +2,10 @@
 Inject the fault table's violations, and failures of physical actions, into a runtime during
 training.
 
-Six of the table's seven violations are refused and change nothing, so the epoch into which they are
-injected continues and is compared like any other. The seventh violation starts a write after a
-failed write. Like an F or a dI that fails half way, the seventh violation spoils its epoch. A
-spoiled epoch is rebuilt from the last commit and run again.
+Six of the table's seven violations are refused and change nothing. The epoch (optimizer step) into
+which these six are injected continues, and is compared like any other epoch. The seventh violation
+starts a write after a failed write. Like an F or a dI that fails half way, the seventh violation
+spoils its epoch. A spoiled epoch is rebuilt from the last commit and run again.
 """
 
 from __future__ import annotations

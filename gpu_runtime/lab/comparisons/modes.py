@@ -58,9 +58,9 @@ def cover(
     Choose rows that together contain every pair of values that occurs in a legal row. A row is one
     value of each factor.
 
-    The choice always continues with the first row that adds the most missing pairs. Several orders
-    of the rows, drawn from fixed seeds, are tried, and the shortest choice is taken. The choice of
-    rows is therefore the same in every run.
+    Each next row is the row that adds the most missing pairs; among equals, the first. Several
+    orders of the rows, drawn from fixed seeds, are tried, and the shortest choice is taken. The
+    choice of rows is therefore the same in every run.
     """
     names = tuple(factors)
     every = [dict(zip(names, values, strict=True)) for values in product(*factors.values())]

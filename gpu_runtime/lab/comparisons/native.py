@@ -34,7 +34,8 @@ def rule_for(
     order: Order, destination_rule: str, dtype: torch.dtype = torch.bfloat16
 ) -> NativeRule:
     """
-    The native accumulation that forms the same sum as a destination rule.
+    The native accumulation that forms the same sum as a destination rule (how dW adds up the
+    gradients of the microbatches).
 
     The rules `copied` and bf16 `per_microbatch` match `.grad`, because both also sum rounded
     gradients in the order of dI. `accumulate` matches fused `main_grad` under two conditions. The

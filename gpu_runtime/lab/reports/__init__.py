@@ -2,9 +2,10 @@
 The checked-in reports of measurements and their schema. A command writes every number; none is
 edited by hand.
 
-`qeffect runtime compare` and each part of `qeffect runtime report` write a report with `--out`. A
-report's derived part is a function of its raw part (`qeffect.gpu_runtime.lab.statistics.derive`),
-and a test computes every derived part again.
+`qeffect runtime compare` and each kind of `qeffect runtime report` write a report with `--out`. The
+raw part of a report holds what was measured. The derived part holds the figures that
+`qeffect.gpu_runtime.lab.statistics.derive` computes from the raw part; a test computes these
+figures again.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def load(folder: Path = FOLDER, *, kind: str | None = None) -> Iterator[dict[str
 
 def cells(found: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """
-    The derived and raw measurements of each cell (workload) in some step-table reports; each cell
-    appears once.
+    The derived figures and raw measurements of each cell (a workload, such as `h2048-s256-m4`) in
+    some reports of step times. Each cell appears once.
 
     A cell that is in several reports is taken from the report with the most columns, so that its
     ratios come from one run. Among reports with equally many columns, the first is taken.

@@ -34,8 +34,8 @@ ALIKE = ("commit", "gpu", "driver", "gpu_memory_mib", "python", "packages")
 
 class Report(report.Report):
     """
-    A report of a kind that `DERIVE` lists; the function that `DERIVE` gives for this kind computes
-    the derived figures.
+    A report of one kind, such as `bench`. `DERIVE` maps each kind to the function that computes its
+    derived figures.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ def bench_lines(report: Report) -> list[str]:
         ]
         if cell["copied_over_per_microbatch"] is not None:
             lines.append(
-                "step time of copied divided by that of per_microbatch: "
+                "step time of column copied divided by step time of column per_microbatch: "
                 f"{_median(cell['copied_over_per_microbatch'], 3)}"
             )
         if (guards := cell["guards"]) is not None:
@@ -263,8 +263,8 @@ def table_lines(derived: Raw) -> list[str]:
         )
     for row in derived["weak"]:
         lines.append(
-            f"weak scaling, {row['cell']}, {row['side']}: rate of a rank among 4 divided by its "
-            f"rate among 2: {row['rate']:.3f}"
+            f"weak scaling, {row['cell']}, {row['side']}: rate per rank over 4 ranks divided by "
+            f"rate per rank over 2: {row['rate']:.3f}"
         )
     lines += [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
               for error in derived["errors"]]  # fmt: skip
@@ -380,8 +380,8 @@ def group_lines(derived: Raw) -> list[str]:
         if not one["alike"]
     ]
     lines += [
-        f"FAILED: {', '.join(error[name] for name in _SET)}, scales move per {error['scales']}, "
-        f"group {error['group']}: {error['error']}"
+        f"FAILED: {', '.join(error[name] for name in _SET)}, FP8 scales updated per "
+        f"{error['scales']}, group {error['group']}: {error['error']}"
         for error in derived["errors"]
     ]
     return lines + target_lines(derived["targets"])
@@ -426,7 +426,8 @@ def _peer_name(row: Raw) -> tuple[str, ...]:
 
 def curve_lines(derived: Raw) -> list[str]:
     """
-    Lines for runs, for runs of the same order, for non-inferiority, and for times to reach a loss.
+    Lines for each run; for each native and guarded run with the same schedule, seed and head; for
+    each schedule compared with the base schedule; and for the times to reach a loss.
     """
     lines = []
     for run in derived["runs"]:
@@ -589,7 +590,7 @@ def scales_lines(derived: Mapping[str, Any]) -> list[str]:
         )
         for run in derived["runs"]
     ]
-    header = ("scales move per", "seed", "steps", f"loss, last {LAST} steps", "held-out loss")
+    header = ("scales updated per", "seed", "steps", f"loss, last {LAST} steps", "held-out loss")
     return [
         *table(header, rows),
         f"per epoch minus per action, mean over {len(derived['differences'])} seeds: loss "

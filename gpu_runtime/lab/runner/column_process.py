@@ -24,7 +24,8 @@ from .step_seconds import back_to_back_s, single_step_s
 
 HOST_STEPS = 5
 """
-Number of steps at the end of a round of which each is timed separately while the host enqueues it.
+Number of steps at the end of a round for which the host's enqueueing time is measured, step by
+step.
 """
 
 

@@ -60,7 +60,7 @@ class Times:
 
 class TimedActions:
     """
-    Actions of which every call is timed.
+    Actions that time each of their calls.
 
     Args:
         actions: Guarded actions, or the same actions without guards.
@@ -85,7 +85,7 @@ def host_times(
     Time some steps call by call, then the bare replays of the same number of steps.
 
     Args:
-        runtime: The runtime; bare replays are timed only if it has captured graphs.
+        runtime: The runtime. If the runtime has captured graphs, bare replays are timed too.
         step: Function that runs one step through given actions.
         actions: The actions to time.
         synchronize: Function that waits for the device.
@@ -166,7 +166,7 @@ def _copied(runtime: Runtime) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def calling(loop: Any, actions: Any) -> Iterator[None]:
-    """A context in which a step loop calls the given actions instead of its own."""
+    """A context in which a step loop calls the given actions instead of the loop's actions."""
     own, loop.calls = loop.calls, actions
     try:
         yield

@@ -58,8 +58,8 @@ class SideRow(Protocol):
     @property
     def split(self) -> bool:
         """
-        Whether the time of a step that is one launch is split, by comparing the step with the
-        rank's actions without messages.
+        Whether the time of a step that is one launch is split into parts. To split the time, the
+        profile compares the step with the same rank's actions without messages.
         """
 
     def job(self) -> Job:

@@ -124,8 +124,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _end_with_parent() -> None:
     """
-    End this process when its parent ends. The end of the standard input shows that the parent has
-    ended, because only the parent holds its other end.
+    End this process when its parent ends. The standard input is a pipe that only the parent holds
+    open, so the end of the standard input shows that the parent has ended.
     """
     while os.read(0, 1):
         pass

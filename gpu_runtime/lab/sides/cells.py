@@ -92,7 +92,7 @@ def sweep_cell(base: BenchCell, microbatches: int, *, rank: int = 1) -> BenchCel
     The cell (workload) with the actions of one rank of ZB-V over two ranks, and with another cell's
     dimensions.
 
-    The default is rank 1, because it releases more of its live tapes out of order than rank 0.
+    The default is rank 1, because rank 1 finishes more microbatches out of order than rank 0.
     """
     return attrs.evolve(
         base,

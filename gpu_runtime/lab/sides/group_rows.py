@@ -3,9 +3,9 @@ The rows of the report of grouped weight gradients. The model consists of layers
 stage.
 
 Each row runs one schedule of one cell with one data type of gradient destinations. With fp32
-destinations, the optimizer has fp32 master weights. The row `today` moves scales at every action
-and computes the weight gradients of each microbatch separately. Each further row moves scales once
-per step, and computes the weight gradients of `group` microbatches as one product.
+destinations, the optimizer has fp32 master weights. The row `today` moves (updates) FP8 scales at
+every action and computes the weight gradients of each microbatch separately. Each further row moves
+scales once per step, and computes the weight gradients of `group` microbatches as one product.
 """
 
 from __future__ import annotations

@@ -118,8 +118,9 @@ class PeerSettings:
         Args:
             cell: Layers and microbatches.
             schedule: Short name of a schedule class of torch, such as `il` or `zbv`.
-            group: Microbatches whose weight gradients are one product, with scales that move once
-                per step; None for scales that move at every action, without groups.
+            group: Microbatches whose weight gradients are one product, with scales that are updated
+                once per step. With None, there are no groups, and scales are updated at every
+                action.
         """
         layers, microbatches = cell.rsplit("-m", 1)
         return DrawnLanguage(

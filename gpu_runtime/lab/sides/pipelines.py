@@ -325,8 +325,8 @@ def build_guarded(
         job: The pipeline to build.
         mode: How a step runs; None for graph replays on a GPU and eager calls on a CPU.
         optimizer: Function that makes the optimizer.
-        dtype: Data type of accumulated gradients; unless it is bf16, also the data type of master
-            weights.
+        dtype: Data type of accumulated gradients. A data type other than bf16 is also the data type
+            of master weights.
     """
     batch = drawn_batches(job, member.device)
     if dtype is not torch.bfloat16:

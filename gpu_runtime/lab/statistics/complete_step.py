@@ -2,12 +2,12 @@
 Derive the paper's tables of the complete step from trials: our numbers beside the paper's, and
 goals.
 
-A trial is one start of all ranks; its step time is the median of its rounds. Ratios are taken
-within a trial; the tables give their median over trials. A trial runs either two or four ranks, so
-two and four ranks are compared by medians over trials. As in the paper, the first three trials of a
-model on a number of ranks are the initial set, and the other trials are the replication. If both
-sets are shown, their times, speedups and break-even steps are never pooled. Memory figures are the
-maximum over all trials.
+A trial is one start of all ranks; its step time is the median of its rounds. A ratio divides two
+times of one trial; the tables give the median of the ratio over trials. A trial runs either two or
+four ranks, so two and four ranks are compared by medians over trials. As in the paper, the first
+three trials of a model on a number of ranks are the initial set, and the other trials are the
+replication. If both sets are shown, their times, speedups and break-even steps are never pooled.
+Memory figures are the maximum over all trials.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def _name(row: Raw) -> dict[str, Any]:
 
 
 def _ranks(row: Raw) -> tuple[Any, ...]:
-    """The fields for each of whose values trials are numbered separately."""
+    """
+    Model, number of ranks and stages per rank; trials are numbered separately for each combination.
+    """
     return row["model"], row["pp"], row["vpp"]
 
 
@@ -386,8 +388,8 @@ def _guarded(rows: Sequence[Raw], **wanted: Any) -> list[Raw]:
 
 def _weak(rows: Sequence[Raw]) -> list[dict[str, Any]]:
     """
-    Weak scaling: the rate of one rank among four, divided by the rate of one rank among two, with
-    one layer per stage.
+    Weak scaling: the rate per rank over four ranks, divided by the rate per rank over two ranks,
+    with one layer per stage.
     """
     found = []
     layers = _of(rows, model="layers", vpp=2)

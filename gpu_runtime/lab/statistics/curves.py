@@ -116,7 +116,10 @@ def _same_order(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
 
 
 def _beside_native(runs: Sequence[Raw]) -> Iterator[tuple[Raw, Raw]]:
-    """Pairs of a guarded run, launched or not, and a native run of the same seed and head."""
+    """
+    Pairs of runs with the same seed and head: a run of this runtime (side `guarded` or `launched`),
+    and a native run.
+    """
     for theirs in runs:
         for ours in runs:
             beside = theirs["side"] == "native" != ours["side"]

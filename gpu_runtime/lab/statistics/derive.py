@@ -75,13 +75,16 @@ def kernel_ms(column: Raw) -> float | None:
 
 def sum_rule(column: Raw) -> str | None:
     """
-    The library's rule with the same summing kernels as a column; None if there is no such rule.
+    How the library sums gradients with the same kernels as a column; None if the library cannot.
     """
     return None if column["options"].get("destination") in APART else str(column["rule"])
 
 
 def floors(columns: Mapping[str, Raw]) -> dict[str, dict[str, Any]]:
-    """For each rule, the least total kernel time of a library column, and that column's name."""
+    """
+    For each rule (a way to sum gradients), the least total kernel time of a library column, and the
+    name of this column.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, column in columns.items():
         ms = kernel_ms(column)
@@ -120,9 +123,9 @@ def memory_bytes(column: Raw) -> dict[str, int] | None:
     """
     Memory peaks according to the allocator and the driver.
 
-    The driver's peak is the rise of device memory since before the column was built. Between two
-    readings the rise may have been higher, but only by memory that the allocator has returned
-    since; this memory is added.
+    The driver's figure is read repeatedly; its peak is the highest rise since before the column was
+    built. Between two readings, more memory may have been in use: memory that the allocator has
+    returned since. This memory is added to the peak.
     """
     memory = column["memory"]
     if memory is None or memory["allocated_peak"] is None:

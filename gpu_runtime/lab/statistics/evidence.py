@@ -42,8 +42,9 @@ def derive_compare(raw: Raw) -> dict[str, Any]:
 
     `native_against_ours` is the comparison of this runtime with the library. `native_again` is the
     control: the library is compared with itself in another process. `eager_against_ours` covers the
-    orders whose sum the library cannot form; the reference is then eager execution with separate dI
-    and dW. `requirements` compares counts of a guarded run with zero; its `mismatched` must be 0.
+    orders of actions in which the library cannot sum gradients; there the reference is eager
+    execution with separate dI and dW. `requirements` compares counts of a guarded run with zero;
+    the entry `mismatched` must be 0.
     """
     categories: dict[str, dict[str, int]] = {}
     by_reference: dict[str, dict[str, int]] = {

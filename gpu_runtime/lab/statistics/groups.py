@@ -20,8 +20,8 @@ GOALS: Mapping[tuple[str, str], float] = {
     ("h4096-s1024-m8", "fp32"): 0.85,
 }
 """
-Goal by cell and type of gradient destinations: in the better schedule, the step time divided by
-that of the rows `today` is at most this value.
+Goal by cell and data type of accumulated gradients: in the better schedule, the step time divided
+by the step time without groups (rows `today`) is at most this value.
 """
 
 _SET, _SUM = ("cell", "schedule", "dtype"), ("cell", "dtype", "group")

@@ -82,16 +82,17 @@ def derive_models(raw: Raw) -> dict[str, Any]:
     Megatron's, and its memory.
 
     Returns:
-        `rows` and `errors`. A row has: whether the last rounds agree (None if no rounds may be
-        added), TFLOP/s per GPU, share of the FP8 peak, tokens per second, the part of a step in
-        which the busiest GPU runs neither kernels nor copies (messages left out), peak bytes, and,
-        under native's schedule, how many tensors differ from native's weights, moments and scales.
-        `kinds` is the busiest GPU's time by kind of work, in milliseconds per step (None if nothing
-        was profiled). Rows of native and of Megatron also have the loss of the initial weights.
-        `recompute` is present, and true, if dI recomputed the activations of layers.
-        `megatron_over_this` is the time of Megatron's fastest mode whose loss is native's (within
-        `LOSS_WITHIN`), divided by the row's time. A row of several replicas has the ratio of one
-        replica's time to the row's own time; the row's tokens are the tokens of all replicas.
+        `rows` and `errors`. A row has TFLOP/s per GPU, the share of the FP8 peak, tokens per second
+        and peak bytes. It also has the part of a step in which the busiest GPU runs neither kernels
+        nor copies (messages left out), and whether the last rounds agree (None if no rounds may be
+        added). Under native's schedule, a row has the number of tensors that differ from native's
+        weights, moments and scales. `kinds` is the busiest GPU's time by kind of work, in
+        milliseconds per step (None if nothing was profiled). Rows of native and of Megatron also
+        have the loss of the initial weights. `recompute` is present, and true, if dI recomputed the
+        activations of layers. `megatron_over_this` is the time of Megatron's fastest mode whose
+        loss is native's (within `LOSS_WITHIN`), divided by the row's time. A row of several
+        replicas has the ratio of one replica's time to the row's own time; the row's tokens are the
+        tokens of all replicas.
     """
     rows, errors = [], []
     theirs = _fastest_megatron(raw)

@@ -53,8 +53,8 @@ def derive_modes(raw: Mapping[str, Any]) -> dict[str, Any]:
     The result (`end`) of each row (one value of each factor), and the number of rows with each
     result.
 
-    `pairs` is the number of pairs of values in the rows of the cover; `pairs_that_ran` counts the
-    pairs in rows that ran to the end.
+    `pairs` counts the pairs of values of two factors that the chosen rows contain. `pairs_that_ran`
+    counts such pairs only in rows that ran to the end.
     """
     rows = [_row(one, raw["rows"]) for one in raw["rows"] if one["kind"] != "reference"]
     covered = [one for one in raw["rows"] if one["kind"] == "cover"]

@@ -2,10 +2,10 @@
 Read the device's work from a Chrome trace: kernel times, and copies with their sizes.
 
 The profiler's Chrome trace is read, because only this trace has the bytes of a copy. A
-matrix-gradient copy is a device-to-device copy of exactly the bytes of one unit of deferred work;
-the copy nodes of a graph appear in the trace like other copies. Kernels whose name contains a word
-for copying are listed separately, because a kernel can also copy, and its number of bytes is
-unknown.
+matrix-gradient copy is a device-to-device copy whose size is exactly that of the gradient of one
+weight matrix; the copy nodes of a graph appear in the trace like other copies. Kernels whose name
+contains a word for copying are listed separately, because a kernel can also copy, and its number of
+bytes is unknown.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def matrix_copies(trace: Mapping[str, Any], unit_bytes: Iterable[int]) -> dict[s
 
     Args:
         trace: The result of `summarize`.
-        unit_bytes: For each weight-gradient unit of deferred work, the bytes of its gradient.
+        unit_bytes: For each weight matrix (a unit of deferred work), the bytes of its gradient.
 
     Returns:
         Copies, bytes and microseconds per step, and the number of copies whose size the trace does

@@ -153,8 +153,8 @@ def fail_reduction(st, bucket):
 
 def start_weights_read(st, stage, link):
     """
-    Before a separate stream reads the stage's weights, for example for a save or a broadcast: that
-    stream first waits for the link's caller.
+    Before a separate stream reads the stage's weights, for example for a save or a broadcast. The
+    call records that this stream first waits for the caller's stream of the link.
 
     Guards: completion, epoch.
     Writes: completion.
@@ -179,7 +179,7 @@ def start_weights_read(st, stage, link):
 
 def finish_weights_read(st, stage, link):
     """
-    When the caller's stream, which will run the update, waits for that read.
+    When the caller's stream, which will run the update, waits for that read: ends the read.
 
     Guards: completion.
     Writes: completion.
@@ -233,7 +233,7 @@ def start_gradients_read(st, stage, link):
 def finish_gradients_read(st, stage, link):
     """
     When the caller's stream, which will run the update, and the stage's graph stream wait for that
-    read.
+    read: ends the read.
 
     Guards: completion.
     Writes: completion.

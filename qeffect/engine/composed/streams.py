@@ -22,7 +22,8 @@ def submit(st, link):
 
 def join(st, link):
     """
-    The graph stream waits for all work that the caller submitted.
+    After the graph stream was made to wait for all work that the caller submitted: records the
+    wait.
 
     Guards: none.
     Writes: completion.
@@ -35,7 +36,8 @@ def join(st, link):
 
 def wait(st, link):
     """
-    The caller waits for all replays of the graph stream.
+    After the caller's stream was made to wait for all replays of the graph stream: records the
+    wait.
 
     Guards: none.
     Writes: completion.
@@ -51,7 +53,8 @@ def wait(st, link):
 
 def drain(st, domain):
     """
-    The host has seen the domain's device work finish. Ends no transfer and makes no stream wait.
+    After the host has seen the domain's device work finish: records this. Ends no transfer and
+    makes no stream wait.
 
     Guards: none.
     Writes: completion.
