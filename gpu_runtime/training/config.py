@@ -210,10 +210,10 @@ class Parallel:
             `one_launch` are still accepted in place of `mode`.
         recompute: Stages that keep only the inputs of their layers from F to dI: dI then computes
             the layers' activations again, which takes the time of one more F. The bits of training
-            stay the same. With graphs, each slot also reserves the memory in which its dI
-            recomputes, so compare the peak memory with and without `recompute`. A list selects
-            stages by number: `[0, 3]` means the first and the fourth stage of the model. With
-            Transformer Engine, a run that recomputes needs `dropout = 0`.
+            stay the same. With `mode = "replays"` each slot also reserves the memory in which its
+            dI recomputes; `one launch` reserves it once. A list selects stages by number: `[0, 3]`
+            means the first and the fourth stage of the model. With Transformer Engine, a run that
+            recomputes needs `dropout = 0`.
         amax: Which amaxes determine the scales. With `replica`, each replica uses its own amaxes.
             With `replicas`, all replicas use the largest amax over all replicas, and therefore have
             the same scales.

@@ -340,7 +340,7 @@ def _kinds(rows: Iterable[Row]) -> list[str]:
                 (
                     row["cell"],
                     row["schedule"],
-                    row["side"],
+                    _side(row),
                     *(f"{row['kinds'].get(kind, 0.0):.1f}" for kind in kinds),
                 )
                 for row in profiled
@@ -349,14 +349,18 @@ def _kinds(rows: Iterable[Row]) -> list[str]:
     ]
 
 
+def _side(row: Row) -> str:
+    """The side of a row, and how the row differs from most rows of this side."""
+    replicas = f", {row['replicas']} replicas" if row["replicas"] > 1 else ""
+    return f"{row['side']}{replicas}{', recomputed' if row.get('recompute') else ''}"
+
+
 def _model(row: Row) -> tuple[str, ...]:
     took = row["step_ms"]
     return (
         row["cell"],
         row["schedule"],
-        row["side"]
-        + (f", {row['replicas']} replicas" if row["replicas"] > 1 else "")
-        + (", recomputed" if row.get("recompute") else ""),
+        _side(row),
         f"{took['median']:.1f} ({took['min']:.1f} to {took['max']:.1f}"
         f"{', rounds differ too much' if row['settled'] is False else ''})",
         f"{row['tflops']['median']:.0f}",
