@@ -31,6 +31,9 @@ ONE = Job(schedule="il", pp=1, vpp=2, microbatches=4, config=CONFIG)
 TWO = Job(schedule="zbv", pp=2, microbatches=4, config=CONFIG)
 REPLICAS = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=4, config=CONFIG, amax="replicas")
 FOUR = Job(schedule="zbv", pp=2, dp=2, microbatches=4, config=CONFIG, amax="replicas")
+LARGE = Job(
+    schedule="il", pp=1, vpp=2, layers=2, microbatches=4, config=LayerConfig(1024, 4096, 8, 2048)
+)
 STEPS = 7  # guarded; captured; two launches that are rehearsed, and three checked as one
 
 
@@ -241,7 +244,35 @@ def test_a_rate_that_a_graph_holds_may_not_change(tmp_path: Path) -> None:
     said = launch(1, tmp_path, launch_bodies.changed, ONE, "cuda")
     assert said.codes == [0]
     cause = one_cause(said, [0])
-    assert "one of its numbers has changed" in cause["text"]
+    assert "a number such as the learning rate was changed" in cause["text"]
+
+
+def test_a_step_that_cannot_be_captured_is_replayed(tmp_path: Path) -> None:
+    """From the failed capture on, with the bits of a run of replays."""
+    said = launch(1, tmp_path, launch_bodies.uncaptured, ONE, 4)
+    assert said.codes == [0]
+    word = said.words[0]
+    assert word["executors"] == ["GraphExecutor", "GraphExecutor"]
+    assert word["differ"] == []
+    assert word["of"] > 20
+
+
+def test_a_launch_reserves_less_memory_than_replays(tmp_path: Path) -> None:
+    """
+    A launch has one memory pool; replays have a pool for each slot. Recomputation makes a launch's
+    pool smaller.
+    """
+    found = []
+    for one, recompute in ((False, ()), (True, ()), (True, (0, 1))):
+        job = attrs.evolve(LARGE, recompute=recompute)
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        said = launch(1, folder, launch_bodies.reserved, job, one)
+        assert said.codes == [0]
+        found.append(said.words[0])
+
+    replays, launches, recomputed = found
+    assert recomputed < launches < replays
 
 
 def test_launches_are_left_for_a_checkpoint_and_taken_up(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from qeffect.counts import COUNTED, DeviceCounts
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.step import graphs
+from qeffect.gpu_runtime.step import captures, graphs
 from qeffect.gpu_runtime.step.memory.arena import Arena
 from qeffect.gpu_runtime.step.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
@@ -103,13 +103,13 @@ class TestGraphs:
         """State that the caller is still writing is kept over the warm-up as it will be."""
         runtime = guarded_run(captured=False).runtime
         state = list(live_state(runtime.domain).values())
-        real = graphs.warm_up
+        real = captures.warm_up
 
         def drained(*given: Any) -> None:
             real(*given)
             torch.cuda.synchronize()  # the caller has written before anything is put back
 
-        monkeypatch.setattr(graphs, "warm_up", drained)
+        monkeypatch.setattr(captures, "warm_up", drained)
         with runtime.handoff.scope():  # memory for copies is there: making it may wait
             copies = [tensor.clone() for tensor in state]
         del copies
@@ -129,14 +129,14 @@ class TestGraphs:
         """The time of the warm-up is measured after the device has finished, and no capture runs at
         the same time."""
         runtime = guarded_run(captured=False).runtime
-        real, drained = graphs.warm_up, []
+        real, drained = captures.warm_up, []
         took = delayed_seconds()
 
         def slow(*given: Any) -> None:
             real(*given)
             delay()
 
-        monkeypatch.setattr(graphs, "warm_up", slow)
+        monkeypatch.setattr(captures, "warm_up", slow)
         begin = torch.cuda.CUDAGraph.capture_begin
 
         def begun(graph: Any, *given: Any, **options: Any) -> None:

@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -24,6 +24,7 @@ from qeffect.gpu_runtime.backends.determinism import DETERMINISTIC
 from qeffect.gpu_runtime.backends.devices import generator_of
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
+from qeffect.gpu_runtime.ranks.fallback import fall_back
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.membership import Limits, Member, join
@@ -106,6 +107,64 @@ def _quiet(worker: Worker) -> None:
 def _end(runner: OneLaunch | Worker) -> None:
     if isinstance(runner, OneLaunch):
         runner.leave()
+
+
+def reserved(job: Job, one: bool) -> int:
+    """The device memory that a rank reserves for its training, in bytes, after three steps."""
+    worker = _made(job, "cuda", one=one)
+    runner = OneLaunch(worker) if one else worker
+    for _ in range(3):
+        runner.step()
+    _quiet(worker)
+    torch.cuda.empty_cache()
+    found = torch.cuda.memory_reserved()
+    if isinstance(runner, OneLaunch):
+        runner.close()
+    worker.close()
+    return int(found)
+
+
+def uncaptured(job: Job, steps: int) -> dict[str, Any]:
+    """
+    Run steps of a worker for launches whose capture fails, then steps of a worker for replays.
+    """
+    found, executors = [], []
+    for one in (True, False):
+        gc.collect()
+        worker = _made(job, "cuda", one=one)
+        if one:
+            whole = OneLaunch(worker)
+            whole.step()
+            assert _fallen(whole) is not None
+        while worker.runtime.epoch < steps:
+            worker.step()
+        _quiet(worker)
+        found.append(bits(worker))
+        executors.append(type(worker.runtime.executor).__name__)
+        worker.close()
+    launches, replays = found
+    return {
+        "differ": sorted(n for n in replays if launches.get(n) != replays[n]),
+        "of": len(replays),
+        "executors": executors,
+    }
+
+
+def _fallen(whole: OneLaunch) -> str | None:
+    """Let the capture of a step fail, and continue with replays; return why."""
+    real, gates = UpdateGate.capture, cast("Any", UpdateGate)
+
+    def capture(self: UpdateGate, *given: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    gates.capture = capture
+    try:
+        whole.step()
+    except StoppedError as stopped:
+        return fall_back(whole, stopped)
+    finally:
+        gates.capture = real
+    return None
 
 
 def launched(
