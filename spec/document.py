@@ -227,8 +227,8 @@ def _raised_by(clause: str, keeping: Mapping[str, Any]) -> str:
     for _, text in rest:
         if " becomes " not in text:  # where a part is left out
             promise, _, where = text.partition(", ")
-            fails = f"{_predicate(promise, keeping)} fails if {where.removeprefix('where ')}"
-            said.append(f"without the guard, {fails}")
+            when = f" if {where.removeprefix('where ')}" if where else ""
+            said.append(f"without the guard, {_predicate(promise, keeping)} fails{when}")
     return f"{functions}; {'; '.join(said)}."
 
 

@@ -2,8 +2,9 @@
 The replay of steps that a log repeats in one line. The replayer keeps each recorded step, and runs
 its transitions again for each line that repeats it.
 
-A contract that commits a recorded step in one call (`qeffect.steps`) writes one line to its log.
-For this line the replayer runs every transition of the recorded step, one by one, with every guard.
+A *recorded step* ran action by action; the contract can commit later steps that are equal to it in
+one call each (`qeffect.steps`). For each such commit the log has one line. For this line
+the replayer runs every transition of the recorded step, one by one, with every guard.
 The contract skips these transitions after a comparison of states; the replayer does not rely on
 that comparison.
 """

@@ -139,7 +139,8 @@ def moved_between(start: Memory, now: Memory) -> dict[Group, int]:
 
 def translated(memory: Memory, amounts: Amounts) -> Memory:
     """
-    Return a copy of a memory in which every counter and all entries counted from it have moved.
+    Return a copy of a contract's memory in which each counter is larger by its amount, and so is
+    each entry that is counted from this counter.
     """
     moved = memory.copy()
     for name in COUNTERS:

@@ -138,19 +138,21 @@ def _judged(row: Mapping[str, Any]) -> str:
     """The paper's criterion, and the confidence interval over the seeds."""
     seeds = len(row["seeds"])
     head = (
-        f"*Non-inferiority* of {row['schedule']} against {row['against']} ({row['side']}, head "
-        f"{row['head']}) after {row['step']:,} steps, over {seeds} seed{'s' * (seeds > 1)}: "
+        f"*Non-inferiority* of {row['schedule']} against {row['against']} ({row['side']}, head `"
+        f"{row['head']}`) after {row['step']:,} steps, over {seeds} seed{'s' * (seeds > 1)}: "
     )
     if row["ratio"] is None:
         return head + "not judged, because a held-out loss is not finite."
     said = (
-        f"the ratio of perplexities (geometric mean) is {row['ratio']:.4f}, "
+        f"the held-out perplexity under {row['schedule']} is {row['ratio']:.4f} times the "
+        f"perplexity under {row['against']} (geometric mean over the seeds), "
         f"{'within' if row['within'] else 'NOT within'} the margin of {row['margin']:g}"
     )
     if row["upper"] is None:
         return head + said + "; one seed gives no variation."
     return head + (
-        f"{said}; the one-sided 95 % confidence interval over runs paired by seed ends at "
+        f"{said}; the one-sided 95 % confidence interval of this ratio, with runs paired by seed, "
+        "ends at "
         f"{row['upper']:.4f}, {'below' if row['shown'] else 'NOT below'} the margin. The highest "
         f"perplexity over the lowest, by seed, is {row['spread']:.4f} for {row['schedule']} and "
         f"{row['spread_against']:.4f} for {row['against']}."

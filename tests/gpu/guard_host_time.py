@@ -12,7 +12,7 @@ guard, and the time inside of these steps is subtracted. The figure does not con
 costs the code around it, for example by data that it displaces from a cache.
 
 The host's time does not depend on how many GPUs the ranks have. If there is one GPU, both ranks
-share it (`NCCL_HOSTID`), so the time of a step is not reported.
+share it (`NCCL_HOSTID`), and the time of a step says nothing.
 
 It needs Megatron-core 0.19.2 (``pip install --no-deps megatron-core==0.19.2``) and takes a minute.
 Outside a git checkout give ``--commit SHA``. The exit code is 0 if both ranks measured all steps,
@@ -186,16 +186,18 @@ def measure() -> dict[str, Any]:
     inside = Inside()
     watched = watch(inside)
     side._forward = inside.of(side._forward, guard=False)
-    said: dict[str, Any] = {turn: [] for turn in TURNS}
+    said: dict[str, Any] = {f"{turn}{what}": [] for turn in TURNS for what in ("", " ms")}
     for number in range(WARM + STEPS):
         for turn in TURNS if number % 2 else reversed(TURNS):
             watched.turn(turn == "on")
             take_loop(side)
-            before = inside.ns
+            member.synchronize()
+            before, began = inside.ns, time.perf_counter()
             side.step()
             member.synchronize()
             if number >= WARM:
                 said[turn].append((inside.ns - before) / 1e3)
+                said[f"{turn} ms"].append((time.perf_counter() - began) * 1e3)
     watched.turn(True)
     assert watched.guarded._recurring is not None
     said["repeated"] = watched.guarded._recurring.repeated

@@ -249,8 +249,8 @@ def _undisturbed(member: Member, job: Job, backend: str, mode: Mode, steps: int)
 
 def _close(worker: Worker) -> None:
     """
-    Close a worker and drop every reference to it, because only one runtime at a time can use the
-    library's state.
+    Close a worker, and drop the references that the signal handler and cycles have to it, because
+    only one runtime at a time can use the library's state.
     """
     worker.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler holds the worker
