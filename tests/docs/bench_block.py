@@ -91,7 +91,9 @@ def figures(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> list[Figure]:
         ),
         Figure("a refusal, explained", data["refusal_us"], MICROSECONDS, 4),
         Figure(
-            "an action with 4,096 slots over an action with 4", data["slots_4096_over_4"], "{:.2f}x"
+            "time of an action with 4,096 slots over its time with 4",
+            data["slots_4096_over_4"],
+            "{:.2f}x",
         ),
         *_memory(data),
         Figure("check of ZB-V, PP=8, M=64, two steps", data["check_zbv_pp8_m64_s"], SECONDS, 1),
@@ -109,13 +111,14 @@ def figures(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> list[Figure]:
             10,
         ),
         Figure(
-            f"a verdict on a mutant, with the search, mean over all {data['mutants']} mutants",
+            f"a verdict on a mutant, mean over all {data['mutants']} mutants, with the search for "
+            "reachable states",
             data["mutant_s"],
             SECONDS,
             2,
         ),
         Figure(
-            "the slowest verdict on a mutant, without the search",
+            "the slowest verdict on a mutant, without the search for reachable states",
             data["mutant_slowest_s"],
             SECONDS,
             2,
@@ -284,5 +287,6 @@ def cost(data: Mapping[str, Any]) -> str:
         + f"\n\nThe {len(guards)} guards of F, dI and dW were also removed from the generated "
         "functions, one at a time and all at once. All guards of an action together cost: "
         f"{every}. The most expensive single guards are: {named}. For {unseen} of the "
-        f"{len(guards)} guards the interval includes zero. The report lists each guard."
+        f"{len(guards)} guards the interval of the cost includes zero. The report lists each "
+        "guard."
     )

@@ -32,9 +32,9 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
         f"PP={asked['parallel']['pp']} ranks, with {first['tokens_a_step']:,} tokens per step. The "
         f"held-out text has {asked['windows']:,} windows of {model['sequence']} tokens. A run is "
         "named side:schedule:seed:head. Runs of one seed start from the same bits and read the "
-        "same windows; they were not timed alternately. *Loss* is the mean of the first ten steps "
-        "and of the last ten; in brackets, the last mean over the first. A step time is the median "
-        "over blocks of steps; each block ends when the device is idle. *Building* is the time to "
+        "same windows; they were not timed alternately. *Loss* is the mean training loss of the "
+        "first ten steps, then of the last ten; in brackets, the last mean divided by the first. A "
+        "step time is the median over blocks of steps; each block ends when the device is idle. *Building* is the time to "
         "make the stages, warm up and capture:"
     )
     beside = {row["run"]: row for row in derived["same_order"]}
@@ -154,6 +154,7 @@ def _judged(row: Mapping[str, Any]) -> str:
         f"{said}; the one-sided 95 % confidence interval of this ratio, with runs paired by seed, "
         "ends at "
         f"{row['upper']:.4f}, {'below' if row['shown'] else 'NOT below'} the margin. The highest "
-        f"perplexity over the lowest, by seed, is {row['spread']:.4f} for {row['schedule']} and "
+        "perplexity of a seed, divided by the lowest, is "
+        f"{row['spread']:.4f} for {row['schedule']} and "
         f"{row['spread_against']:.4f} for {row['against']}."
     )

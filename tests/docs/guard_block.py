@@ -75,11 +75,14 @@ def on_two_gpus() -> str:
             markdown(("claim", "shown"), rows),
             "The price was measured without a log. A step is eager and has four microbatches and "
             f"one layer for each virtual stage (hidden 4096, sequence {SEQUENCE}, ffn {FFN}). A "
-            f"quiet step takes {quiet:.0f} ms, the median step {median:.0f} ms. On the rank where "
+            f"quiet step (the tenth percentile of the steps) takes {quiet:.0f} ms, the median step "
+            f"{median:.0f} ms. On the rank where "
             f"the guard costs more, it adds {most(own, 'tenth'):.1%} to a quiet step and "
             f"{most(own, 'median'):.2%} to the median step, which is {most(own, 'us'):.0f} "
-            "microseconds for each F and each B with their messages. If the guard makes every call "
-            f"in every step, it adds {most(whole, 'tenth'):.1%} to a quiet step and "
+            "microseconds for each F and each B with their messages. In these steps the guard "
+            "compared its calls of the contract with those of an earlier step, and committed the "
+            "step in one call. If the guard instead makes every call of the contract in every "
+            f"step, it adds {most(whole, 'tenth'):.1%} to a quiet step and "
             f"{most(whole, 'median'):.2%} to the median step, which is {most(whole, 'us'):.0f} "
             "microseconds. Steps differ from each other by more than the guard adds. So each round "
             "timed a guarded step and an unguarded step, one after the other. The median "
@@ -101,10 +104,10 @@ def inside_the_guard() -> str:
     return (
         f"A second measurement (commit `{where['commit'][:12]}`, {report['gpus']} x "
         f"{where['gpu']}, host with {where['cpu']}, [report](../tests/megatron/host_time.json)) "
-        "reads a clock whenever the host enters or leaves the guard's code, in the same steps. Per "
-        "F and B with their messages the host spends inside the guard, in the median of "
-        f"{steps} steps, {median} microseconds on the two ranks (80% of the steps: {tenth_us:.0f} "
-        f"to {ninetieth:.0f}). The time that reading the clock takes is subtracted. The goal is at "
+        "reads a clock whenever the host enters or leaves the guard's code, while the same model "
+        "trains. For each F and each B with their messages, the host spends "
+        f"{median} microseconds inside the guard on the two ranks (medians of {steps} steps; 80% "
+        f"of the steps: {tenth_us:.0f} to {ninetieth:.0f}). The time that reading the clock takes is subtracted. The goal is at "
         f"most {report['goal_us']:.0f} microseconds."
     )
 

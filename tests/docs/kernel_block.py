@@ -197,8 +197,12 @@ def _vacuity(data: Mapping[str, Any]) -> str:
     if unnamed:
         never = sum(row["verdict"] == "unsat" for row in unnamed)
         text += (
-            f" {len(unnamed)} are open: at that commit no reason is given to keep them. No state "
-            + ("takes them." if never == len(unnamed) else f"takes {never}; the others are open.")
+            f" For {len(unnamed)} more, the code of that commit gives no reason to keep them. "
+            + (
+                "No state takes these paths."
+                if never == len(unnamed)
+                else f"No state takes {never} of these; for the others no answer was found."
+            )
         )
     return text
 

@@ -149,7 +149,7 @@ def one_device() -> Iterator[str]:
             for key in ("native_over_this", "over_whole_step")
         )
         yield (
-            f"*One device*: speed {faster}, step time {slower} the library's as one graph. "
+            f"*One device*: speed {faster}, step time {slower} the library's whole-step graph. "
             f"[Table]({RUNTIME}#a-step-on-one-device)."
         )
 

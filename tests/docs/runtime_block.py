@@ -169,8 +169,8 @@ def _second_runs() -> list[str]:
         f"{wrong} flips ended in another way:",
         markdown(("report", "flip", "stopped", "harmless"), rows),
         "This table has the cost of three checks: steps that run twice (*replay_every*), digests "
-        "of gradients, and looks (searches for values that are not finite in all weights, moments "
-        "and scales). A ratio is the time per step with the check over the time without the check:",
+        "of gradients, and looks (searches of all weights, moments and scales for values that are "
+        "not finite). A ratio is the time per step with the check over the time without the check:",
         markdown(("report", "mode", "what", "ratio"), prices),
     ]
 

@@ -147,7 +147,7 @@ def _tables(report: Report) -> Row | None:
     if not rows:
         return None
     return (
-        "a language model after six steps under native, copied gradients or replays",
+        "the same language model run natively, with copied gradients or as replays; six steps",
         f"{sum(row['values'] for row in rows):,} tensors",
         f"{sum(row['different'] for row in rows):,}",
         "-",

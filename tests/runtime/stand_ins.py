@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
+from qeffect.gpu_runtime.step import captures
 from qeffect.gpu_runtime.step import graphs as capture
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.step.effects import Effects
@@ -83,7 +84,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
     monkeypatch.setattr(EagerExecutor, "dgrad", static_dgrad)
     monkeypatch.setattr(EagerExecutor, "run_work", staticmethod(static_work))
     monkeypatch.setattr(capture._Recorder, "record", record)
-    monkeypatch.setattr(capture, "GraphStream", HostHandoff)
+    monkeypatch.setattr(captures, "GraphStream", HostHandoff)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(ReferenceDomain, "capture_obstacles", lambda _: ())
     return made

@@ -23,6 +23,7 @@ from qeffect.gpu_runtime.lab.sides.columns import Settings
 from qeffect.gpu_runtime.lab.sides.ours import Ours
 from qeffect.gpu_runtime.lab.statistics.derive import derive_cell
 from qeffect.gpu_runtime.lab.statistics.host import derive_column
+from qeffect.gpu_runtime.step import captures
 from qeffect.gpu_runtime.step import graphs as capture
 from qeffect.gpu_runtime.step.streams import HostHandoff
 
@@ -57,7 +58,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = itertools.count()
     monkeypatch.setattr(Nothing, "replayed", 0)
     monkeypatch.setattr(capture._Recorder, "record", record)
-    monkeypatch.setattr(capture, "GraphStream", HostHandoff)
+    monkeypatch.setattr(captures, "GraphStream", HostHandoff)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(ReferenceDomain, "capture_obstacles", lambda _: ())
 

@@ -186,7 +186,7 @@ class TestGuards:
         session, token, run = session_at("0F1", rehearsal=False)
         before = run.runtime.contract.snapshot()
 
-        with pytest.raises(BackendError, match="call n1"):
+        with pytest.raises(BackendError, match="call overload n1"):
             OPS.forward.n2(token, inputs_of(run, 0, 1), session.handle, 0, 1)
 
         assert before == run.runtime.contract.snapshot()
