@@ -79,7 +79,7 @@ class Session:
         _SESSIONS[self.handle] = self
 
     def token(self) -> Tensor:
-        """The current effect token: the counts of effects and of actions in this epoch."""
+        """The current token of this epoch: the count of F and dI, and the count of all actions."""
         return torch.tensor([self._effects() - self._base, len(self._journal)])
 
     def destinations(self, stage: int, microbatch: int) -> list[Tensor]:
@@ -87,8 +87,8 @@ class Session:
         Return the tensors to which a microbatch's dW writes gradients, one per deferred matrix
         product. Pass them to the operator `wgrad` as `arena`.
 
-        The list is empty with the rule ``copied``: the library then writes its gradients to its own
-        memory.
+        The list is empty with ``rule="copied"`` of `RuntimeConfig`: the library then writes its
+        gradients to its own memory.
         """
         memory = self.runtime.memories[stage]
         held = memory.arena.destinations(microbatch) or {}
@@ -96,13 +96,14 @@ class Session:
 
     def sums(self, stage: int) -> list[Tensor]:
         """
-        Return the sums of a stage's gradients that are not of matrices. The stage's refresh empties
-        these sums, and dI adds to them.
+        Return the gradient sums of a stage's parameters that are not matrices (norms, biases, the
+        embedding). The stage's refresh empties these sums, and dI adds to them.
         """
         return list(self.runtime.memories[stage].sums)
 
     def finish(self, optimizer: Optimizer) -> Gradients:
-        """Update the weights and end the epoch; the effect token restarts at zero."""
+        """Update the weights and end the epoch. For the next epoch, get a new `token`: its counts
+        start at zero."""
         gradients = self.runtime.finish(optimizer)
         self._begin()
         return gradients
@@ -117,8 +118,8 @@ class Session:
 
     def _go_to(self, token: Tensor) -> int:
         """
-        Go back to the point of the epoch that the token names, if `rehearsal` allows it; return the
-        token's count of effects.
+        Go back to the point of the epoch that the token names, if `rehearsal` allows it. Return the
+        contract's count of F and dI at this point.
         """
         effects, position = token.tolist()
         if self.rehearsal and position != len(self._journal):

@@ -28,10 +28,11 @@ class Arguments:
     """
     The stages, slots, links and keys of a process, and clear errors for all others.
 
-    The hot path does not check these names first: a wrong name fails in the transition's guards,
-    which write nothing, and `unusable` then finds the wrong argument. Only the type of an argument
-    and negative indices are checked first. A list would count a negative index from its end. An
-    object that merely equals an integer or resembles a key would pass every guard and be stored.
+    Frequent calls do not check first whether a stage, slot, link or key is configured: a wrong
+    argument fails in the transition's guards, which write nothing, and `unusable` then finds it.
+    Only the type of an argument and negative indices are checked first. A list would count a
+    negative index from its end. An object that merely equals an integer or resembles a key would
+    pass every guard and be stored.
 
     Args:
         cells: Every configured cell (a key without its epoch).

@@ -32,7 +32,8 @@ class Configuration:
 
     Args:
         stages: The stages of the process.
-        relations: Names of the relations (groups of guards) in force, in the normative order.
+        relations: Names of the relations (groups of guards) in force, in the order in which the
+            contract runs their guards.
         callers: Names of the callers' CUDA streams, which enqueue work for the graph streams.
         capture_order: Order of capture; empty for the default order, in which the refreshes with a
             ``refresh_pool`` come first, then all F, then all dI, then all dW, stage by stage and

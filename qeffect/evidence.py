@@ -51,7 +51,7 @@ def sorted_names(evidence: Iterable[str]) -> tuple[Any, ...]:
 
 
 def readable_count(reported: Any) -> int:
-    """Return a reported count or token; anything but an int of at least 0 gives `NEVER`."""
+    """Return a reported count or token; `NEVER` for a missing report or one that cannot be read."""
     return reported if type(reported) is int and reported >= 0 else NEVER
 
 
@@ -66,7 +66,8 @@ def printable_count(reported: Any) -> Any:
 
 def sorted_fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
     """
-    Return the matrices whose caches were filled, sorted, and the weight epoch that filled them.
+    Return the matrices whose caches were filled, sorted, and the weight epoch that they were filled
+    from.
 
     If some caches were filled from another epoch than ``epoch``, the first such epoch is returned.
     If the report cannot be read, the weights are unknown, and the returned epoch is a value that no

@@ -283,7 +283,7 @@ class StageConfig:
     def __attrs_post_init__(self) -> None:
         if (count := self.microbatches * self.blocks * self.invocations) > _MOST:
             raise ValueError(
-                f"microbatches * blocks * invocations of stage {self.stage} is {count:,} cells; "
+                f"microbatches * blocks * invocations of stage {self.stage} is {count:,}; "
                 f"expected at most {_MOST:,}"
             )
         if self.copies_input and self.receives_input:

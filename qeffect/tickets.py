@@ -37,8 +37,8 @@ class Ticket:
     Args:
         action: ``F``, ``dI``, ``dW``, ``refresh``, ``evaluation`` or ``update``.
         key: Key of the tape; None for a refresh, an evaluation or an update.
-        slot: Slot of the tape; for a refresh or an evaluation the stage, for an update the epoch
-            that the update ends.
+        slot: For F, dI and dW, the slot of the tape. For a refresh or an evaluation, the stage. For
+            an update, the epoch that the update ends.
         serial: Serial number of the check that issued the ticket.
         incarnation: The contract's incarnation (its life since construction or the last restore)
             that issued the ticket; no other incarnation redeems it.

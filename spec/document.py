@@ -380,7 +380,11 @@ def _paper(keeping: Mapping[str, Any]) -> str:
             f"`{invariant.name}`. **{invariant.says}**{needs}",
             "",
             *(f"- {_predicate(n, keeping)}{_apart(n)}: {says[n]}" for n in invariant.promises),
-            *(f"- also proved: {name}.{_proved_by(name, keeping)}" for name in invariant.theorems),
+            *(
+                f"- also proved (a reference has *ended* if its work is gone): {name}."
+                f"{_proved_by(name, keeping)}"
+                for name in invariant.theorems
+            ),
             "",
         ]
     return "\n".join(lines)

@@ -153,7 +153,7 @@ def one_ahead(st: Any, r: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.one-apart", r="rank", q="rank")
 def one_apart(st: Any, r: Any, q: Any) -> Any:
-    """The weights of two ranks are at most one step apart, even after a stop."""
+    """The weights of two ranks in the same round are at most one step apart, even after a stop."""
     return implies(st.round[r] == st.round[q], st.weights[r] <= st.weights[q] + 1)
 
 

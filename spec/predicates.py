@@ -44,7 +44,8 @@ class Predicate:
             ``place``, a non-negative integer up to the number of members of some sort.
         needs: Relations (groups of guards) that the predicate mentions; the predicate is claimed
             only if all of them take part.
-        transitions: For a step property, the transitions at whose acceptance it must hold.
+        transitions: For a predicate that holds whenever a transition is accepted: these
+            transitions.
         without: For an assumption, the relation that would check it; the predicate is assumed only
             if that relation is left out.
     """
@@ -109,7 +110,8 @@ class Register:
 
         Args:
             name: Name of the predicate; the relation before the dot is always needed.
-            transitions: For a step property, the transitions at whose acceptance it must hold.
+            transitions: For a predicate that holds whenever a transition is accepted: these
+                transitions.
             needs: Other relations that the predicate needs, separated by spaces.
             without: For an assumption, the relation that would check it.
             variables: Sort (type) of each variable.

@@ -175,7 +175,7 @@ RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
         {"kind": _NAME, "peer": "a rank, or -1", "in_row": "true or false"},
         "the rank stops: why, because of which rank, and whether inside its row of the schedule",
     ),
-    "say": ({}, "the rank published its cause"),
+    "say": ({}, "the rank published why it stops"),
     "close": ({}, "the rank closed its connections"),
     "end": (
         {"cause": _NUMBER, "kind": _NAME},

@@ -44,7 +44,8 @@ STEP_PROMISES: Final = (
     StepPromise(
         "steps.moved-alike",
         "If all numbers of one family (counters of one kind) advance by the same amount, a "
-        "transition takes the same path and leaves the same state, advanced by that amount.",
+        "transition takes the same path through its code and leaves the same state, advanced by "
+        "that amount.",
         "verification/proofs/recurring.py",
         (
             f"{_PROOFS}: test_no_column_may_stand_still_while_its_family_moves",

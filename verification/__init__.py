@@ -1,4 +1,4 @@
 """
-Proofs, exploration and random tests of the contract: other ways to run the transition functions
-than on a process's real memory.
+Proofs, exploration and random tests of the contract. They run the contract's transition functions
+on other memories than that of a real process.
 """

@@ -65,14 +65,15 @@ COVERED: Final[tuple[Covered, ...]] = (
         "check_refresh",
         "epoch.in-flight",
         "",
-        "every F runs before an update; needed without the relation order, which counts F",
+        "every F of the epoch runs before an update, so version.late-refresh refuses first; "
+        "needed without the relation order, which counts F",
     ),
     Covered(
         "check_evaluation",
         "epoch.in-flight",
         "evaluation under way",
-        "an evaluation keeps its domain busy; needed without the relation order, which refuses a "
-        "busy domain",
+        "an evaluation keeps its domain busy, so order.in-flight refuses first; needed without "
+        "the relation order, which refuses a busy domain",
     ),
 )
 

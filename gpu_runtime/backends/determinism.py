@@ -22,7 +22,8 @@ DETERMINISTIC: Mapping[str, str] = {
 
 def require_deterministic(device: torch.device) -> None:
     """
-    Set up this process for epoch scales: deterministic kernels, and one thread on a CPU.
+    Set up this process for scales that are updated once an epoch: deterministic kernels, and one
+    thread on a CPU.
 
     On a GPU, call this function before the libraries are imported, because they read the
     environment variables only once.

@@ -222,8 +222,8 @@ class _Rows(torch.autograd.Function):
 @attrs.frozen
 class LossShare:
     """
-    A microbatch's share of a step's loss: its mean divided by `parts`. `weight` is this factor as a
-    fraction, the pair (1, parts).
+    A microbatch's share of a step's loss: the microbatch's mean loss divided by `parts`. `weight`
+    is the factor 1/parts as a pair of numerator and denominator, (1, parts).
 
     Args:
         mean: Function that returns the mean loss of one microbatch from outputs and targets.

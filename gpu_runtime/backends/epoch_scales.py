@@ -3,10 +3,10 @@ FP8 scales that move (are updated) once an epoch (optimizer step), and the metho
 with such scales adds to `StateDomain`. A domain is the stages whose scales are updated together.
 
 By default the library moves scales at the end of every F and dI, so the bits of a step depend on
-the order of its microbatches. In a domain of epoch scales, F and dI only gather amaxes: the open
-entry of a history keeps the largest amax of all casts. `move_scales` then moves all scales of the
-domain once, in the same way as F and dI do by default. The contract counts this movement as one
-effect of the update.
+the order of its microbatches. In a domain of epoch scales, F and dI only gather amaxes: the newest
+entry of a history stays open, and keeps the largest amax of all casts. `move_scales` then moves all
+scales of the domain once, in the same way as F and dI do by default. The contract counts this
+movement as one effect of the update.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class LayerConfig:
         sequence: Tokens in a microbatch.
         batch: Sequences in a microbatch.
         fused_qkv: Whether query, key and value share one matrix. With `layernorm` and biases, a
-            layer then has 12 parameters, 4 of them matrices; otherwise 16, 6 of them matrices.
+            layer has 12 parameters (4 of them matrices) if True, and 16 (6 matrices) if False.
         dtype: Type of parameters and activations.
         kv_heads: Number of key and value heads. If the number is below `heads`, several query heads
             share one key and value head (grouped-query attention). None means as many as `heads`.

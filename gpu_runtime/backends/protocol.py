@@ -5,13 +5,14 @@ dW (a stage's forward, input gradient and weight gradient for one microbatch).
 A `StateDomain` is the numerical state (FP8 scales and amax histories) that every F and every dI
 changes, with all stages that share this state. In Transformer Engine the domain is the whole
 process, because each update goes over every registered module. The update rolls (shifts by one
-entry) each history with a new entry. A `StageBackend` is one pipeline stage (one chunk): it maps a
-tuple of tensors to a tuple of tensors, and keeps the work between dI and dW on a `Tape`. It also
-lists the contract's relations (groups of clauses) that it needs. The paper lists these requirements
-in "What a backend contract would need" (Section VI).
+entry) each history with a new entry. A `StageBackend` is one pipeline stage: it maps a tuple of
+tensors to a tuple of tensors, and keeps the work between dI and dW on a `Tape`. It also lists the
+contract's relations (groups of clauses) that it needs. The paper lists these requirements in "What
+a backend contract would need" (Section VI).
 
-A backend checks nothing, and does not know the contract's epochs, keys (stage and microbatch) or
-slot generations. A backend acts and reports; the runtime asks the contract.
+A backend checks nothing, and does not know the contract's epochs, keys (an epoch, stage and
+microbatch) or slot generations (counters of a slot's uses). A backend acts and reports; the runtime
+asks the contract.
 """
 
 from __future__ import annotations
@@ -90,10 +91,11 @@ class Matrix:
     A parameter whose gradient dW computes.
 
     Args:
-        name: Its name within the stage.
+        name: The parameter's name within the stage.
         parameter: The parameter itself.
-        start: First row of the matrix's gradient within its unit's gradient.
-        stop: One past the last row of the matrix's gradient.
+        start: One matrix product may compute the gradients of several matrices; `start` is the
+            first row of this matrix's gradient in the result of that product.
+        stop: One past the last row of this matrix's gradient.
     """
 
     name: str
@@ -261,7 +263,7 @@ class Reports:
         return unseen if self.recorded else attrs.evolve(unseen, filled=None, updates=None)
 
     def without_order(self) -> Reports:
-        """Return those reports that are still used if the order relation is left out."""
+        """Return the reports without those that only the relation ``order`` uses."""
         return attrs.evolve(self, updates=None, tape_scales=None, **self._unseen())
 
     def _unseen(self) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class SplitHead(torch.nn.Module):
             bits.
 
     Attributes:
-        store: The queue into which dI puts the deferred product; None for the library's own full
-            backward.
+        store: The queue into which dI puts the deferred product. None if one full backward computes
+            both gradients.
         main_grad: The tensor to which the full backward adds the gradient; None for `.grad`.
         overwrite: Whether a full backward overwrites `main_grad` instead of adding.
     """
@@ -108,7 +108,8 @@ class SplitHead(torch.nn.Module):
 
     def whole(self, x: Tensor, weight: Tensor) -> Tensor:
         """
-        Run the library's own product; tests compare its full backward with the split backward.
+        Run the undivided product of torch (in a `DynamicHead`, of TorchAO). Tests compare the full
+        backward of this product with the split backward.
         """
         return functional.linear(x, weight)
 

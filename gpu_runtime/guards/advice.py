@@ -265,8 +265,8 @@ _COMMON: Mapping[str, tuple[str, str]] = {
         "Reduce every gradient once per step, before {update}.",
     ),
     "reduction.begun": (
-        "Gradients were reduced, but more passes follow before the update.",
-        "Reduce the gradients after the last pass before {update}.",
+        "Gradients were reduced, but more passes over the schedule follow before the update.",
+        "Reduce the gradients after the last pass over the schedule before {update}.",
     ),
     # Gradients and weights
     "arena.overwrite": (

@@ -67,8 +67,9 @@ def guard(
     untested: bool = False,
 ) -> GuardedEngine:
     """
-    Check a pipeline engine against a contract: each later `engine.train_batch(...)` is one epoch.
+    Check a pipeline engine against a contract.
 
+    Each later `engine.train_batch(...)` is one epoch, that is, one optimizer step.
     `engine.eval_batch(...)` runs only forwards and is not guarded.
 
     In manner ``report`` a step is never refused. The first violation of each clause is logged by
@@ -86,8 +87,8 @@ def guard(
             tested with. Manner ``report`` only warns of such a release.
 
     Raises:
-        UntestedReleaseError: The guard was not tested with the installed DeepSpeed, in manner
-            ``refuse`` without `untested`.
+        UntestedReleaseError: The guard was not tested with the installed DeepSpeed, the
+            manner is ``refuse``, and `untested` is false.
         TypeError: `engine` is not a pipeline engine.
         ValueError: The engine is guarded already or has no optimizer, or the manner is unknown.
         ScheduleError: The engine's schedule cannot be read, or, in manner ``refuse``, is wrong; the

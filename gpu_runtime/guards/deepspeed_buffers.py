@@ -61,7 +61,7 @@ class Buffers:
         self._made: dict[tuple[str, int], tuple[Any, Work]] = {}
 
     def next(self, what: str, stage: int) -> Work:
-        """Return a stage's next work if nothing names its microbatch: microbatches count from 0."""
+        """Return a stage's next work, counted from 0, for an instruction without a microbatch."""
         self._counts[what, stage] += 1
         return stage, self._counts[what, stage] - 1
 

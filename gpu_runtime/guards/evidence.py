@@ -122,8 +122,8 @@ class BackwardPasses:
     Counts the backward passes through the outputs of each forward.
 
     Attributes:
-        counts: By the name of a forward whose outputs have a graph, a list of one number: how many
-            passes went through the outputs.
+        counts: How many passes went through a forward's outputs: a list of one number for each
+            forward, by name. A forward whose outputs have no graph is left out.
         total: Number of passes through the outputs of all forwards.
         last: Name of the forward whose outputs the last pass went through.
     """
@@ -158,7 +158,7 @@ class BackwardPasses:
         self.last = work
 
     def of(self, work: Hashable) -> int | None:
-        """Return how many passes went through a forward's outputs; None if none has a graph."""
+        """Return how many passes went through a forward's outputs; None without a graph."""
         passes = self.counts.get(work)
         return None if passes is None else passes[0]
 
@@ -297,13 +297,14 @@ class Weights:
     their own forward (`torch.nn.Embedding` with ``max_norm``). In a module that FSDP shards, FSDP
     replaces all parameters by gathered parameters.
 
-    To save a Python frame, a guard may compare the `VERSION` of `counters` with `expected` itself,
-    and call `check` only if they differ.
+    To save a Python frame, a guard may compare the versions of `counters` (read by `VERSION`) with
+    `expected` itself, and call `check` only if the versions differ.
 
     Args:
         module: The module; None has no weights.
         watched: Whether a parameter is watched; by default every trained one.
-        shards: For a sharded module, the parameters in its optimizer, by name.
+        shards: For a module that FSDP shards: the sharded parameters that the optimizer updates,
+            by name.
 
     Attributes:
         counters: The tensors whose version counters are watched.

@@ -76,9 +76,10 @@ def guard(
     untested: bool = False,
 ) -> GuardedMegatron:
     """
-    Check Megatron-core's loops against a contract: one loop and its update are one epoch.
+    Check Megatron-core's loops against a contract.
 
-    Call `guard` before `get_forward_backward_func()`. Loops with ``forward_only=True`` are not
+    A loop and the optimizer's update after it are one epoch, that is, one optimizer step. Call
+    `guard` before `get_forward_backward_func()`. Loops with ``forward_only=True`` are not
     guarded.
 
     In manner ``report`` a step is never refused. The first violation of each clause is logged by
@@ -96,8 +97,8 @@ def guard(
 
     Raises:
         ImportError: Megatron-core is not installed.
-        UntestedReleaseError: The guard was not tested with the installed release, in manner
-            ``refuse`` without `untested`.
+        UntestedReleaseError: The guard was not tested with the installed release, the
+            manner is ``refuse``, and `untested` is false.
         ValueError: Megatron-core is guarded already, or the manner is unknown.
     """
     if manner not in ("refuse", "report"):
@@ -154,7 +155,7 @@ class GuardedMegatron:
         """
         The contract, after every call of the current step so far; None before the first loop.
 
-        A thread other than the training's thread may get the contract in the state before the step.
+        A thread that does not run the training may get the contract as it was before the step.
 
         After a violation, and if the step's sizes change, a new contract replaces this contract.
         """
@@ -353,7 +354,7 @@ class GuardedMegatron:
         self._gradients.check(chunks, buffers)
 
     def _follows(self, step: LoopStep | None) -> bool:
-        """Whether the contract may continue: the last loop had its update or commits without it."""
+        """Whether the contract may continue: the last loop was updated, or commits as it is."""
         if step is None or step.updates:
             return step is not None
         try:
@@ -581,13 +582,13 @@ class GuardedMegatron:
 
 @cache
 def _exchange_of(*posted: bool | None) -> str:
-    """Return the name of an exchange by which of its messages are posted."""
+    """Return the name of an exchange, which lists the messages that the exchange posts."""
     names = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next")
     return f"exchange({', '.join(name for name, each in zip(names, posted, strict=True) if each)})"
 
 
 def _repeats(group: Any) -> bool:
-    """Whether Megatron ignores this start: the first batch, and the reduction is under way."""
+    """Whether Megatron ignores this start, because the first batch's reduction already runs."""
     return getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None
 
 

@@ -24,7 +24,7 @@ def innermost(module: Any) -> Any:
 
 
 def is_plain(parameter: Any) -> bool:
-    """Whether only a program writes a parameter; the library writes quantized parameters."""
+    """Whether a parameter is ordinary; the library itself writes its quantized parameters."""
     return type(parameter).__name__ == "Parameter"
 
 

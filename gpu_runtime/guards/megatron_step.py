@@ -53,7 +53,7 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 
 def _replicas(group: Any) -> int:
-    """Return how many ranks reduce a bucket; several optimizers divide them into two groups."""
+    """Return how many ranks reduce a bucket; several optimizer instances use two process groups."""
     inter = getattr(group, "inter_distributed_optimizer_instance_group", None)
     instances = 1 if inter is None else int(inter.size())
     for name in ("intra_distributed_optimizer_instance_group", "data_parallel_group"):

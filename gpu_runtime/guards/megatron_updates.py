@@ -193,7 +193,7 @@ class BufferWrites:
     The `main_grad` of all parameters are views of a few buffers, and a view shares the version
     counter of its buffer. Replayed graphs raise no counter, and neither do layers that accumulate
     into `main_grad` in a kernel of their own. A reduction that overlaps with the last backward may
-    raise the counter at any time, so later writes of this backward are not judged.
+    raise the counter at any time. After it starts, writes during this backward are not judged.
 
     Args:
         buffers: The buffers; a chunk without `DistributedDataParallel` has none.

@@ -69,8 +69,9 @@ def guard(
     untested: bool = False,
 ) -> GuardedSchedule:
     """
-    Check a schedule against a contract: each later `schedule.step(...)` is one guarded epoch.
+    Check a schedule against a contract.
 
+    Each later `schedule.step(...)` is one guarded epoch, that is, one optimizer step.
     `schedule.eval(...)` runs only forwards and is not guarded. Where gradients accumulate over
     several steps, `GuardedSchedule.follow_optimizer` lets the optimizer's update end the epoch.
 
@@ -94,8 +95,8 @@ def guard(
             with. Manner ``report`` only warns of such a release in the log ``qeffect.guards``.
 
     Raises:
-        UntestedReleaseError: The guard was not tested with the installed torch release, in manner
-            ``refuse`` without `untested`.
+        UntestedReleaseError: The guard was not tested with the installed torch release, the
+            manner is ``refuse``, and `untested` is false.
         TypeError: Not a supported schedule, or an invalid transport.
         ValueError: The schedule or one of its stages is guarded already, the schedule has no loss
             function and therefore no backward, or the manner is unknown.
@@ -285,10 +286,10 @@ class GuardedSchedule:
         """
         Restart the epoch on all ranks, after a step that was refused or failed on any of them.
 
-        Every rank of the pipeline calls this method, once, outside its step. A rank that still
-        waits for a message in `step` calls it after its process group's timeout has ended the step.
-        All ranks then restart the lowest epoch that any rank is in; no rank may have updated its
-        weights since that epoch began. The call drops what the unfinished step left in the schedule
+        Every rank of the pipeline calls this method, once, outside its step. If a rank still waits
+        for a message in `step`, its process group's timeout first ends the step. All ranks then
+        restart the lowest epoch that any rank is in; no rank may have updated its weights since
+        that epoch began. The call drops what the unfinished step left in the schedule
         and its stages, such as losses: torch would start the next step's backwards from these
         losses. The caller has to drop the gradients, with `zero_grad`.
 

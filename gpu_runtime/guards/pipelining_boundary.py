@@ -184,7 +184,7 @@ class EpochBoundaries:
             self._judge.judges = judges
 
     def _begin_step(self) -> None:
-        """Begin a step, and its epoch if it is the first of one."""
+        """Begin a step; the first step of an epoch also begins the epoch."""
         begins_epoch = self.updates is None or self.updates.walked == 0
         if begins_epoch:
             if self._judge.reports is not None and self._left:  # a violation, or a failed step

@@ -266,7 +266,7 @@ class StageEvidence:
             self._watched[event] = self._backward(event)
 
     def _forward(self, event: Event) -> Callable[[], bool]:
-        """Return a function: was the stage's module called? It also keeps the module's output."""
+        """Return a function that tells whether the module was called, and keeps the output."""
         calls = ForwardCalls(self._module(event[1]))
 
         def seen() -> bool:
@@ -277,7 +277,7 @@ class StageEvidence:
         return seen
 
     def _backward(self, event: Event) -> Callable[[], bool]:
-        """Return a function: did a backward pass, and write gradients if it is a full one?"""
+        """Return a function that tells whether a backward ran; a full one must write gradients."""
         kind, stage, microbatch = event
         before = self._passes.of((stage, microbatch)) or 0
         module = self._module(stage)
@@ -290,7 +290,7 @@ class StageEvidence:
         return seen
 
     def replaced(self, event: Event) -> bool:
-        """Whether another method ran in place of the guard's, and left no evidence that it ran."""
+        """Whether an action, which the guard's method did not run, left no evidence that it ran."""
         seen = self._watched.pop(event, None)
         return seen is None or not seen()
 

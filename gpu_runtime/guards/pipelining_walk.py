@@ -224,7 +224,7 @@ class ActionGuard:
         return event[0] in self._functions and self.evidence.keeps_graphs(event[1])
 
     def _left_out(self, event: Event) -> bool:
-        """Whether an action that no method of the guard has run left no evidence that it ran."""
+        """Whether an action was left out: it left no evidence, and no stage's graph runs it."""
         return self.evidence.replaced(event) and not self._provided(event)
 
     def _reduces(self, index: int) -> bool:
@@ -287,7 +287,7 @@ class ActionGuard:
                 self.evidence.own(index, name, reduce)
 
     def _guarded_reduce(self, index: int, reduce: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method that reduces or scales a stage's gradients. One may call the other."""
+        """Wrap a method that reduces or scales a stage's gradients; inner calls are not checked."""
         event = (_REDUCE, index, -1)
 
         def begin() -> None:

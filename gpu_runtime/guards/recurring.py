@@ -43,7 +43,7 @@ class RepeatingStep(Protocol):
 
 class RecurringSteps:
     """
-    The steps of a contract: records one, and finds out which later steps may repeat it.
+    Records one step of a contract, and finds out which later steps may repeat the recorded step.
 
     The first step of a contract is not recorded, because it begins in a state of its own. Nothing
     is recorded while the contract has an observer, such as an event log. The reason: after a hang

@@ -27,7 +27,8 @@ def check_release(name: str, found: str, *tested: str, manner: Manner, untested:
         untested: Whether the caller accepts a guard of an untested release.
 
     Raises:
-        UntestedReleaseError: The release is untested, in manner ``refuse`` without `untested`.
+        UntestedReleaseError: The release is untested, the manner is ``refuse``, and `untested` is
+            false.
     """
     known = [_minor(release) for release in tested]
     if _minor(found) in known:

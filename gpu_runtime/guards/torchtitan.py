@@ -4,9 +4,10 @@ A guard that checks TorchTitan's pipeline; call it in your own configuration mod
 `guarded(spec)` returns a `ModelSpec` whose two hooks also install a guard. The hook `pipelining_fn`
 builds the schedule, which `pipelining.guard` then guards. TorchTitan calls the hook
 `post_optimizer_build_fn` with the optimizers; from then on, each update by these optimizers ends an
-epoch. TorchTitan accumulates gradients over several steps of the schedule, and each of these steps
-is a walk of one epoch. The guard changes no file and no option, and does not change the results of
-a correct run. The guard reports by default; with ``manner="refuse"`` it raises.
+epoch (one optimizer step, not a pass over the data). TorchTitan accumulates gradients over several
+steps of the schedule; each of these steps is a *walk* of the epoch. The guard changes no file and
+no option, and does not change the results of a correct run. The guard reports by default; with
+``manner="refuse"`` it raises.
 
 Evaluation by TorchTitan's validator calls `schedule.eval`, which is not guarded. What the guard
 checks is described in `pipelining` and `pipelining_update`; this module connects it to TorchTitan.
@@ -65,8 +66,8 @@ def guarded(
             Manner ``report`` only warns of such releases.
 
     Raises:
-        UntestedReleaseError: The guard was not tested with the installed TorchTitan, in manner
-            ``refuse`` without `untested`.
+        UntestedReleaseError: The guard was not tested with the installed TorchTitan, the
+            manner is ``refuse``, and `untested` is false.
         TypeError: `spec` is not a `ModelSpec`.
         ValueError: The model has no pipeline or is already guarded, or the manner is unknown.
     """

@@ -91,7 +91,8 @@ MEGATRON: Mapping[str, Trust] = {
     "reruns": Trust("if no update comes between two loops, the second loop is a rerun"),
     "function": Trust("the forward step function does the whole forward"),
     "unmatched": Trust(
-        "all messages, because an exchange has several tensors or the order is too long to check",
+        "all messages match the schedule; not checked, as an exchange has several tensors or the "
+        "order is too long",
         "`adjust_tensor_shapes_fn`, or an order above the limit of `qeffect check`",
     ),
     "replays": Trust(

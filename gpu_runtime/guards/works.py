@@ -24,7 +24,7 @@ _NOTHING: Script = (None,)
 
 
 class _Keys(dict[Work, TapeKey]):
-    """The keys of works in the contract's epoch in which a step begins."""
+    """The contract's keys of works, in the epoch that is current when a step begins."""
 
     def __init__(self, contract: Contract) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Keys(dict[Work, TapeKey]):
 
 
 class _References(dict[Work, TapeRef]):
-    """The references to works' tapes; without a tape, a reference that was never issued."""
+    """The references to works' tapes; a work without a tape has a reference never issued."""
 
     def __init__(self, contract: Contract) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def _compared(
     make: Callable[Concatenate[Works, _P], None],
 ) -> Callable[Concatenate[Works, _P], None]:
     """
-    Compare each call of a method with the recorded call, and make the call only if it differs.
+    Wrap a method: compare its call with the recorded step's next call, and make it if they differ.
 
     A guarded step calls these methods often, and each Python frame costs a microsecond.
     """

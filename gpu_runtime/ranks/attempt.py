@@ -58,8 +58,9 @@ def agree_on_attempt(
         rank: The global rank of this process.
         world: Number of ranks.
         deadline: Timeout in seconds for all ranks to agree.
-        events: A list to which this function appends what this rank did: pairs of an event for the
-            rank log and the name that the event concerns. None records nothing.
+        events: A list to which this function appends what this rank did, for the rank log: pairs of
+            an event (`offer`, `confirm`, `take_seat` or `connect`) and the name of the attempt.
+            None records nothing.
 
     Raises:
         BackendError: A rank did not register in time, or the store is gone or does not answer.

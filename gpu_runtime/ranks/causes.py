@@ -32,8 +32,8 @@ WEIGHT = "weight "
 """Prefix of the name of a weight that changed while a step ran twice."""
 _LOSSES = ("late", "ended", "lost")
 """
-Kinds of verdicts of ranks that stopped only because of other processes. If the ranks have several
-of these kinds, the cause has the kind that is listed first.
+Kinds of verdicts (published reasons) of ranks that stopped only because of other processes. If the
+ranks have several of these kinds, the cause has the kind that is listed first.
 """
 
 
@@ -165,10 +165,11 @@ class Verdicts:
     The reasons that ranks published for stopping a step, from which one cause is chosen.
 
     Args:
-        said: The verdicts from `verdict_of`, by rank, without ranks that published none. A verdict
+        said: The verdicts (reasons) that ranks published, by rank, as `verdict_of` makes them. Each
             also has the entry `row`: the index of the rank's line in the schedule table, or None.
         world: Number of ranks.
-        every: Every channel between two ranks of the job, in the same order on all ranks.
+        every: Every channel (the messages from one rank to another), in the same order on all
+            ranks.
         table: The schedule table, which has one line of actions and messages for each rank.
     """
 
@@ -234,9 +235,9 @@ class Verdicts:
 
     def _nameable(self) -> set[int]:
         """
-        Return the ranks that the cause may name. If ranks stopped for a reason of their own, only
-        these ranks are named. Otherwise, if ranks published nothing, only these ranks are named.
-        Otherwise all ranks may be named. The formal model of ranks has the same rule.
+        Return the ranks that the cause may name: the ranks that stopped for a reason of their own.
+        If there are none, the ranks that published nothing. If every rank published that it stopped
+        because of other ranks, all ranks. The formal model of ranks has the same rule.
         """
         own = {rank for rank, v in self.said.items() if v["kind"] not in _LOSSES}
         every = set(range(self.world))

@@ -174,8 +174,8 @@ def first_different_message(
     True
 
     Returns:
-        The place, the message sent there and the message received there; a missing message is None.
-        None instead of all three if sender and receiver recorded the same messages.
+        A tuple of the place, the message sent there and the message received there; a missing
+        message is None. If sender and receiver recorded the same messages, the result is None.
     """
     for place, (a, b) in enumerate(zip_longest(sent, received)):
         if a != b:

@@ -69,7 +69,7 @@ _MARGIN_S = 10.0
 _LEAST_S = 0.5
 """Smallest timeout in seconds for each part of a stop that must end at a given time."""
 _ASIDE_S = 60.0
-"""Seconds; longer than another thread needs to report the cause and to end the process."""
+"""Seconds for which the main thread lets another thread report the cause and end the process."""
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
 """Number of queries of the device for each query of the store."""
@@ -127,7 +127,7 @@ class Consent:
         rank: The global rank of this process.
         world: Number of ranks.
         every: Every channel between two ranks of the job, in the same order on all ranks.
-        channels: The channels that end on this rank.
+        channels: The channels on which this rank sends or receives.
         table: The schedule table, which has one line of actions and messages for each rank.
         ranks: Global rank of each of the table's ranks, in this replica.
         deadline: Timeout in seconds for all ranks to reach the commit.

@@ -10,7 +10,7 @@ weight. A step cannot be restarted from a changed weight, so the stop is then no
 place.
 
 The contract checks and counts a single step. The second run (`second_run.py`) repeats only device
-work, before this rank consents or its device votes.
+work, before this rank agrees to the update (with launches: before its device votes).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def is_due(every: int, epoch: int) -> bool:
 
 def first_of(word: int, count: int) -> tuple[int, int]:
     """
-    Decode a number that a gate published; return the index of the first gradient that differs, and
-    the number of gradients that differ.
+    Decode a number that a gate published; return the index of the first name whose tensors differ
+    between the two runs, and the number of names whose tensors differ.
 
     Args:
         word: The published 64-bit number, at least `WORD`.
-        count: Number of gradients of the rank.
+        count: Number of names that `compared` returned on the rank.
 
     >>> first_of(3, 10), first_of(3 + 4 + 2 * 10, 10)
     ((0, 1), (4, 3))
@@ -123,9 +123,10 @@ class DoubleRun:
             has no digests.
 
     Attributes:
-        differs: Float64 scalar on the device, valid after the second run. 0 if no gradient differs,
-            otherwise 1 + i + n * k. Here `i` is the index of the first gradient that differs, `n`
-            the number of all gradients, and `k` the number of further gradients that differ.
+        differs: Float64 scalar on the device, valid after the second run. 0 if both runs are equal,
+            otherwise 1 + i + n * k. Here `i` is the index in this rank's `names` of the first
+            weight, gradient or state that differs, `n` the number of these names, and `k` the
+            number of further names whose tensors differ.
         between: Called between the two runs of a guarded step; for tests.
     """
 

@@ -150,8 +150,8 @@ class UpdateGate:
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
         """
-        Compute from one step's counts what each step adds to a counter, and how each step changes
-        the digest.
+        Compute from the counts before and after one step how every step changes the counters, and
+        the digest of the order of actions.
         """
         first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
         factors, terms = advance(first, then)
@@ -172,7 +172,7 @@ class UpdateGate:
             differ (`double_run.first_of`).
 
         Raises:
-            LostError: The step was not published.
+            LostError: The device has not published this step's results.
         """
         row = self.ring[self.read_steps % ROWS].tolist()
         if row[0] != self.read_steps:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..runtime import one_launch_obstacles
+from ..step.launch_executor import LaunchExecutor
 from .membership import Member, all_gather
 from .worker import Worker
 
@@ -21,7 +22,7 @@ def obstacles(worker: Worker) -> list[str]:
     Return why the step of a worker cannot be one launch: one sentence per reason, empty if it can.
     """
     config = worker.runtime.config
-    return one_launch_obstacles(
+    found = one_launch_obstacles(
         worker.runtime.domain.device,
         config.rule,
         config.walks,
@@ -30,6 +31,9 @@ def obstacles(worker: Worker) -> list[str]:
         keeps_gradients=any(m.kept is not None for m in worker.runtime.memories.values()),
         draws=any(stage.reports.draws is not False for stage in worker.runtime.stages.values()),
     )
+    if not found and not isinstance(worker.runtime.executor, LaunchExecutor):
+        found.append("the runtime replays single actions since replay_actions: make a new worker")
+    return found
 
 
 def first_obstacle(member: Member, found: Sequence[str]) -> str:

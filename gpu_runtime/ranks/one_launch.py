@@ -100,7 +100,7 @@ class OneLaunch:
         self._begin()
 
     def _begin(self) -> None:
-        """Prepare for launches over the worker's current connections, without a captured step."""
+        """Prepare for launches over the worker's current connections. No step is captured yet."""
         self.pipeline = self.worker.pipeline
         self.feed = StagedFeed(self.pipeline.feed)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -289,7 +289,8 @@ class OneLaunch:
     @property
     def device_norm(self) -> DeviceNorm | None:
         """
-        The norm as a device tensor, computed by each launch; None if the worker needs no norm.
+        The norm that each launch computes, as tensors on the device; None if the worker needs no
+        norm.
         """
         return self._gate.norm
 
@@ -388,7 +389,7 @@ class OneLaunch:
         """
         self._restart(stopped)
         self._drop()
-        self.runtime.replay_actions()
+        self.worker.replay_actions()
 
     def _restart(self, stopped: StoppedError) -> None:
         """Restart the epoch from the weights after the last update that all devices ran."""

@@ -36,7 +36,7 @@ __all__ = ["CaptureRecord", "Rehearsal"]
 
 
 class CaptureRecord(Protocol):
-    """The evidence that an executor recorded at its captures."""
+    """The effects of each action, as an executor recorded them at its captures."""
 
     @property
     def slots(self) -> Mapping[int, Any]:
@@ -45,7 +45,7 @@ class CaptureRecord(Protocol):
 
     @property
     def wgrads(self) -> Mapping[Product, Any]:
-        """By dW, the matrices whose gradients it computed at its capture."""
+        """For each dW, the matrices whose gradients this dW computed at its capture."""
 
     @property
     def refreshed(self) -> Mapping[int, Effects]:
@@ -119,7 +119,8 @@ class RehearsalPerformer:
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
         """
-        Send nothing; return an object to wait for only if the last real reduction was waited for.
+        Send nothing. Return an object to wait for if the last real reduction returned such an
+        object.
         """
         return _EndedReduction() if waited else None
 
@@ -152,7 +153,7 @@ class Rehearsal:
     Attributes:
         as_one: Whether the latest step was checked in one call, and must therefore be committed in
             one call.
-        steps: Two numbers: of steps rehearsed, and of steps checked in one call.
+        steps: Number of steps that were rehearsed, and number of steps checked in one call.
         recurs: The recorded step, if two consecutive rehearsed steps were the same; otherwise None.
         difference: Why the latest rehearsed step could not be checked in one call; empty before the
             first rehearsal.
@@ -244,8 +245,8 @@ class Rehearsal:
 
     def _beside(self) -> str:
         """
-        Say which input of the actions has changed that the contract does not know; empty if none
-        has changed.
+        Compare what the actions read besides the contract: the rank's list of actions, and the
+        addresses of tensors. Return the first change as text; empty without a change.
         """
         pipeline, runtime = self.pipeline, self.pipeline.runtime
         if runtime.actions.broken is not None:

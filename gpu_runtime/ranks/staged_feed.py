@@ -47,10 +47,11 @@ class StagedFeed:
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Keep the last stage's first output, except in a rehearsal, which has no outputs."""
+        """Keep the last stage's first output. A rehearsal has no outputs, so it keeps nothing."""
         if not self.rehearsing:
-            held = self.losses.setdefault(microbatch, torch.empty_like(outputs[0]))
-            held.copy_(outputs[0])
+            if microbatch not in self.losses:
+                self.losses[microbatch] = torch.empty_like(outputs[0])
+            self.losses[microbatch].copy_(outputs[0])
 
     def prepare(self, passages: Iterable[Passage], step: int) -> None:
         """Allocate buffers for all data of a step, in memory that no graph owns."""

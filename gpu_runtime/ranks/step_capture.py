@@ -150,7 +150,9 @@ class StepCapture:
         stamped = self.gate.stamps.around(performer.executor)
         with runtime.performed_by(attrs.evolve(performer, executor=stamped)):
             self.pipeline.run_actions()
-        self._update(self.pipeline.finalize())
+            # The performer keeps the sums of stages that are complete; each sum is made once.
+            gradients = self.pipeline.finalize()
+        self._update(gradients)
 
     def _update(self, gradients: Gradients, differs: Tensor | None = None) -> None:
         move_scales(self.worker.runtime.domain)  # before the gate keeps the state after the step
@@ -169,6 +171,8 @@ class StepCapture:
         """
         double.restore()
         gradients = double.again(self.pipeline)
+        if self.pipeline.zeros is not None:
+            self.pipeline.zeros.take(gradients)
         double.compare(gradients)
         self._update(gradients, double.differs)
 

@@ -125,8 +125,8 @@ class Reducers:
 
     Args:
         replicas: Computes the sum over replicas; None with one replica.
-        pairs: For each tied weight with a copy on this rank, computes the sum with the other copy's
-            rank; None if this rank has both copies.
+        pairs: For each tied weight with a copy on this rank, the object that adds the gradients of
+            this copy and of the copy on the other rank; None if this rank has both copies.
     """
 
     def __init__(self, replicas: Replicas | None, pairs: Mapping[str, Replicas | None]) -> None:

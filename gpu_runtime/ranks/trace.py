@@ -5,7 +5,8 @@ Times come from the host's clock on a CPU, and from events on the graph stream o
 has a slice on each of its two ranks: the slice begins when the rank posts the transfer and ends
 when the rank has waited for the transfer. Arrows go from the send to the receive. Time zero of a
 rank is the moment at which the rank leaves a barrier of all ranks. Ranks of one host share the
-host's clock. Between hosts, times are wrong by as much as these moments differ.
+host's clock. Ranks of different hosts leave the barrier at slightly different moments, so their
+times differ by this much.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Span:
         end: End of the span.
         stage: The stage of a computation, otherwise -1.
         kind: `F`, `I` or `W` for a computation; `refresh` for the cache refresh before a stage's
-            first F; `wait` for the wait of a computation for its message; otherwise empty.
+            first F; `wait` while a computation waits for its message; otherwise empty.
         message: For a send or a receive: the sending rank, the receiving rank, and the number of
             the message.
     """

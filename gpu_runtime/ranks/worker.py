@@ -82,9 +82,10 @@ class Worker:
         event_log: Where to write this rank's event log: a path, a binary file, or True for memory;
             None writes no log.
         rank_log: Where to write this rank's rank log (`qeffect.log.rank_log`): a path, True for
-            memory, False for no log. By default, if the event log has a path, the rank log is in
-            the same folder; its suffix is the first letters of the attempt's name and
-            ``ranks.jsonl``. If the event log is split into several files, so is the rank log.
+            memory, False for no log. By default there is a rank log if the event log has a path:
+            the event log ``rank0.jsonl`` gets the rank log ``rank0.NAME.ranks.jsonl``. Here NAME is
+            the first eight letters of a random name, on which all ranks agree when they connect. If
+            the event log is split into several files, so is the rank log.
         tagged: Whether messages carry tags, if the transport has tags.
         pipeline: The pipeline's class; a subclass may record what it runs.
         clip_norm: Upper limit of the norm over the gradients of all ranks. If the norm is larger,
@@ -332,7 +333,10 @@ class Worker:
         ends = all_gather(self.member, own)
         require_meeting([end for rank in self.ranks for end in ends[rank]])
         if "main" not in config.callers:
-            problem = f"expected 'main' among the callers, found {config.callers}; add it"
+            problem = (
+                f"expected 'main' among the callers of RuntimeConfig, found {config.callers}; add "
+                "'main'"
+            )
         agree_on(self.member, problem)
         made = None
         try:
@@ -352,6 +356,24 @@ class Worker:
         agree_on(self.member, problem, failed)
         assert made is not None
         return made
+
+    def replay_actions(self) -> None:
+        """
+        Let every rank capture a graph of each action, and replay these graphs from now on; see
+        `Runtime.replay_actions`.
+
+        Every rank calls this method, between two steps.
+
+        Raises:
+            BackendError: A rank cannot capture its actions; every rank raises this error.
+        """
+        problem, failed = "", None
+        try:
+            self.runtime.replay_actions()
+        except Exception as error:
+            failed = error
+            problem = f"rank {self.member.rank} cannot capture its actions: {_worded(error)}"
+        agree_on(self.member, problem, failed)
 
     def _require_alike(self, stages: Sequence[StageBackend], dtype: torch.dtype) -> None:
         """

@@ -136,7 +136,8 @@ class Assembly:
         Make the contract, and let the stages' memory use the contract's own tuples of matrix names.
 
         Raises:
-            Refused: The destinations overlap those of another contract of the registry.
+            Refused: This runtime's gradient destinations overlap those of another runtime in the
+                registry.
         """
         made = Contract(
             [self._stage_config(memory) for memory in memories.values()],
@@ -184,8 +185,8 @@ class Assembly:
 
     def _shared_scaling(self) -> SharedScaling:
         """
-        Return the scaling state that replicas share; each replica has its own position of random
-        numbers.
+        Return the scaling state that replicas share. The state of the random numbers is left out,
+        because each replica draws other numbers.
         """
         live = live_state(self.domain)
         return SharedScaling({n: held for n, held in live.items() if not n.endswith(POSITION)})
@@ -324,7 +325,8 @@ class Assembly:
         if self.config.rule == "copied" or "arena" not in self.relations:
             raise BackendError(
                 "tied weights need one destination for their common gradient: set rule="
-                "'accumulate' or 'per_microbatch', and take a backend that uses the arena"
+                "'accumulate' or 'per_microbatch', and take a backend that declares the relation "
+                "arena (the rules for gradient memory)"
             )
         if self.tied.sharers and self.reducer is not None:
             raise BackendError(
@@ -351,8 +353,8 @@ class Assembly:
         if self.tied.names:
             raise BackendError(
                 f"group is {self.config.group}, but the stages {sorted(self.tied.names)} have tied "
-                "weights with one destination; name the parameters as copies (the ties of a "
-                "Worker), or set group=1"
+                "weights with one destination; give each stage its own parameter, and name the "
+                "parameters as copies in ties= of a Worker; or set group=1"
             )
         self.order.require_groups(self.config.group)
 
@@ -373,7 +375,7 @@ class Assembly:
                 f"the stages {sorted(self.tied.names)} have tied weights with one destination. The "
                 "order of additions in this destination depends on the mapping; scales='epoch' "
                 "does not allow this. Give each stage its own parameter, and name the parameters "
-                "as copies (the ties of a Worker)"
+                "as copies in ties= of a Worker"
             )
         if self.config.rule != "accumulate":
             return
@@ -412,7 +414,10 @@ def _one_domain(stages: Sequence[StageBackend]) -> StateDomain:
         raise BackendError("a runtime needs at least one stage")
     domain = stages[0].domain
     if any(stage.domain is not domain for stage in stages):
-        raise BackendError("every stage of a process must be in one state domain")
+        raise BackendError(
+            "every stage of a process must be in one state domain (stages whose FP8 scales are "
+            "updated together); make all stages with the same domain"
+        )
     if {id(s) for s in domain.stages} != {id(s) for s in stages}:
         raise BackendError(
             f"the state domain has {len(domain.stages)} stages, the runtime was given "

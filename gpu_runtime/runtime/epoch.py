@@ -121,9 +121,9 @@ class EpochRuntime(RuntimeParts):
         walk = self.contract.memory.walk[0]
         if walk + 1 >= self.config.walks:
             raise BackendError(
-                f"walk {walk + 2} of epoch {self.epoch} begins, but the runtime was made for "
-                f"at most {self.config.walks}; make it with RuntimeConfig(walks={walk + 2}) or "
-                "end the epoch with finish()"
+                f"walk {walk + 2} (a pass over the order) of epoch {self.epoch} begins, but the "
+                f"runtime was made for at most {self.config.walks}; make it with "
+                f"RuntimeConfig(walks={walk + 2}) or end the epoch with finish()"
             )
         link = self.actions._enter(caller)
         for index in self.memories:
@@ -230,7 +230,7 @@ class EpochRuntime(RuntimeParts):
         """
         Run the optimizer and commit the epoch.
 
-        The contract checks the update before it runs, so a refusal leaves the weights unchanged. If
+        The contract checks before the optimizer runs, so a refusal leaves the weights unchanged. If
         the optimizer raises an error, the weights are half updated, and no action or checkpoint is
         accepted before a `restore`. The update runs on the graph stream, after the caller's work
         and before the next replay. FP8 scales that are updated once an epoch are updated in this
@@ -296,7 +296,8 @@ class EpochRuntime(RuntimeParts):
             moved: How often the scales moved, as the backend reports.
 
         Raises:
-            Refused: A clause of order is violated.
+            Refused: ``order.scaling-updates``: the backend reports that the scales did not move
+                exactly once. ``order.nothing-gathered``: no F or dI has gathered amaxes.
         """
         own = self.contract.stages[0]
         if own.scales != "epoch":

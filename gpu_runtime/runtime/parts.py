@@ -136,8 +136,8 @@ class RuntimeParts:
         """
         A context in which the calling code runs on the graph stream.
 
-        A loop inside it needs no event between its actions, because one stream runs them in order.
-        Reads of the results on other streams must still wait for this stream.
+        A loop in this context needs no event between its actions, because one stream runs the
+        actions in order. Reads of the results on other streams must still wait for this stream.
         """
         return self.handoff.scope()
 

@@ -145,12 +145,23 @@ class Runtime(EpochRuntime):
         """
         Capture a graph of each action, and replay these graphs from now on.
 
-        Call this method between two epochs, if the mode is ``one launch`` but a step cannot be one
+        Call this method between two steps, if the mode is ``one launch`` but a step cannot be one
         launch. Until then the actions of such a runtime call the backend.
 
         Raises:
-            BackendError: The backend cannot be captured; every obstacle is named.
+            Refused: An action, a message or the epoch itself is unfinished (a clause of
+                persistence).
+            BackendError: The mode is not ``one launch``, or the backend cannot be captured; every
+                obstacle is named.
         """
+        if self.config.mode != "one launch":
+            raise BackendError(
+                f"the runtime's mode is {self.config.mode!r}, expected 'one launch': a runtime in "
+                "another mode already runs its actions as configured"
+            )
+        self.confirm()
+        self.drain()
+        self.contract.check_checkpoint()
         performer: Any = self.performer
         performer.executor = self._assembly.graphs(self.memories, self.handoff, self.counters)
 

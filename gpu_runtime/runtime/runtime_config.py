@@ -132,12 +132,12 @@ class RuntimeConfig:
             the optimizer needs master weights.
         provisioning: ``live`` gives each stage as many slots as it has microbatches in progress at
             once; ``static`` gives each stage one slot per microbatch.
-        readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
-            recorder). A slot is free only after its readers have finished.
+        readers: Whether outputs and input gradients have a reader (a send, the next
+            stage on this rank, a recorder). A slot is free only after its readers have finished.
         feeds: Maps a local stage to the local stage that reads its output. The slot of the output
             is kept until the reading stage has finished.
-        declared: Whether F and dI must run in the plan's order. If False, their order is not
-            checked.
+        declared: Whether F and dI must run in the order that the runtime was made with (`order`).
+            If False, the order of F and dI is not checked.
         callers: Names of the calling streams.
         feeder: Name of a caller, one of `callers`. Its stream copies data into the slots of stages
             that take data, and F waits for this stream. The default, None, copies on the graph
@@ -245,7 +245,7 @@ class RuntimeConfig:
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether actions are replayed from CUDA graphs."""
+        """Whether CUDA graphs are replayed: of single actions, or of a whole step."""
         return self.mode != "eager"
 
     @property

@@ -53,8 +53,8 @@ def walks_obstacle(walks: int) -> str | None:
     if walks == 1:
         return None
     return (
-        f"a step has {walks} walks (passes over the table), and one graph holds one walk: take "
-        "one walk over a table of all microbatches"
+        f"a step has {walks} walks (passes over the table), which is not supported in a launch: "
+        "take one walk over a table of all microbatches"
     )
 
 
@@ -78,8 +78,8 @@ def one_launch_obstacles(
         mode: The mode of the runtime; leave it out if there is no runtime yet.
         capturable: Whether the optimizer's update can be captured; leave it out if there is no
             optimizer yet.
-        keeps_gradients: Whether the host keeps gradients of single microbatches; leave it out if
-            there is no runtime yet.
+        keeps_gradients: Whether gradients of single microbatches are kept until the end of the
+            step; leave it out if there is no runtime yet.
         draws: Whether F draws random numbers, as dropout does.
 
     Returns:
@@ -94,19 +94,19 @@ def one_launch_obstacles(
         found.append("the update cannot be captured: make the optimizer with capturable=True")
     if rule == "copied":
         found.append(
-            "rule is 'copied', so the host keeps copies of gradients, which a graph cannot do: "
-            "take 'accumulate' or 'per_microbatch'"
+            "rule is 'copied', which is not supported in a launch: take 'accumulate' or "
+            "'per_microbatch'"
         )
     if keeps_gradients:
         found.append(
-            "the host keeps each microbatch's gradients, which a graph cannot do, because scales "
-            "are updated once an epoch and the table's dI are not in the order of microbatches: "
-            "take a table whose dI are in this order"
+            "scales are updated once an epoch and the table's dI are not in the order of "
+            "microbatches, which is not supported in a launch: take a table whose dI are in this "
+            "order"
         )
     if draws:
         found.append(
-            "F draws random numbers, and every F in one graph of a step would draw the same "
-            "numbers: take mode 'replays', or leave dropout out"
+            "F draws random numbers, but a launch does not set the position of their generator: "
+            "take mode 'replays', or leave dropout out"
         )
     found += filter(None, (walks_obstacle(walks), device_obstacle(device)))
     return found

@@ -92,8 +92,8 @@ def _pairs(group: Any) -> tuple[tuple[TapeKey, TapeRef], ...]:
 
 
 def _microbatches(key: TapeKey, group: Sequence[tuple[TapeKey, TapeRef]]) -> Iterator[int]:
-    """Return the microbatches of a group of tapes (each what one F left for its dI and dW); -1 for
-    another stage, block or invocation."""
+    """Return the microbatches of a group of tapes (each what one F left for its dI and dW). -1
+    stands for a tape whose stage, block or invocation differs from that of `key`."""
     for other, _ in group:
         same = (other.stage, other.block, other.invocation) == (
             key.stage,
@@ -165,8 +165,8 @@ class GuardedActions:
         """
         Refresh a stage's cache of FP8 weights: once per epoch, directly before the stage's first F.
 
-        With a backend without such a cache, a refresh only begins the stage's epoch, and does not
-        ask the contract.
+        If the backend has no such cache, a refresh only begins the stage's epoch, and does not ask
+        the contract.
 
         Raises:
             Refused: A clause of version, order or completion is violated; `version.fill-missing` if
@@ -293,8 +293,9 @@ class GuardedActions:
         Args:
             key: Names the epoch, stage and microbatch.
             inputs: The stage's inputs; None if `input_buffers` were filled in place.
-            token: How many F and dI have run so far (the effect token), as the caller counts them;
-                the contract refuses another count. None takes the contract's own count.
+            token: How many F and dI of the state domain have run since the last restart (the effect
+                token), as the caller counts them. The contract refuses another count. None takes
+                the contract's own count.
             caller: Name of the calling stream.
 
         Returns:

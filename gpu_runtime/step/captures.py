@@ -153,6 +153,7 @@ def warmed(
         raise BackendError(f"cannot capture: {'; '.join(obstacles) or 'no graph stream'}")
     domain.freeze()
     report = CaptureReport()
+    counted = None if counters is None else counters.values.clone()
     handoff.wait_for_caller()
     with handoff.scope(), no_collection(), preserving(domain):
         started = time.perf_counter()
@@ -170,8 +171,8 @@ def warmed(
         for memory in memories.values():
             memory.arena.zero()
             memory.table.rebuild()
-        if counters is not None:
-            counters.zero()  # the warm-up, and stand-ins of graphs, run the actions
+        if counters is not None and counted is not None:
+            counters.values.copy_(counted)  # the warm-up, and stand-ins of graphs, run actions
     handoff.synchronize()
     domain.check_membership()
 

@@ -214,8 +214,8 @@ class DeviceNorm:
 
     @classmethod
     def on(cls, device: torch.device, clipping: Clipping, count: int | None = None) -> DeviceNorm:
-        """Allocate the four tensors for a model with `count` parts (embedding, layers, rests of
-        stages); the addresses stay the same."""
+        """Allocate `total`, `factor`, `skip` and `parts` for a model with `count` parts (embedding,
+        layers, rests of stages). Every `take` writes into these tensors."""
         size = len(clipping.parts) if count is None else count
         parts = torch.zeros(size, dtype=torch.float64, device=device)
         total, skip = parts.new_zeros(()), torch.zeros((), device=device)
@@ -223,7 +223,7 @@ class DeviceNorm:
 
     def take(self, parts: Tensor) -> None:
         """
-        Compute the four tensors from the sums of squares of the model's parts (float64, model
+        Compute these tensors from the sums of squares of the model's parts (float64, model
         order); no host waits.
         """
         self.parts.copy_(parts)

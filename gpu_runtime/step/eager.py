@@ -3,8 +3,9 @@ The executors: they run F, dI, dW and a cache refresh, once the contract has acc
 
 An executor only performs actions: it does not ask the contract, and does not know epochs or keys.
 `EagerExecutor` calls the backend. `GraphExecutor` (`step/graphs.py`) replays CUDA graphs of the
-same calls. `GuardedActions` (`step/actions.py`) asks the contract before it calls an executor, so
-both executors run under the same guards.
+same calls. `LaunchExecutor` (`step/launch_executor.py`) calls the backend while a whole step is
+captured. `GuardedActions` (`step/actions.py`) asks the contract before it calls an executor, so all
+executors run under the same guards.
 """
 
 from __future__ import annotations

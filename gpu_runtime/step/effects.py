@@ -70,11 +70,12 @@ class StageReports:
     @classmethod
     def of(cls, stage: StageBackend, relations: Collection[str], *, captured: bool) -> StageReports:
         """
-        Make the translation of those reports that a relation in force uses.
+        Translate the reports of a stage's backend, without those for relations (groups of clauses)
+        that the contract does not check.
 
         Args:
             stage: The stage whose backend makes the reports.
-            relations: The relations in force; reports for other relations are ignored.
+            relations: The relations that the contract checks.
             captured: Whether graphs are replayed.
         """
         told = stage.reports.captured() if captured else stage.reports

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -223,18 +223,21 @@ class _Recorder:
         self.report = report
 
     def record(self, name: str, pool: Any, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture one action, and record the external event at the end of its graph."""
+        """Capture one action, and record the event that callers wait for at the graph's end."""
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): that collects garbage and empties the cache at every entry.
         with self.report.phase("capture begin"):
-            graph.capture_begin(pool=pool)
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             with self.report.phase(f"capture {name}"):
                 action()
                 self.handoff.record_tail()
-        finally:
-            with self.report.phase("capture end"):
+        except BaseException:
+            with suppress(RuntimeError):  # the first error is the one to report
                 graph.capture_end()
+            raise
+        with self.report.phase("capture end"):
+            graph.capture_end()
         self.report.num_graphs += 1
         return graph
 

@@ -48,7 +48,7 @@ class Performer(Protocol):
         Args:
             send: Sends the reduction. Returns an object to wait for, or None if the reduction has
                 already ended.
-            waited: Whether the bucket's last reduction had to be waited for.
+            waited: Whether the bucket's previous reduction returned an object to wait for.
         """
 
 

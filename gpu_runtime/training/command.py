@@ -163,7 +163,8 @@ def carry_out(
         args: The command's arguments: the training file, `--out` and `--commit`.
         config: The configuration of the run, from its training file.
         train: Function that trains; called once all ranks are connected.
-        how: The kind of run, for the report: `train`, or `all` or `ends` for a comparison.
+        how: The kind of run, for the report: `train`, or for a comparison the value of `--compare`
+            (`all` or `ends`).
         deterministic: Whether to ask the libraries for deterministic kernels even if the file does
             not.
         resume: Whether the run continues from a checkpoint.

@@ -182,10 +182,10 @@ class Parallel:
             the microbatches, and gradients accumulate over both walks before the update. More than
             one walk needs `rule = "accumulate"`, and a step then cannot run as one launch.
         batch: Number of windows per microbatch.
-        cut: How layers are divided into stages. `even` gives all stages the same number of layers,
-            or some stages one layer more; `balanced` balances the stages by `embedding_cost` and
-            `head_cost`; `measured` balances them by measured times; a list gives the number of
-            layers of each stage.
+        cut: How layers are divided into stages. `even` gives all stages the same number of layers;
+            if this is impossible, some stages get one layer more. `balanced` balances the stages by
+            `embedding_cost` and `head_cost`; `measured` balances the stages by measured times. A
+            list gives the number of layers of each stage.
         embedding_cost: Cost of the embedding relative to a layer, for `cut = "balanced"`; refused
             with another cut.
         head_cost: Cost of the head relative to a layer, for `cut = "balanced"`; refused with
@@ -325,8 +325,8 @@ class Run:
         deterministic: Whether libraries may use only CUDA kernels that give the same bits each
             time. If false, a resumed run may end with other bits than a run that never stopped.
             `qeffect runtime train --compare` always asks for deterministic kernels.
-        retries: How many times in a row a step is repeated after a rank stopped it, if all ranks
-            survived the stop.
+        retries: How many times in a row a step is repeated after a rank stopped it. A step is
+            repeated only if all ranks survived the stop; otherwise the run ends.
         max_seconds: Time limit of the run, counted from the moment when all ranks are connected; at
             the limit the run finishes its step, saves and ends. 0 for no limit.
     """

@@ -149,8 +149,8 @@ def make(
         out: The folder to write to; created if missing.
         tokenizer: `bpe` or `bytes`.
         vocabulary: Number of tokens of the byte-pair encoding.
-        any_version: Whether to accept a library without a list, or with files that differ from the
-            list.
+        any_version: Whether to accept a version of Python without a list of files, or files that
+            differ from this list.
         given: An encoding to use instead; `tokenizer` and `vocabulary` then have no effect.
 
     Returns:

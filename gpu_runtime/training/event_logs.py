@@ -1,6 +1,6 @@
 """
-Prepare the folder of a run's event logs, which record every accepted call of each rank's contract;
-logs of earlier processes are moved to subfolders.
+Prepare the folder of a run's event logs, and move the logs of earlier processes to subfolders. The
+event log of a rank records every accepted call of the rank's contract.
 
 A run that resumes, or that a launcher started again, begins new event logs with the same names. The
 existing logs show what happened before the previous process ended, so these logs and their rank

@@ -99,7 +99,7 @@ def write_weights(
         UnusableError: The package that writes this format is not installed.
     """
     if path.exists():
-        raise BackendError(f"{path} exists; name another file, or move this one away")
+        raise BackendError(f"{path} exists; name another file, or move the existing file away")
     write = FORMATS[kind]()
     partial = path.with_name(f"{path.name}.partial")
     try:

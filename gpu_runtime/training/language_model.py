@@ -95,8 +95,9 @@ def balanced_cut(
     @functools.cache
     def squares(stage: int, start: int) -> tuple[float, tuple[int, ...]] | None:
         """
-        Return the smallest sum of squared costs within the limit, and the layers of this cut; None
-        if no cut fits.
+        Among the cuts of this stage and all later stages whose costs are at most `limit`, find the
+        cut with the smallest sum of squared stage costs. Return this sum and the number of layers
+        of each stage; None if no cut fits.
         """
         last = stage == stages - 1
         stops = range(start + 1, layers - (stages - stage - 1) + 1)

@@ -49,7 +49,7 @@ def _warnings(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         rank, factor = line["slowest"]["rank"], line["slowest"]["times_median"]
         yield (
             f"SLOW RANK {rank}",
-            f"its computation takes {factor:.3g} times as long as the median rank's",
+            f"its computation takes {factor:.3g} times as long as the median of all ranks",
         )
     if stages := line.get("zero_stages"):
         named = within(", ".join(map(str, stages)), 60)

@@ -191,8 +191,8 @@ class StepLog:
 
     def _zero_stages(self, result: StepResult, ranks: Sequence[Sequence[float]]) -> list[int]:
         """
-        Return the stages whose gradients are all zero. They follow from the norm's sum of squares
-        of each part of the model, or from all ranks' flags.
+        Return the stages whose gradients are all zero. If the step has a norm, the sums of squares
+        in the norm show these stages; otherwise the flags that all ranks have sent show them.
         """
         if result.norm is not None:
             return result.norm.zero_stages

@@ -114,7 +114,7 @@ class StepRunner:
         if worker.runtime.config.mode == "one launch" and not why:
             self.why_replays = first_obstacle(worker.member, obstacles(worker))
             if self.why_replays:
-                worker.runtime.replay_actions()
+                worker.replay_actions()
             else:
                 self.one_launch = OneLaunch(worker)
         self._paused = False
@@ -228,8 +228,9 @@ class StepRunner:
         Return the largest request to end the run that any rank has made (`Consent.asks`); the
         result is the same number on all ranks.
 
-        Guarded steps exchange the number in their consent. With launches, hosts exchange the number
-        after every eighth step; after other steps, the result is 0.
+        In guarded steps the ranks exchange their requests when they agree on the update. With
+        launches, the hosts exchange their requests after every eighth step; after other steps, the
+        result is 0.
 
         Args:
             step: Steps taken so far.

@@ -66,7 +66,7 @@ class StepTimes:
 
     def read(self) -> StepTimes:
         """
-        Return the times with the device's times filled in, once the device has passed the events.
+        If the device has passed the events, fill in the device's times. Return this object.
         """
         if self.pairs and all(end.query() for _, end in self.pairs):
             spent = math.fsum(begin.elapsed_time(end) for begin, end in self.pairs)

@@ -67,7 +67,8 @@ class Checks(ContractParts):
 
         No dI or dW follows an evaluation. An evaluation has no key and no slot, and updates neither
         scaling state nor the weight cache; it runs in separate memory. An evaluation is accepted
-        between any two actions of an epoch, except between a refresh and the stage's first F.
+        between any two actions of an epoch, with one exception: between a refresh and the stage's
+        first F it is refused.
 
         Args:
             stage: Stage whose weights are read.

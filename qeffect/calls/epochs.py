@@ -45,8 +45,8 @@ class EpochCalls(ContractParts):
         Args:
             bucket: Name of the bucket; for a stage without configured buckets, the stage's index.
             link: Link of the communication stream, which must have waited for the bucket's replays.
-                By default the link that this epoch's latest `finalize` or `finish_reduction` named.
-                Before the first of these calls, the link of the first caller.
+                By default the link that this epoch's latest `finalize` or `finish_reduction` named,
+                or the first caller's link if neither was called in this epoch.
 
         Raises:
             Refused: A guard of reduction or completion refused.
@@ -69,8 +69,8 @@ class EpochCalls(ContractParts):
         Args:
             bucket: Name of the bucket.
             link: Link of that stream: the optimizer's stream, which finalizes the stage. By default
-                the link that this epoch's latest `finalize` or `finish_reduction` named. Before the
-                first of these calls, the link of the first caller.
+                the link that this epoch's latest `finalize` or `finish_reduction` named, or the
+                first caller's link if neither was called in this epoch.
 
         Raises:
             Refused: ``reduction.not-started``, or a guard of completion refused.

@@ -53,9 +53,13 @@ class RestartCalls(Queries):
         Afterwards every older reference is refused and every weight cache is stale. The caller
         must restore the numerical state first.
 
+        Args:
+            checkpoint: A checkpoint of a contract with the same configuration.
+            incarnation: Number of the new incarnation; by default drawn at random.
+
         Raises:
             Refused: ``persistence.configuration``, or device work is still in flight, or this
-                contract already had an incarnation of that number.
+                contract already had the given incarnation.
             TypeError, ValueError: The argument is not a `Checkpoint`, or the incarnation does not
                 fit in 64 bits.
         """

@@ -27,8 +27,9 @@ class StepCalls(Queries):
         step for `check_step` and `commit_step`.
 
         Raises:
-            ValueError: The contract has an observer that is not a `StepObserver`; a step in one
-                call would bypass this observer. An event log's recorder is a `StepObserver`.
+            ValueError: The contract has an observer that is not a `StepObserver`. A step
+                committed in one call would bypass this observer. An event log's recorder is a
+                `StepObserver`.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
@@ -64,20 +65,22 @@ class StepCalls(Queries):
         the weights, so no checkpoint is accepted before `commit_step`, `withdraw_step` or the check
         of another action.
 
-        The call compares the state that the step's transitions read, once; `qeffect.steps` explains
-        why this comparison replaces every guard of every action. If the state differs, the
-        transitions run one by one over a copy of the state. The caller must know that the step
-        would run the same actions in the same order, with the same slots, destinations and
-        evidence.
+        The call compares the state with the state in which the recorded step began, once for the
+        whole step; `qeffect.steps` explains why this comparison replaces every guard of every
+        action. If the states differ in more than risen counters, the step's transitions run one by
+        one over a copy of the state. The caller must know that the step would run the same actions
+        in the same order, with the same slots, destinations and evidence.
 
         Args:
             step: The recorded step.
-            guards_alone: If True, do not require that the counts of the last commit were presented.
+            guards_alone: If True, do not require that the device counts of the last commit were
+                presented (`present_counts`).
 
         Returns:
             None if every transition would be accepted, with the recorded slots. Otherwise a
-            difference, with the clause of the first refused transition. The clause is empty if the
-            incarnation has changed, the observer does not keep the step, or the contract was made
+            difference, with the clause of the first refused transition. The difference has no
+            clause if no clause explains it: a restore began another incarnation, the observer does
+            not keep the step, an argument of the step cannot be used now, or the contract was made
             with ``counted=True`` and without ``late=True``.
 
         Raises:
@@ -115,7 +118,7 @@ class StepCalls(Queries):
             The new epoch.
 
         Raises:
-            Refused: ``epoch.uncounted``: the counts of the last commit were not presented.
+            Refused: ``epoch.uncounted``: the device counts of the last commit were not presented.
             TypeError, ValueError: The argument is not a recorded step of this contract, or one of
                 its transitions would be refused; nothing was changed.
         """

@@ -70,7 +70,7 @@ class Transitions:
     The composed transition functions over one choice of relations.
 
     Args:
-        relations: Names of the relations that take part, in the normative order.
+        relations: Names of the relations that take part, in the order in which their guards run.
         functions: Composed function by transition name.
     """
 

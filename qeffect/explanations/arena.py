@@ -115,7 +115,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "arena.left-out": lambda st, a: (
         f"a grouped dW of {a['key']}",
-        "one dW for each tape: these stages leave out the relation arena",
+        "one dW for each tape, since these stages leave out the relation arena",
     ),
     "arena.overwrite": lambda st, a: (
         f"{a['key']} as the {_opened(st, a)} first write",

@@ -69,7 +69,7 @@ def _unwaited_links(st: Any) -> list[int]:
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "capture.out-of-order": lambda st, a: (
         _out_of_order(st, a),
-        "graphs of one memory pool replayed in the order of capture while a tape is live in it",
+        "graphs of one memory pool replayed in the order of capture while the pool has a live tape",
     ),
     "completion.wrong-stream": lambda st, a: (
         f"link {a['link']} of domain {st.domain_at[a['link']]}",

@@ -43,8 +43,8 @@ def _moves(st: Any, a: Arguments) -> str:
 def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str]:
     d = domain_of(st, a)
     return (
-        f"{action} of {a['key']} as update {st.position[d]} of the epoch",
-        f"this action as update {getattr(st, column)[a['key'].cell]}, as declared",
+        f"{action} of {a['key']} at position {st.position[d]} of the declared order",
+        f"this action at position {getattr(st, column)[a['key'].cell]}",
     )
 
 

@@ -52,7 +52,8 @@ class RecordedSteps:
 
         Args:
             step: The recorded step.
-            guards_alone: If True, do not require that the counts of the last commit were presented.
+            guards_alone: If True, do not require that the device counts of the last commit were
+                presented.
 
         Raises:
             TypeError: The argument is not a recorded step.
@@ -89,7 +90,7 @@ class RecordedSteps:
             )
 
     def _impeded(self, step: RecordedStep) -> Difference | None:
-        """Return why no step can be committed whatever the contract's state is, or None."""
+        """Return why no step can be committed in any state of the contract, or None."""
         if not isinstance(step, RecordedStep):
             raise TypeError(f"expected a RecordedStep, got {shown(step)}")
         runner = self._runner
@@ -105,7 +106,7 @@ class RecordedSteps:
         if self._counted is not None:
             if not self._counted.late:
                 found, wanted = "at the commit", "after the commit (late=True)"
-                return Difference("the time at which counts are compared", found, wanted)
+                return Difference("the time of comparing device counts", found, wanted)
         return None
 
     def _asked(self, step: RecordedStep, *, guards_alone: bool) -> Difference | StepState | None:
@@ -122,7 +123,7 @@ class RecordedSteps:
             tried = outcome
         if self._counted is not None and self._counted.awaited is not None and not guards_alone:
             return Difference(
-                "the state of the last commit's counts",
+                "the state of the last commit's device counts",
                 "not presented",
                 "presented",
                 "epoch.uncounted",
@@ -138,7 +139,7 @@ class RecordedSteps:
             unchanged: Whether the state has not changed since the last call of `differs`.
 
         Raises:
-            Refused: ``epoch.uncounted``: the counts of the last commit were not presented.
+            Refused: ``epoch.uncounted``: the device counts of the last commit were not presented.
             TypeError, ValueError: The argument is not a step of this contract, or a transition of
                 the step would be refused.
         """

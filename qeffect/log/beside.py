@@ -129,7 +129,7 @@ def _spans(
 @attrs.frozen
 class _RankRecord:
     """
-    The entries of a rank log that its worker's event log must match.
+    The entries of a rank log with which the event log of the same worker must agree.
 
     Args:
         name: The log's path.

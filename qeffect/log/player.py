@@ -501,7 +501,7 @@ class Player:
                     number,
                     "events",
                     "the end of the log while a step is being recorded",
-                    "a line keep_step or drop_step before the end",
+                    "a keep_step or drop_step line before the end of the log",
                 )
             return
         check_event(event, where)

@@ -1,7 +1,7 @@
 """
 Capture memory: graphs that share a memory pool must be replayed in the order of their capture.
 
-A later graph uses memory that an earlier graph freed as its own scratch memory.
+The scratch memory of a graph may be memory that an earlier graph of the pool has freed.
 """
 
 from __future__ import annotations

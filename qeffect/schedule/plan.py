@@ -20,8 +20,8 @@ the tapes that computations keep live, `StagePlan.peak_live - StagePlan.held_by_
 
 QEffect's own runtime keeps a tape live for longer (`runtime_slots`): there a tape begins with the
 receive of its input. If two successive stages are on the same rank without a message between them,
-each stage reads the results of the other stage directly, and so is a reader of the other stage's
-tape.
+each stage reads the results of the other stage directly. Each stage is then a reader of the other
+stage's tape.
 """
 
 from __future__ import annotations

@@ -1,23 +1,26 @@
 """
 A step that recurs: one optimizer step, recorded once, then checked and committed in one call.
 
-A training step runs the same transitions in every epoch, and only counters differ between epochs.
-So a step is first run transition by transition, with every guard of every action, and recorded. The
-recording has the memory entries that the transitions read before they wrote them, and the final
-values of the entries that they wrote. Later steps are checked by one comparison of the entries
+A transition is a function that checks and changes the contract's state. A training step runs the
+same transitions in every epoch, and only counters differ between epochs. So a step is first run
+transition by transition, with every guard of every action, and recorded. The recording has the
+memory entries that the transitions read before they wrote them, and the final values of the entries
+that they wrote. Later steps are checked by one comparison of the entries
 read, and committed by writing the final values.
 
 Why this gives the same result as running the transitions one by one:
 
-* *The entries read determine the step.* A transition is a function of the columns and of its
-  arguments. An entry that no transition reads before it is written does not influence the step.
-* *The entries read equal the recorded start, except for risen counters.* Each entry of
-  `counters.COUNTERS` belongs to a family whose numbers are counted from one counter: epochs,
-  tickets, effect tokens, replays, work of a caller, generations. All entries of a family may have
-  moved by the same amount as the family's counter; every other entry must be unchanged. The
-  arguments (epochs of keys, generations of references, tokens and tickets) must have moved by the
-  same amounts. With any other difference the step is not the recorded step.
-* *Moving a family changes no guard's decision.* Transitions compare a family's numbers with each
+* *The entries read determine the step.* The result of a transition depends only on the columns (the
+  lists that hold the state) and on its arguments. An entry that no transition reads before it is
+  written does not influence the step.
+* *The entries read equal the recorded start, except for risen counters.* The columns in
+  `counters.COUNTERS` hold numbers of six families: epochs, tickets, effect tokens, replays, work of
+  a caller, generations. Each such number is counted from a counter; for example, each slot has a
+  counter of generations. If a counter has risen, all numbers that are counted from it must have
+  risen (moved) by the same amount. Every other entry must be unchanged. The arguments (epochs of
+  keys, generations of references, tokens and tickets) must have risen by the same amounts. With any
+  other difference the step is not the recorded step.
+* *A move of a family changes no guard's decision.* Transitions compare a family's numbers with each
   other, copy them, and add one. Beyond that they compare epochs and tickets with the number for
   "none", and generations with their maximum. The number for "none" does not move and lies below all
   others, since counters never fall; a step must not reach the maximum. So every guard decides as
@@ -30,8 +33,8 @@ accepted, and must end in the recorded end, moved by the same amounts.
 
 Of the contract's state outside its memory, the reservations are compared and written in the same
 way. The order of the free slots is not compared: it only decides which slot the contract chooses,
-and the step takes the recorded slots. The step leaves the slots that it used behind the others, as
-its transitions would.
+and the step takes the recorded slots. After the step, the slots that the step has freed are at the
+end of the list of free slots, as they would be after its transitions.
 
 A start that differs may still be acceptable: for example, the caller waited once more, or another
 tape used a slot before. The step's transitions then run one by one over a copy of the state, and

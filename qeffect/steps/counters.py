@@ -48,10 +48,11 @@ class Counter(NamedTuple):
 
     Args:
         family: Name of the family, whose numbers are compared with each other.
-        through: Columns to look up, one after the other, to get from the column's index to the
-            index of the family's counter; None if the family has only one counter.
-        none: The number for "none", which never moves. The number is 0 for columns whose entries
-            the guards only compare by size with other entries of the family.
+        through: Columns that lead from an index of this column to the index of the entry's counter:
+            an entry of one column is the index into the next column. Empty if both indices are
+            equal; None if the family has only one counter.
+        none: The number for "none", which never moves; None if the column has no such number. It is
+            0 if guards only ask which of two numbers of the family is larger.
     """
 
     family: str
@@ -156,12 +157,12 @@ def translated(memory: Memory, amounts: Amounts) -> Memory:
 
 def translated_event(memory: Memory, event: Event, amounts: Amounts) -> Event:
     """
-    Return a transition with its arguments moved like the counters.
+    Return a transition whose arguments are raised by the amounts of their counters.
 
     Args:
         memory: The memory whose configuration and incarnation the arguments refer to.
         event: The transition with its arguments.
-        amounts: How far each counter has moved.
+        amounts: By how much each counter has risen.
     """
     transition, given = event
     named = dict(zip(TRANSITIONS[transition], given, strict=True))

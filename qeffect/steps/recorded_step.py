@@ -252,10 +252,10 @@ class RecordedStep:
 
     def try_moved(self, amounts: Amounts) -> None:
         """
-        Run the transitions one by one from a start whose counters have moved.
+        Run the transitions one by one from a start whose counters are raised by given amounts.
 
         Args:
-            amounts: How far each of `counters` has moved; no slot reaches its last generation.
+            amounts: The amount for each of `counters`; no slot may reach its last generation.
 
         Raises:
             ValueError: A transition is refused, or the end differs from what `write` would leave.
@@ -363,7 +363,7 @@ class RecordedStep:
         raise AssertionError("two comparisons of the same entries disagree")
 
     def _exhausted(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
-        """Return a slot that would reach its last generation, where a guard's decision changes."""
+        """Return a slot that would reach its last generation; guards decide otherwise there."""
         most = memory.generation_max[0]
         if self._highest + max(amounts) < most:
             return None  # the usual case: no slot is near its last generation

@@ -21,8 +21,8 @@ name this relation.
 
 With one pool per slot, a pool holds only the slot's own graphs of F, dI and dW, and ownership
 already forces their order. This part then refuses nothing that ownership accepts. If several slots
-share a pool, the schedule must keep the capture order while a tape is live in the pool; ZB-V does
-not.
+share a pool, the schedule must keep the capture order while a tape is live in the pool. ZB-V does
+not keep this order.
 
 By default, the graph of a stage's refresh has a pool of its own. A stage may declare that this
 graph was captured in a pool of slots (`StageConfig.refresh_pool`). A refresh keeps no tape, but its

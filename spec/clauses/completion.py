@@ -264,10 +264,10 @@ really put the waits on the streams.""",
             id="completion.update-to-reader",
             number="6.13",
             title="Weights are read on other streams after the update",
-            invariant="A read of weights starts after the work of a caller's stream. This stream "
-            "either ran the optimizer's latest update, or has waited for the link's graph stream "
-            "since that update. The wait counts only if the graph stream had already waited for "
-            "the update, or the host had seen the update finish.",
+            invariant="A read of weights names a link, and starts after the work of the link's "
+            "caller. This caller's stream either ran the optimizer's latest update, or has waited "
+            "for the link's graph stream since that update. The wait counts only if the graph "
+            "stream had already waited for the update, or the host had seen the update finish.",
             transitions=("start_weights_read",),
             argument="link",
             unchanged=_STREAMS,

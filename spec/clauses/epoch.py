@@ -46,9 +46,9 @@ half way leaves some weights updated and others not, and nothing can tell which:
 
 Some faults are seen late, for example an asynchronous device error, or a wrong digest that is
 compared after the tape is gone. `fail` names the stage and the epoch of the fault. A fault of the
-current epoch *spoils* that epoch: the epoch can no longer commit, and only a restore begins it
-again. If the epoch's update is in flight, or was committed, the weights come from wrong gradients,
-and count as half updated.
+current epoch *spoils* that epoch: the epoch can no longer commit, and must run again after a
+restore. If the update of the fault's epoch is in flight, or was committed, the weights come from
+wrong gradients, and count as half updated.
 
 An evaluation is a forward without training: no dI and no dW follows, and it has no key, no slot and
 no effect token. An evaluation runs in memory of its own, not in a slot whose graph updates scales.

@@ -22,18 +22,20 @@ describes the format and marks fields as `x-semantic`: a changed semantic field 
 claims. Every line ends in a digest of all bytes of the log before it. The digest finds damage, not
 forgery: a forger can compute the digests anew, but the clauses of parts 1 to 9 still apply.
 
-A contract that commits a whole recorded step in one call writes one line, `repeat_step`, which
-names the step. The lines of the recorded step stand between `begin_step` and `keep_step` (or
-`drop_step`). For `repeat_step` the replayer runs each transition of the kept step again, with all
-guards; epochs, tokens and other counters in the arguments advance with the step.
+A contract can record the transitions of one step, and later commit an equal step in one call
+(chapter *A step in one call*). The log of such a commit is one line, `repeat_step`, which names the
+recorded step. The lines of the recorded step stand between `begin_step` and `keep_step` (or
+`drop_step`, if the recording is not kept). For `repeat_step` the replayer runs each transition of
+the recorded step again, with all guards; epochs, tokens and other counters in the arguments advance
+with the step.
 
 A replayer rebuilds the memory from the header and runs the transition functions over the events. A
 log is accepted if every event is accepted with the recorded result, and the final state is the
 recorded state. Input that is not a log (binary, empty, malformed) is reported as an error, not as a
 refusal. Each line can be written in one way only: no spaces, the schema's order of fields,
 printable names, the configuration as a recorder describes it. Any other line is rejected as
-malformed, and so is a header with more stages, slots, cells, links or destinations than a log may
-configure.
+malformed. A header that configures more stages, slots, cells, links or destinations than a log may
+have is malformed too.
 
 After some changes to a log, its events still keep the contract, and only the digests reveal the
 change. Examples: another name for a caller, domain or pool; an argument of a part that is left out;

@@ -163,7 +163,7 @@ of an epoch whose update had begun.""",
             number="3.8",
             title="dI uses the scales of its own forward",
             invariant="If tapes carry scales, dI commits only if it used the scales of its own F. "
-            "dI names the scales by the effect token that was current when their F ran. If scales "
+            "dI names these scales by the effect token that was current when that F ran. If scales "
             "move once an epoch, dI reports the token at which the scales last moved since the "
             "last restore (0 if they have not moved).",
             transitions=("commit_dgrad",),
@@ -270,8 +270,8 @@ of an epoch whose update had begun.""",
             "are updated and the scales are not.",
             section="design",
             cause="`move_scales` was not called, for example in an update that is skipped because "
-            "of the gradient norm, or was called for some domains only; or `commit_epoch` was "
-            "called, which leaves no time to call `move_scales`.",
+            "of the gradient norm, or was called for some domains only. Or `commit_epoch` was "
+            "called: it checks and commits in one call, so `move_scales` cannot come in between.",
             remedy="In the update, move the scales of every domain and call `move_scales` for "
             "each. After this refusal, restore the numerical state of the last commit.",
         ),

@@ -68,8 +68,8 @@ ticket, once.""",
             cause="The schedule keeps more tapes live than the stage has slots: forwards run ahead "
             "of their dI and dW, or an earlier tape was never consumed.",
             remedy="Give the stage as many slots as its schedule keeps tapes live at once "
-            "(`qeffect plan` prints this number). Or look for a dW, or another read of a tape, "
-            "that was never committed.",
+            "(`qeffect plan` prints this number). Or look for a dW that was never committed, or a "
+            "read of a tape that never finished.",
         ),
         Clause(
             id="ownership.foreign-slot",
@@ -330,7 +330,8 @@ ticket, once.""",
             number="1.16",
             title="dW covers every matrix once",
             invariant="dW commits only if it produced the gradient of every matrix of its stage "
-            "exactly once. This also holds on the copied path, without an arena.",
+            "exactly once. This also holds without an arena, where the caller copies the gradients "
+            "out of dW.",
             transitions=("commit_wgrad", "ungroup_wgrad"),
             argument="covered",
             unchanged="The whole state; the public API then aborts the tape, since its dW has run.",
@@ -416,7 +417,7 @@ ticket, once.""",
             "microbatch. The buffer still holds the input of the slot's previous tape.",
             remedy="Reserve the key's slot, post the receive into it, and wait for it before F; "
             "post the gradient's receive before dI. If the input is copied, reserve the key's slot "
-            "with the link of the copy.",
+            "with the link whose caller's stream makes the copy.",
         ),
         Clause(
             id="ownership.no-such-receive",
@@ -609,8 +610,8 @@ ticket, once.""",
             argument="key",
             unchanged=_TENANT,
             section="design",
-            cause="The step was declared with fewer microbatches than its loop runs, or was "
-            "declared twice.",
+            cause="`shorten_walk` left out a microbatch that the loop then ran, or was called "
+            "twice in one walk.",
             remedy="Run only the microbatches that `shorten_walk` named. Call `shorten_walk` once "
             "per walk, with the number of microbatches that the step has.",
         ),

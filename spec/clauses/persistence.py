@@ -63,8 +63,8 @@ never saved.""",
             argument="",
             unchanged=_WITHHELD,
             section="III-E",
-            cause="An action was checked and neither committed nor aborted; or a recorded step was "
-            "checked, and its launch may be writing the weights.",
+            cause="An action was checked and neither committed nor aborted. Or a whole step was "
+            "checked in one call (`check_step`), and its launch may be writing the weights.",
             remedy="Commit or abort the action, or call `commit_step`, then take the checkpoint. "
             "Call `withdraw_step` if the step was not run.",
         ),

@@ -18,10 +18,11 @@ PART = Part(
     intro="""\
 A captured forward reads quantized weights at a fixed address. The bytes at that address do not show
 after which optimizer step the weights were quantized. Each stage therefore has a weight epoch,
-which the commit advances, and a cache epoch, which a refresh sets to the weight epoch. The cache is
-stale after a commit, after a restart and after `invalidate`.
+which the commit advances, and a cache epoch. A *refresh* quantizes the weights into the cache, and
+sets the cache epoch to the weight epoch. The cache is stale at first, after a commit, after a
+restore, and after the caller reported its loss (`invalidate`).
 
-A refresh is an action of its own or a flag of F. A refresh comes directly before its stage's first
+A refresh is a separate action or a flag of F. A refresh comes directly before its stage's first
 forward of the epoch, with no other F, dI, refresh or evaluation of its state domain in between. The
 reason: each F and dI ends with an update of the scales of all modules of the domain. One such
 update must see both the amaxes of the refreshed weights and the amaxes of the forward. Over a stale

@@ -390,7 +390,8 @@ def scales_of_the_epoch_of_stage(st: State, h: History, a: Args) -> Truth:
 @STEPS("capture.taken-in-order", "group_wgrad", needs="capture")
 def taken_in_order(st: State, h: History, a: Args) -> Truth:
     """A dW takes a further tape only if the latest graph replayed in the tape's pool was captured
-    before the tape's own dW. A graph captured later may use the tape's memory as scratch memory."""
+    before the graph of the tape's own dW. A graph captured later may use the tape's memory as
+    scratch memory."""
     s = a.ref.slot
     return h.last_rank[st.pool_of[s]] < st.wgrad_rank[s]
 
@@ -561,8 +562,8 @@ def _done(h: History, cell: Index) -> Truth:
 @STEPS("epoch.whole", "finalize", c="cell")
 def whole(st: State, h: History, a: Args, c: Index) -> Truth:
     """When a stage is finalized, each of its cells (microbatch, block, invocation) has run F, dI
-    and dW exactly once in this walk over the microbatches, or is left out of the walk. In the first
-    case dW covered every matrix; a cell that is left out has run none of the three."""
+    and dW exactly once in this walk over the microbatches, or is left out of the walk and has run
+    none of the three. Each dW that ran covered every matrix."""
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
     none = (h.ran_forward[c] == 0) & (h.ran_dgrad[c] == 0) & (h.ran_wgrad[c] == 0)
     ours = st.stage_of[c] == a.stage
@@ -935,8 +936,8 @@ def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Trut
 
 @STEPS("epoch.one-denominator", "commit_dgrad")
 def one_denominator(st: State, h: History, a: Args) -> Truth:
-    """If a stage reports the weights of its gradients, every dI of an epoch reports the same total,
-    in parts, to which these weights must add up. The total is at least one part."""
+    """If a stage reports each microbatch's gradient weight as a number of parts of a total, every
+    dI of an epoch reports the same total. The total is at least one part."""
     s = st.slot_stage[a.slot]
     first = (h.counted_in[s] == 0) & (0 < a.parts)
     return implies(st.reports_weights[s] != 0, first | (a.parts == h.counted_in[s]))
@@ -944,8 +945,8 @@ def one_denominator(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("epoch.weights-add-up", "check_update", g="stage")
 def weights_add_up(st: State, h: History, a: Args, g: Index) -> Truth:
-    """If a stage reports the weights of its gradients, an update begins only if these weights, over
-    all walks of the epoch, add up to the total that the stage's dI reported."""
+    """If a stage reports each microbatch's gradient weight as a number of parts of a total, an
+    update begins only if these numbers, over all walks of the epoch, add up to that total."""
     return implies(st.reports_weights[g] != 0, h.weighed[g] == h.counted_in[g])
 
 

@@ -92,8 +92,9 @@ def one_fill(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("order.token", d="domain")
 def token(st: State, h: History, d: Index) -> Truth:
-    """A domain's effect token counts the domain's F and dI since the last restore. Each F or dI
-    counts as often as it updated scales; if scales move once an epoch, each counts once."""
+    """A domain's effect token equals the number of scaling updates that the domain's F and dI made
+    since the last restore. If scales move once an epoch, the token equals the number of these F and
+    dI."""
     return st.token[d] == h.updates[d]
 
 
@@ -118,7 +119,7 @@ def drawn_once(st: State, h: History, d: Index) -> Truth:
 
 @WORLD("capture.unclobbered")
 def unclobbered(st: State, h: History) -> Truth:
-    """While a tape keeps memory in its capture pool, no replay has overwritten that memory. The
-    memory survives the replay of another graph in that pool, also of a refresh, only if that graph
-    was captured after the tape's latest graph and before the tape's next graph."""
+    """While a tape keeps memory in its capture pool, no replay has overwritten that memory. A
+    replay of another graph in that pool, also of a refresh's graph, counts as harmless only if that
+    graph was captured after the tape's latest graph and before the tape's next graph."""
     return implies(h.in_pool[h.slot[0]] == 1, h.clobbered[0] == 0)

@@ -1,9 +1,9 @@
 """
 What an accepted transition changes, and what no transition changes.
 
-Each property compares the memory before (``st``) and after (``after``) a transition with these
-arguments, and names the transitions that it holds for. A restore resets the memory, so it has
-promises of its own.
+Each property compares the memory before (``st``) and after (``after``) a transition with the
+arguments ``a``. The property names the transitions for which it holds. A restore resets the memory,
+so it has promises of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def _but(*names: str) -> tuple[str, ...]:
 
 @CHANGES("order.token-advances", *_UPDATES, d="domain")
 def token_advances(st: State, after: State, a: Args, d: Index) -> Truth:
-    """The commit of an F or a dI advances its domain's token by one, and no other token."""
+    """The commit of an F or a dI advances its domain's token by one. The tokens of all other
+    domains stay unchanged."""
     own = d == domain_of_slot(st, a.slot)
     return after.token[d] == st.token[d] + choose(own, 1, 0)
 

@@ -21,11 +21,15 @@ class PaperInvariant:
     """
     One invariant of the paper.
 
-    Args: name: Name of the invariant in this project. place: Place in the paper. title: Name of the
-    invariant in the paper. says: The invariant in a sentence. promises: Names of the promises whose
-    conjunction is the invariant. theorems: Names of further theorems of the proofs that belong to
-    the invariant. needs: Optional relations; if one is left out, the contract keeps only part of
-    the invariant.
+    Args:
+        name: Name of the invariant in this project.
+        place: Place in the paper.
+        title: Name of the invariant in the paper.
+        says: The invariant in a sentence.
+        promises: Names of the promises whose conjunction is the invariant.
+        theorems: Names of further theorems of the proofs that belong to the invariant.
+        needs: Optional relations; if one of these is left out, the contract keeps only part of the
+            invariant.
     """
 
     name: str

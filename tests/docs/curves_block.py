@@ -34,8 +34,8 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
         "named side:schedule:seed:head. Runs of one seed start from the same bits and read the "
         "same windows; they were not timed alternately. *Loss* is the mean training loss of the "
         "first ten steps, then of the last ten; in brackets, the last mean divided by the first. A "
-        "step time is the median over blocks of steps; each block ends when the device is idle. *Building* is the time to "
-        "make the stages, warm up and capture:"
+        "step time is the median over blocks of steps; each block ends when the device is idle. "
+        "*Building* is the time to make the stages, warm up and capture:"
     )
     beside = {row["run"]: row for row in derived["same_order"]}
     header = (

@@ -84,10 +84,11 @@ def on_two_gpus() -> str:
             "step in one call. If the guard instead makes every call of the contract in every "
             f"step, it adds {most(whole, 'tenth'):.1%} to a quiet step and "
             f"{most(whole, 'median'):.2%} to the median step, which is {most(whole, 'us'):.0f} "
-            "microseconds. Steps differ from each other by more than the guard adds. So each round "
-            "timed a guarded step and an unguarded step, one after the other. The median "
-            "difference for each F and each B lies, with a confidence of 95%, between "
-            f"{limits[0]} microseconds on the first rank and between {limits[1]} on the second.",
+            "microseconds for each F and each B. Steps differ from each other by more than the "
+            "guard adds. So each round timed a guarded step and an unguarded step, one after the "
+            "other. The median difference for each F and each B lies, with a confidence of 95%, "
+            f"between {limits[0]} microseconds on the first rank and between {limits[1]} on the "
+            "second.",
             inside_the_guard(),
         )
     )
@@ -107,8 +108,8 @@ def inside_the_guard() -> str:
         "reads a clock whenever the host enters or leaves the guard's code, while the same model "
         "trains. For each F and each B with their messages, the host spends "
         f"{median} microseconds inside the guard on the two ranks (medians of {steps} steps; 80% "
-        f"of the steps: {tenth_us:.0f} to {ninetieth:.0f}). The time that reading the clock takes is subtracted. The goal is at "
-        f"most {report['goal_us']:.0f} microseconds."
+        f"of the steps: {tenth_us:.0f} to {ninetieth:.0f}). The time that reading the clock takes "
+        f"is subtracted. The goal is at most {report['goal_us']:.0f} microseconds."
     )
 
 

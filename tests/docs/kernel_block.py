@@ -168,15 +168,15 @@ def agreements(found: Sequence[Mapping[str, Any]]) -> str:
     others = [a for a in found if a["solver"] != "z3"]
     goals = found[0]["goals"]
     assert all(a["unsat"] == goals for a in seeds)
-    text = f"{len(seeds) + 1} seeds of Z3 agree on the {goals:,} obligations of all relations"
+    text = f"{len(seeds) + 1} seeds of Z3 prove all {goals:,} obligations with all relations"
     for other in others:
         left = [row for row in other["open"] if row["verdict"] == "unknown"]
         assert other["unsat"] + len(left) == goals
         agrees = f"all {goals:,}" if other["unsat"] == goals else f"{other['unsat']:,}"
-        text += f"; {other['solver']} agrees on {agrees} of them"
+        text += f"; {other['solver']} proves {agrees} of them"
         if "attempts" in other:
             told = [f"{count:,} with {name}" for name, count in other["attempts"].items()]
-            text += f" (proved with these hypotheses: {', '.join(told)})"
+            text += f" (with these hypotheses: {', '.join(told)})"
         if left:
             limit = max(row["seconds"] for row in left)
             names = ", ".join(f"`{row['name']}` at {row['transition']}" for row in left)

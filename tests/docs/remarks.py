@@ -32,7 +32,7 @@ CUT = {
     ("tables_four.json", "df5819e4b527"): (
         "Two starts ended at a time limit. The second start over two ranks lacks the measurement "
         "with 32 microbatches. The start over four ranks lacks, for layers alone, one launch under "
-        "1f1b and both sides under izb. "
+        "1f1b, and replays and one launch under izb. "
         "The figures of layers alone over two ranks come from the first start. Two other GPUs of "
         f"the machine were busy during the starts over two ranks. {PROFILED}"
     ),

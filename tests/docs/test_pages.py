@@ -165,7 +165,7 @@ def test_the_rows_that_cut_tables_lack_are_those_of_their_remark() -> None:
         + [("layers", 8, "izb", side) for side in ("replays", "one launch")],
     ]
     assert "start over two ranks lacks the measurement with 32 microbatches" in said
-    assert "for layers alone, one launch under 1f1b and both sides under izb" in said
+    assert "one launch under 1f1b, and replays and one launch under izb" in said
 
 
 def test_a_bound_is_that_of_its_reports_times() -> None:
@@ -350,11 +350,11 @@ def test_what_a_second_solver_was_told_is_said() -> None:
     some = {"solver": "cvc5", "unsat": 8, "open": [row], "attempts": {"few lemmas": 8}}
 
     assert (
-        "2 seeds of Z3 agree on the 9 obligations of all relations; cvc5 agrees on all 9 of them "
-        "(proved with these hypotheses: 7 with few lemmas, 2 with every lemma)."
+        "2 seeds of Z3 prove all 9 obligations with all relations; cvc5 proves all 9 of them "
+        "(with these hypotheses: 7 with few lemmas, 2 with every lemma)."
     ) == agreements([z3, all_of_them])
     assert agreements([z3, some]).endswith(
-        "cvc5 agrees on 8 of them (proved with these hypotheses: 8 with few lemmas) and gave no "
+        "cvc5 proves 8 of them (with these hypotheses: 8 with few lemmas) and gave no "
         "answer on 1 within 10 s (`a.claim` at read)."
     )
 

@@ -49,6 +49,8 @@ def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(TWO, marks=two_ranks),
         pytest.param(Job(schedule="il", pp=2, microbatches=4, config=CONFIG), marks=two_ranks),
         pytest.param(Job(schedule="izb", pp=2, microbatches=4, config=CONFIG), marks=two_ranks),
+        attrs.evolve(ONE, rule="per_microbatch"),
+        pytest.param(attrs.evolve(TWO, rule="per_microbatch"), marks=two_ranks),
         attrs.evolve(ONE, scales="epoch", wgrad_group=4),
         pytest.param(attrs.evolve(TWO, scales="epoch", wgrad_group=2), marks=two_ranks),
         attrs.evolve(ONE, layers=2, recompute=(0,)),
@@ -58,7 +60,8 @@ def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(FOUR, marks=four_gpus),
     ],
     ids=[
-        *("one rank", "zbv", "il", "izb", "one rank, grouped", "zbv, grouped"),
+        *("one rank", "zbv", "il", "izb", "one rank, per microbatch", "zbv, per microbatch"),
+        *("one rank, grouped", "zbv, grouped"),
         *("one rank, recomputed", "zbv, recomputed", "replicas"),
         *("replicas of their own amax", "four ranks"),
     ],

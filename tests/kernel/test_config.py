@@ -343,7 +343,7 @@ class TestWhatIsNoConfiguration:
 
     def test_cells_that_no_memory_holds(self) -> None:
         """Three numbers, each of which is one, are multiplied."""
-        with pytest.raises(ValueError, match=r"stage 0 is 2,097,152 cells; expected at most"):
+        with pytest.raises(ValueError, match=r"stage 0 is 2,097,152; expected at most"):
             StageConfig(0, microbatches=1 << 10, slots=1, blocks=1 << 10, invocations=2)
 
     @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -180,8 +180,8 @@ class TestDeclaredOrder:
         with refused(
             rig,
             "order.reordered",
-            "F of microbatch 1 of stage 0 in epoch 0 as update 0",
-            "update 1",
+            "F of microbatch 1 of stage 0 in epoch 0 at position 0",
+            "position 1",
         ):
             rig.check_forward(1)
 
@@ -196,8 +196,8 @@ class TestDeclaredOrder:
         with refused(
             rig,
             "order.reordered",
-            "dI of microbatch 0 of stage 0 in epoch 0 as update 2",
-            "update 3",
+            "dI of microbatch 0 of stage 0 in epoch 0 at position 2",
+            "position 3",
         ):
             rig.contract.check_dgrad(rig.key(0), ref)
 

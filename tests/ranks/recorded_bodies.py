@@ -11,6 +11,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks import fallback, gate, one_launch
 from qeffect.gpu_runtime.ranks.channels import ChannelEnds, Channels, Message
 from qeffect.gpu_runtime.ranks.consent import Consent, StoppedError
@@ -131,6 +132,26 @@ def uncaptured(job: Job, steps: int) -> dict[str, Any]:
     left = bits(worker)
     worker.close()
     return {"notes": notes, "left": left, "gates": len(gates)}
+
+
+def unreplayed(job: Job) -> list[str]:
+    """The last rank cannot capture its actions; return what each rank raises."""
+    recorded.install()
+    worker = _made(job, {})
+    if worker.member.rank == job.world - 1:
+
+        def refuse() -> None:
+            raise RuntimeError("out of memory")
+
+        worker.runtime.replay_actions = refuse  # type: ignore[method-assign]
+    worker.step()
+    raised = []
+    try:
+        worker.replay_actions()
+    except BackendError as error:
+        raised.append(str(error))
+    worker.close()
+    return raised
 
 
 def unwarmed(job: Job, steps: int, behind: bool) -> dict[str, Any]:

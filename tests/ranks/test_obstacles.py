@@ -36,24 +36,23 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rule": (
         {"rule": "copied"},
-        "rule is 'copied', so the host keeps copies of gradients, which a graph cannot do: take "
-        "'accumulate' or 'per_microbatch'",
+        "rule is 'copied', which is not supported in a launch: take 'accumulate' or "
+        "'per_microbatch'",
     ),
     "gradients": (
         {"keeps_gradients": True},
-        "the host keeps each microbatch's gradients, which a graph cannot do, because scales are "
-        "updated once an epoch and the table's dI are not in the order of microbatches: take a "
-        "table whose dI are in this order",
+        "scales are updated once an epoch and the table's dI are not in the order of microbatches, "
+        "which is not supported in a launch: take a table whose dI are in this order",
     ),
     "draws": (
         {"draws": True},
-        "F draws random numbers, and every F in one graph of a step would draw the same numbers: "
-        "take mode 'replays', or leave dropout out",
+        "F draws random numbers, but a launch does not set the position of their generator: take "
+        "mode 'replays', or leave dropout out",
     ),
     "walks": (
         {"walks": 3},
-        "a step has 3 walks (passes over the table), and one graph holds one walk: take one walk "
-        "over a table of all microbatches",
+        "a step has 3 walks (passes over the table), which is not supported in a launch: take one "
+        "walk over a table of all microbatches",
     ),
     "device": ({"device": CPU}, "a CPU has no CUDA graphs: run on cuda"),
 }

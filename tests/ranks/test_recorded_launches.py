@@ -49,13 +49,18 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Replayed:
         (PIPE, {}),
         (REPLICAS, {"clip_norm": 0.01, "mean": True}),
         pytest.param(FOUR, {"clip_norm": 0.01}, marks=pytest.mark.ci),
+        (attrs.evolve(PIPE, rule="per_microbatch"), {}),
+        (attrs.evolve(REPLICAS, rule="per_microbatch"), {"mean": True}),
         (attrs.evolve(PIPE, scales="epoch"), {"clip_norm": 0.01}),
         (attrs.evolve(PIPE, scales="epoch", wgrad_group=2), {"clip_norm": 0.01}),
         pytest.param(
             attrs.evolve(FOUR, scales="epoch"), {"clip_norm": 0.01}, marks=pytest.mark.nightly
         ),
     ],
-    ids=["pipeline", "replicas", "both", "epoch scales", "grouped", "both, epoch scales"],
+    ids=[
+        *("pipeline", "replicas", "both", "one buffer per microbatch", "replicas of such buffers"),
+        *("epoch scales", "grouped", "both, epoch scales"),
+    ],
 )
 def test_launches_leave_the_bits_of_replays(
     job: Job, options: dict[str, Any], tmp_path: Path
@@ -250,3 +255,10 @@ def test_a_step_that_cannot_be_captured_is_taken_by_replays(
         assert note.startswith("the step could not be captured: rank 1, step 1")
         assert "operation not permitted when stream is capturing" in note
         assert said.words[rank]["gates"] == 1
+
+
+def test_a_rank_that_cannot_capture_its_actions_ends_all_ranks(tmp_path: Path) -> None:
+    """At once, and with one cause: no rank waits for it in a later step."""
+    said = launch(2, tmp_path, recorded_bodies.unreplayed, PIPE)
+    assert said.codes == [0, 0]
+    assert said.words[0] == said.words[1] == ["rank 1 cannot capture its actions: out of memory"]

@@ -24,11 +24,13 @@ from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
+from qeffect.gpu_runtime.step.launch_executor import LaunchExecutor
 from qeffect.gpu_runtime.step.memory.arena import RULES, Rule
 from qeffect.gpu_runtime.step.memory.numerical_state import NumericalState
 from qeffect.gpu_runtime.step.memory.slots import Slot
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.step.plan.slots import PROVISIONINGS, Provisioning
+from qeffect.refusals import Refused
 from tests.profiles import few
 
 from .helpers import TINY, assert_same, native, optimizer_for, reference_stages
@@ -273,3 +275,60 @@ class TestAddresses:
         run.run(30)
 
         assert 30 * 8 == executor_of(run).num_replays - replays
+
+
+def launch_run() -> GuardedRun:
+    """A guarded runtime for launches, whose actions call the backend."""
+    stages = reference_stages(ORDER, 4, TINY)
+    config = RuntimeConfig(mode="one launch", readers=True)
+    return GuardedRun(Runtime(stages, ORDER, config), Workload(), optimizer_for(stages, BF16))
+
+
+class TestReplayActions:
+    """The return from launches to graphs of single actions."""
+
+    def test_steps_before_and_after_have_the_bits_of_native(
+        self, graphs: list[StandInGraph]
+    ) -> None:
+        """The device's counts go on, although the warm-up runs every action."""
+        run = launch_run()
+        run.recording = Recording("launch")
+        run.run(2)
+        assert not graphs
+        run.runtime.replay_actions()
+        run.run(2)
+
+        assert executor_of(run).num_replays > 0
+        assert_same(native(ORDER, 4, "accumulate", BF16, 4, TINY), run.recording)
+
+    def test_what_each_action_reported_is_kept(self) -> None:
+        """By slot, by dW and by stage, for the rehearsals of later steps."""
+        run = launch_run()
+        run.step()
+        runtime, executor = run.runtime, run.runtime.executor
+        assert isinstance(executor, LaunchExecutor)
+
+        slots = {slot.index for memory in runtime.memories.values() for slot in memory.table}
+        assert executor.slots.keys() == slots
+        assert executor.refreshed.keys() == runtime.stages.keys()
+        for memory in runtime.memories.values():
+            for slot in memory.table:
+                assert executor.slots[slot.index].queued[0] == memory.all_matrices
+        assert {each.covered for each in executor.wgrads.values()} == {
+            memory.all_matrices for memory in runtime.memories.values()
+        }
+
+    def test_not_with_a_live_tape(self) -> None:
+        """The tape would be lost."""
+        run = launch_run()
+        run.runtime.actions.refresh(1)
+        run.act(ORDER.steps[0])
+
+        with pytest.raises(Refused) as caught:
+            run.runtime.replay_actions()
+        assert caught.value.clause.startswith("persistence.")
+        assert isinstance(run.runtime.executor, LaunchExecutor)
+
+    def test_only_in_mode_one_launch(self) -> None:
+        with pytest.raises(BackendError, match="mode is 'replays', expected 'one launch'"):
+            captured_run().runtime.replay_actions()

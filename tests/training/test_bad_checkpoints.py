@@ -51,7 +51,7 @@ TEXTS = {
     "more microbatches": ("was saved with microbatches 8, this run has 4", True),
     "a fact too few": ("was saved with sequence nothing, this run has 16", True),
     "two replicas": ("has the scaling state of 2 replicas, this run has 1", True),
-    "a contract too few": ("2 ranks and 1 replicas, found 1; move that folder away", True),
+    "a contract too few": ("2 ranks in each of 1 replicas, found 1; move that folder away", True),
     "no epoch": ("facts.json: epoch is None, expected int", True),
     "an epoch below zero": ("facts.json: epoch is -1, expected int", True),
     "an epoch that is text": ("facts.json: epoch is 1, expected int", True),

@@ -247,7 +247,7 @@ def test_stages_that_recompute(asked: str, stages: tuple[int, ...], tmp_path: Pa
         ({"[parallel]": "recompute = true"}, "expected 'none', 'all', or a list .* found"),
         (
             {"[parallel]": 'recompute = [1]\ncut = "measured"'},
-            "expected 'all' or 'none' with cut = 'measured'",
+            "expected 'all' or 'none', because cut = 'measured'",
         ),
         (
             {

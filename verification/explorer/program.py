@@ -1,7 +1,7 @@
 """
 Compile Z3 terms to a small NumPy program over many states: each term becomes one shared node.
 
-The terms are integers, five-bit masks, and arrays of these. A node's value is a plain number if
+The terms are integers, six-bit masks, and arrays of these. A node's value is a plain number if
 all states have the same value; otherwise it is an array with one entry per state. So a value that
 depends only on a move's fixed arguments and the configuration is computed once.
 """

@@ -26,7 +26,7 @@ class Sighting:
         level: Level of the state: the number of moves of a shortest schedule to the state.
         state: The state in which the event occurred.
         move: Position, in the list of moves, of the move (call) that occurred; None if the event is
-            the state itself.
+            that a predicate fails in the state.
         clause: Clause by which the move was refused; None if the move was accepted.
     """
 

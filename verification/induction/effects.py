@@ -82,9 +82,9 @@ def redeem(h: History, ticket: Any) -> None:
 
 def replay(st: State, h: History, slot: Any, rank: Any) -> None:
     """
-    A graph of the slot is replayed. If its pool has already replayed a graph that was not captured
-    earlier, that graph's scratch memory has overwritten data of the slot's tape that this graph
-    reads.
+    A graph of the slot is replayed. Suppose that the slot's pool has already replayed this graph,
+    or a graph that was captured later. The scratch memory of that earlier replay has then
+    overwritten data of the slot's tape that the graph reads.
     """
     pool = st.pool_of[slot]
     late = (slot == h.slot[0]) & (h.in_pool[slot] == 1) & (rank <= h.last_rank[pool])

@@ -476,7 +476,7 @@ def fail_reduction(st: State, h: History, bucket: Any) -> None:
 
 
 def start_weights_read(st: State, h: History, stage: Any, link: Any) -> None:
-    """A stream that starts behind the caller's begins to read the weights."""
+    """A stream that waits for the caller's stream begins to read the weights."""
     h.weights_reader[stage] = RUNNING
     h.device[st.domain_of[stage]] = 1
 
@@ -488,7 +488,7 @@ def finish_weights_read(st: State, h: History, stage: Any, link: Any) -> None:
 
 
 def start_gradients_read(st: State, h: History, stage: Any, link: Any) -> None:
-    """A stream that starts behind the caller's begins to read the gradients."""
+    """A stream that waits for the caller's stream begins to read the gradients."""
     h.gradients_reader[stage] = RUNNING
     h.device[st.domain_of[stage]] = 1
 

@@ -55,7 +55,7 @@ def held_is_live(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.held-by-consumer", s="slot")
 def held_by_consumer(st: State, s: Index) -> Truth:
-    """If an action is in flight on a retained tape, it is a consumer that the tape waits for."""
+    """If an action is in flight on a retained tape, the tape still waits for dI or dW."""
     waits = awaits(st, s, DGRAD_BIT) | awaits(st, s, WGRAD_BIT)
     return implies((st.held[s] != 0) & retained(st, s), waits)
 

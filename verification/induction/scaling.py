@@ -186,7 +186,7 @@ def tape_touches(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("order.scaled-by", s="slot")
 def scaled_by(st: State, h: History, s: Index) -> Truth:
-    """A tape records the position at which its scales were rolled; an update came after it."""
+    """A tape records the right effect token for its scales; its domain's token has risen since."""
     d = domain_of_slot(st, s)
     before = (st.scaled_at[s] < st.token[d]) & (st.scaled_at[s] == h.scaled_by[s])
     return implies(retained(st, s), before)

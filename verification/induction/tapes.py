@@ -47,7 +47,7 @@ def ran_is_marked(st: State, h: History, c: Index) -> Truth:
 
 @HISTORY("ownership.skipped-is-marked", c="cell")
 def skipped_is_marked(st: State, h: History, c: Index) -> Truth:
-    """A cell is marked as left out exactly if the walk leaves it out, at most once."""
+    """A walk leaves a cell out at most once; the cell is marked exactly if the walk left it out."""
     marked = st.skipped[c] == now(st, st.stage_of[c])
     return ((h.skipped[c] == 0) | (h.skipped[c] == 1)) & (marked == (h.skipped[c] == 1))
 

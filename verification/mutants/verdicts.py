@@ -248,12 +248,12 @@ def _covering(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict:
                 continue
             done = harm(both, probe)
             if done:
-                why = f"covered by {other.clause}; without both, {done[0][1]} fails"
+                why = f"covered by {other.clause}; if both are deleted, {done[0][1]} fails"
                 return MutantVerdict(mutant, "equivalent", why, probe, both)
             if clause != site.clause and named is None:
                 why = (
-                    f"covered by {other.clause}; without that guard this one refuses, without "
-                    f"both {clause or 'nothing'} refuses"
+                    f"covered by {other.clause}; if only {other.clause} is deleted, this guard "
+                    f"refuses; if both are deleted, {clause or 'nothing'} refuses"
                 )
                 named = MutantVerdict(mutant, "equivalent", why, probe, both)
     if named is not None:
@@ -262,7 +262,7 @@ def _covering(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict:
 
 
 def _companions(site: Site, omit: tuple[str, ...]) -> Iterator[tuple[Site, tuple[Site, ...]]]:
-    """Yield the sites that may cover a site, each with all sites to delete for removing both."""
+    """Yield each site that may cover the given site, with the sites to delete to remove both."""
     here = [other for other in sites(omit) if other.transition == site.transition]
     for other in here:
         inside = other.half == site.half and site.place[: len(other.place)] == other.place

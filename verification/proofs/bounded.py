@@ -182,7 +182,8 @@ class Unrolling:
         Return the violations that one step can cause from some state that satisfies all invariants.
 
         Not all these states are reachable, and integers of a few bits wrap around, so some of the
-        violations are not real. But the other violations need no search in reachable states.
+        violations are not real. All other violations are ruled out without a search in reachable
+        states.
         """
         solver = new_solver("bits")
         before = {STAGE_OF: self.states[0][STAGE_OF]}

@@ -21,7 +21,7 @@ CHECKS = tuple(dict.fromkeys(name for predicate in LEGAL for name in predicate.t
 
 
 def completeness(composition: Composition) -> Iterator[Goal]:
-    """Yield goals that together prove: no refusing path of a check is taken if it is legal."""
+    """Yield goals that together prove: no path that refuses is taken by a legal check."""
     words = composition.vocabulary
     for transition in CHECKS:
         legal = [term for claim in words.legal(transition) for term in words.close(claim)]

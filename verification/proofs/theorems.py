@@ -157,8 +157,8 @@ def tickets(composition: Composition) -> Iterator[Goal]:
 
 def _whole(composition: Composition, transition: str) -> list[Term]:
     """
-    Return the condition that a commit's evidence is complete: it is what the check requested, and
-    it is true.
+    Return the condition that a commit's evidence is complete: the evidence is what the check
+    requested, and is true.
     """
     enc, words = composition.encoding, composition.vocabulary
     st, h = words.state(words.before), words.history(words.before)

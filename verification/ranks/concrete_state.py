@@ -143,7 +143,7 @@ class ConcreteState:
         raise AttributeError(name)
 
     def leave_out(self, without: frozenset[str]) -> None:
-        """Disable the conditions with these names, and the writes of COLUMN for ``COLUMN =``."""
+        """Disable the named conditions; the name ``COLUMN =`` disables all writes of COLUMN."""
         self.without = without
         for name in self._lengths:
             getattr(self, name).dropped = f"{name} =" in without

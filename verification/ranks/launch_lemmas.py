@@ -112,8 +112,8 @@ def cut_stops(st: Any, r: Any) -> Any:
 @LAUNCH_LEMMAS("launches.first-back-waits", r="rank", q="rank")
 def first_back_waits(st: Any, r: Any, q: Any) -> Any:
     """
-    A rank that rebuilt before another rank has no vote from that rank, and its weights do not
-    change.
+    While a rank waits for another rank to rebuild too, it has no vote from the other rank, and its
+    weights do not change.
     """
     return implies(st.round[r] > st.round[q], (st.word[r, q] == 0) & (st.weights[r] == st.begin[r]))
 

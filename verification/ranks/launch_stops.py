@@ -1,6 +1,6 @@
 """
-Stops of launched steps in fewer transitions, for explorations that are not about the order of
-stops.
+Stops of launched steps in fewer transitions. Explorations use them if the order of stops does not
+matter.
 
 A rank publishes its reason and cuts its connections in one transition. It names the cause in one
 transition with its report or its end; if the round has no cause yet, the rank chooses the first

@@ -190,7 +190,7 @@ def epoch_of_step(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.yes-is-next", r="rank")
 def yes_is_next(st: Any, r: Any) -> Any:
-    """In phase AGREED, a rank has consented up to the next epoch, else up to its current epoch."""
+    """A rank has consented up to its current epoch or, in phase AGREED, up to the next epoch."""
     agreed = st.phase[r] == AGREED
     return implies(
         _now(st, r),

@@ -36,8 +36,8 @@ _Events = tuple[_Event, ...]
 
 def action_of(event: _Event) -> str:
     """
-    Return the action of `post_send` or `post_receive` in torch's notation, as the log writes it at
-    the end of the message.
+    Return the action of `post_send` or `post_receive` in torch's notation. The log names the action
+    in the same way when the message ends.
     """
     stage, microbatch, gradient = event["message"]
     what = "B" if gradient else "F"

@@ -53,7 +53,7 @@ class ReplayedMessages:
             del self._posted[posted]
 
     def release(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
-        """Release the buffer of a message until it has the generation that the event names."""
+        """Release a message's buffer as often as the generation in the event requires."""
         buffer = _buffer(event)
         wanted = event["generation"] + self._offset[r]
         if r in self._trusted and buffer not in self._trusted[r]:

@@ -18,7 +18,7 @@ Term = Any  # a z3.ExprRef; z3 ships no type information
 
 
 class UndecidedError(TypeError):
-    """The truth of a symbolic value was used outside a symbolic run, which could fork on it."""
+    """A symbolic value was used as a bool outside a symbolic run, which could follow both cases."""
 
 
 @define

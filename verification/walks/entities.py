@@ -131,7 +131,8 @@ class Pool:
 class Link:
     """
     A pair of caller's stream and graph stream, with three times: when the caller last enqueued
-    work, when the graph stream last waited for the caller, and when the caller last waited.
+    work, when the graph stream last waited for the caller, and when the caller last waited for the
+    graph stream.
 
     ``saw_update`` says whether the caller has waited for the latest update through the graph
     stream.

@@ -200,8 +200,8 @@ def _end(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Findings:
 
 def _forgets(shadow: Shadow, slot: Slot, link: int) -> Findings:
     """
-    A violation if the end of a transfer, or a copy, replaces the record of an earlier one for which
-    no graph stream has waited.
+    A violation if the end of a transfer, or a copy, replaces the record of an earlier end or copy
+    for which no graph stream has waited.
     """
     on, at = slot.ended
     if on != link and shadow.links[on].joined < at:

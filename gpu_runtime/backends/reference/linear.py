@@ -154,7 +154,8 @@ class ScaledLinear(torch.nn.Module):
 
     def refresh(self) -> None:
         """
-        Quantize the weight into the cache, in place, and record its amax in the open interval.
+        Quantize the weight into the cache, in place. Its amax counts for the next roll (update) of
+        the scales.
         """
         with torch.no_grad():
             fresh = self.scaling_forward.quantize(torch.cat(self.weights), self.index + 1)
@@ -185,7 +186,7 @@ class ScaledLinear(torch.nn.Module):
 
 class _Product(torch.autograd.Function):
     """
-    The product with its dI and its dW; dW is computed at once, fused into `main_grad`, or deferred.
+    The product with its dI and dW. dW is computed at once, added to `main_grad`, or deferred.
     """
 
     @staticmethod

@@ -298,8 +298,8 @@ class ReferenceDomain:
 
     def claim_first(self) -> bool:
         """
-        Return whether the caller is the first FP8 module of this F; its backward rolls the
-        histories.
+        Return whether the caller is the first FP8 module of this F. The backward of the first
+        module rolls the histories.
         """
         claimed, self._first_unclaimed = self._first_unclaimed, False
         return claimed

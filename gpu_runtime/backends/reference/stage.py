@@ -288,8 +288,8 @@ class ReferenceStage(torch.nn.Module):
 
     def _drawn_again(self, tape: Tape) -> int | None:
         """
-        Return the position at which dI drew again: that of F, or, on a mismatch, a position at
-        which F did not draw.
+        Return the position at which dI drew again. If dI drew at a position at which F did not
+        draw, return that wrong position; otherwise return the first position.
         """
         again = self.domain.random.take()
         other = [position for position in again if position not in tape.drawn]

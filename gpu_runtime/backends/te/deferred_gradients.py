@@ -3,7 +3,7 @@ Take Transformer Engine's deferred weight gradients out of its queues, and run t
 destination.
 
 The library queues closures over the operands of each product in a `WeightGradStore`, a FIFO queue
-without key or owner. Its own `backward_dw` pops the entries of the module's current store,
+without key or owner. The library's `backward_dw` pops the entries of the module's current store,
 overwrites `.grad` and loses the gradients of split QKV. In this backend, each slot (fixed buffers
 for one microbatch at a time) has its own stores. The end of dI takes every entry out of the slot's
 stores and matches the entry with its unit (`WgradUnit`: one product for one or more matrices).
@@ -35,7 +35,8 @@ _REBOUND = ("out", "out_dtype", "accumulate")
 @cache
 def tape_store(library_store: Any) -> Any:
     """
-    Return a subclass of the library's store that drops the rows of operands with a transpose.
+    Return a subclass of the library's store. If an operand also has a transpose, the subclass drops
+    the operand itself (its rows) and keeps the transpose.
 
     The library puts an entry into the store after the entry's own dI, and only the product of dW
     reads the operands from then on. On GPUs whose FP8 products read transposes, dW reads the

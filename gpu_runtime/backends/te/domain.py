@@ -1,9 +1,9 @@
 """
 Transformer Engine's state domain (the FP8 state that is updated together), which is the whole
-process. Only this module imports the library by name.
+process. This module imports the library by name, and so does `product.py`, for tests and reports.
 
 Every update of the library goes over all registered modules of the process, also those of other
-chunks. The update rolls (shifts by one entry) each amax history that has a new entry. (Before the
+stages. The update rolls (shifts by one entry) each amax history that has a new entry. (Before the
 library's pull request 825, and still under `NVTE_UNFUSED_FP8_UPDATE=1`, an update rolls all
 histories.) A captured graph contains a fixed set of modules. So a process has one domain, which
 stages (`qeffect.gpu_runtime.backends.te.stage`) join; the domain refuses modules that do not belong
@@ -440,8 +440,9 @@ class TransformerEngineDomain:
 
     def extra_state(self) -> Mapping[str, Tensor]:
         """
-        Return the global amax buffers that do not alias a module's history. If a stage's dropout
-        draws by position, also return this position.
+        Return the library's process-wide amax buffers, without those that share memory with a
+        module's history. If a stage's dropout draws at a position of the generator, also return
+        this position.
         """
         covered = {
             tensor.untyped_storage().data_ptr()
@@ -466,7 +467,7 @@ class TransformerEngineDomain:
         """
         named = (
             "dropout under scales='epoch' draws by layer, microbatch and epoch, but a graph draws "
-            "by position: take mode 'eager', or scales='action'"
+            "from the position of the generator: take mode 'eager', or scales='action'"
         )
         by_name = self.drops and self.scales == "epoch"
         return (*self._device_obstacles(), *((named,) if by_name else ()))

@@ -2,9 +2,9 @@
 Join the operands of several microbatches, so that one product computes their weight gradient.
 
 If scales move once per step, the operands of a matrix's deferred products have the same scales. So
-one product over all tokens replaces these products. The library's FP8 product reads transposes of
-`[features, tokens]`. So a joined operand is one matrix with the transposes side by side, in the
-order of the microbatches.
+one product over all tokens replaces these products. The library's FP8 product reads transposed
+operands, of shape `[features, tokens]`. So a joined operand is one matrix with the transposes side
+by side, in the order of the microbatches.
 
 This module does not import the library. It recognizes a quantized operand by the name of its
 storage class, and builds the joined operand from the first operand's own metadata: the scale, the

@@ -534,8 +534,8 @@ class TransformerEngineStage:
 
     def capture_obstacles(self) -> tuple[str, ...]:
         """
-        Return why this stage cannot be captured: modes in which a graph would replay decisions of
-        the host, or streams of another library.
+        Return why this stage cannot be captured. Obstacles are modules in evaluation mode, tensor
+        parallelism, and primary weights in FP8.
         """
         found = []
         for name, module in self.root.named_modules():

@@ -236,8 +236,8 @@ def _settings(args: argparse.Namespace) -> PeerSettings:
         layers, _, microbatches = cell.rpartition("-m")
         if layers not in LAYERS or not microbatches.isdecimal() or not int(microbatches):
             raise UnusableError(
-                f"--cells: expected one of {', '.join(LAYERS)} with -m and a number of "
-                f"microbatches, as in {SMALL}, found {cell!r}"
+                f"--cells: expected LAYERS-mN, such as {SMALL}, with LAYERS one of "
+                f"{', '.join(LAYERS)} and N the number of microbatches, found {cell!r}"
             )
     require_rounds(args)
     require_limit(args)

@@ -2,10 +2,10 @@
 ``qeffect runtime report probes``: check the documentation's statements on this machine.
 
 Each statement about Transformer Engine, or about the cost of checking its graphs, has a probe. The
-probes answer four questions. Does the attention backward of short sequences fail? Which weight
-gradient do the library's graphs bind to a dgrad? How long does it take to compare every memory
-address that the graphs recorded? Do the library's graphs compute interleaved stages correctly
-(`interleaved`)?
+probes answer four questions. Does the attention backward of short sequences fail? To which dI
+(dgrad) do the library's graphs bind a weight gradient (dW)? How long does it take to compare every
+memory address that the graphs recorded? Do the library's graphs compute interleaved stages
+correctly (`interleaved`)?
 """
 
 from __future__ import annotations

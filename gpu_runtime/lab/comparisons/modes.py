@@ -90,7 +90,8 @@ class Framework:
         numbers: Factors that change numbers even in a correct run. A row (one value of each factor)
             and its reference have the same values of these factors.
         beyond: Further rows, each given by its differences from the row of plainest values: rows
-            that the framework itself refuses, and rows known to need more than two values.
+            that the framework itself refuses, and rows whose known result depends on more than two
+            values.
     """
 
     name: str

@@ -6,10 +6,11 @@ outputs of the matrix products inside a stage (qkv, proj, fc1, fc2), in gradient
 scales, amax histories, weight caches and weights. In guarded steps a bit flips after a chosen
 action or, in eager steps, after a matrix product. In launches, a kernel on another stream flips a
 bit while a launch runs. Bits of scales, histories and weights flip only in the second run of a
-launch, because a flip before both runs is not noticed. A flip changes nothing if the flipped memory
-is overwritten before it is read. Each flip therefore ends in one of three ways. A flip is *stopped*
-if the two runs differ and training stops. A flip is *harmless* if the step ends with the bits of an
-undisturbed run. Any other flip is *applied*, which must never happen.
+launch: a flip before the first run would change both runs alike, so their comparison would miss the
+flip. A flip changes nothing if the flipped memory is overwritten before it is read. Each flip
+therefore ends in one of three ways. A flip is *stopped* if the two runs differ and training stops.
+A flip is *harmless* if the step ends with the bits of an undisturbed run. Any other flip is
+*applied*, which must never happen.
 
 *Price.* One process alternates between steps that never run twice, steps of which every N-th runs
 twice, and steps that all run twice. Two more kinds of steps are timed in the same way: steps that

@@ -83,7 +83,8 @@ class Upkeep:
                     for name, tensor in (memory.arena.destinations(microbatch) or {}).items():
                         yield f"stage {index} gradient:{microbatch} {name}", tensor.data_ptr()
         for slot, graphs in getattr(self.runtime.executor, "slots", {}).items():
-            static = graphs.static
+            if (static := getattr(graphs, "static", None)) is None:
+                continue  # the actions of a launch have no graphs of their own
             for kind in ("outputs", "dgrads", "non_matrix"):
                 for n, tensor in enumerate(getattr(static, kind)):
                     yield f"graph:slot {slot} {kind} {n}", tensor.data_ptr()

@@ -124,7 +124,8 @@ def row_as_one_graph(
     """
     A context with one graph that contains a rank's actions, refreshes and update, without messages.
 
-    The replays compute nothing useful, as in `times_alone`. The worker's mode must be `one launch`.
+    The replays compute nothing useful, as in `times_alone`. The worker's mode must be `one launch`,
+    because graphs of single actions cannot become part of another graph.
     """
     graph = torch.cuda.CUDAGraph()
     with worker.runtime.caller_scope():

@@ -225,9 +225,7 @@ class LaunchSide(GuardedSide):
         return found
 
     def facts(self) -> dict[str, Any]:
-        """
-        The same facts as for replays, with the step's single graph added to the number of graphs.
-        """
+        """The same facts as for replays; a step is one graph, which is replayed once."""
         found = super().facts()
         found["graphs"] = found["replays"] = 1
         found["capture_s"] += self.whole.capture_seconds

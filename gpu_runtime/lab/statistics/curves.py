@@ -283,8 +283,8 @@ def smoothed_losses(losses: Sequence[float | None]) -> dict[int, float]:
 
 def _levels(means: Sequence[Mapping[int, float]]) -> list[float]:
     """
-    The losses for which times are compared: whole numbers below the higher initial loss, and the
-    lowest multiple of 0.1 that all runs reach.
+    The losses for which times are compared: whole numbers below the highest initial loss of the
+    runs, and the lowest multiple of 0.1 that all runs reach.
     """
     top = max(next(iter(mean.values())) for mean in means)
     least = math.ceil(max(min(mean.values()) for mean in means) * 10) / 10

@@ -123,9 +123,10 @@ def memory_bytes(column: Raw) -> dict[str, int] | None:
     """
     Memory peaks according to the allocator and the driver.
 
-    The driver's figure is read repeatedly; its peak is the highest rise since before the column was
-    built. Between two readings, more memory may have been in use: memory that the allocator has
-    returned since. This memory is added to the peak.
+    The driver's figure is the larger of two rises above the driver's reading before the column was
+    built. The first is the highest rise among repeated readings. Readings can miss a short peak, so
+    the second is the last reading's rise plus the memory that the allocator has returned since its
+    own peak.
     """
     memory = column["memory"]
     if memory is None or memory["allocated_peak"] is None:

@@ -19,8 +19,8 @@ __all__ = ["FP8_TFLOPS", "LOSS_WITHIN", "derive_models", "step_flops"]
 
 LOSS_WITHIN = 0.001
 """
-Largest relative difference between Megatron's loss of the initial weights and native's, for one
-model in two frameworks.
+Largest relative difference between Megatron's loss of the initial weights and native's with which
+both frameworks count as running the same model.
 """
 
 FP8_TFLOPS = 1979

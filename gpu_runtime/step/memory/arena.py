@@ -78,7 +78,8 @@ class Arena:
             raise ValueError(f"unknown destination rule {self.rule!r}; choose {', '.join(RULES)}")
         if self.tied and not self.direct:
             raise ValueError(
-                "tied weights share a destination, but rule 'copied' has none; choose another rule"
+                "tied weights share a destination, but rule 'copied' has no destinations; choose "
+                "another rule"
             )
         terms = 1 if self.rule == "accumulate" else self.num_microbatches
         self._sum = OrderedSum.prepared(terms, self.dtype, self.device)

@@ -2,8 +2,9 @@
 Counters in device memory: the device's own record of the actions that it ran.
 
 One small kernel runs with every F, dI, dW and refresh, in the same captured graph. The kernel adds
-one to the counter of the stage and the kind of action, and folds the action's mark into the digest
-of the state domain (`qeffect.counts`). So a graph counts its own replays, whoever launches them.
+one to the counter of the stage and the kind of action. The kernel also folds a number that stands
+for the action into the digest of the state domain, so the digest depends on the order of actions
+(`qeffect.counts`). A graph therefore counts its own replays, whoever launches them.
 The host reads the counters back once per step, into pinned memory. The device can also compare the
 counters with the counts that the contract expects. If they differ, the device skips the update; no
 host waits.

@@ -19,8 +19,8 @@ def digests(tensors: Sequence[Tensor]) -> list[str]:
     """
     Compute the digest of each tensor; all tensors of a device are copied to the host in one batch.
 
-    The host waits for a device once, not once per tensor: a recording holds a hundred thousand
-    tensors.
+    The host waits for a device once, not once per tensor, because a comparison of two runs takes
+    the digests of a hundred thousand tensors.
 
     Args:
         tensors: Tensors of any shape, dtype and device.

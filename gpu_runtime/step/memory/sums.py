@@ -19,7 +19,7 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_TERMS = 16
-"""Largest number of terms per launch; the next launch continues a longer sum."""
+"""Largest number of terms per launch; a sum of more terms takes several launches."""
 _MULTIPLE = 16
 _CHECKED = 4096
 

@@ -52,8 +52,8 @@ def require_copies(
         reduces: Whether the runtime has a reducer.
 
     Raises:
-        BackendError: A copy does not exist, two copies of one weight have different forms, a copy's
-            stage has configured buckets, or the runtime has no reducer.
+        BackendError: A copy does not exist, two copies of one weight have different shapes or
+            dtypes, a copy's stage has configured buckets, or the runtime has no reducer.
     """
     for name, places in copies.items():
         if places and not reduces:

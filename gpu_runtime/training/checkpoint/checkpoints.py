@@ -120,9 +120,9 @@ class Checkpoints:
         Return the newest checkpoint; None without a checkpoint.
 
         The method checks the newest checkpoint's manifest and the size of every file; `load` also
-        compares the contents. A damaged newest checkpoint is refused, not skipped: otherwise the
-        run would silently continue from an older checkpoint, and its saves up to the damaged
-        checkpoint's epoch would be refused.
+        compares the contents. If the newest checkpoint is damaged, the method raises an error and
+        does not try an older checkpoint. From an older checkpoint the run would silently repeat
+        steps, and could not save before it has passed the damaged checkpoint's epoch.
 
         Raises:
             BackendError: The newest checkpoint is damaged or incomplete; the message says what is
@@ -340,7 +340,8 @@ class Checkpoints:
             worker: This rank, between two steps.
             naming: How the checkpoint names each tensor of the model.
             must: Plain data that must equal the `must` of the save.
-            extra_tensors: By name, the tensors into which the save's further tensors are copied.
+            extra_tensors: By name, the tensors into which `load` copies the `extra_tensors` of the
+                save.
             replicas: Which scaling state replica r loads. With ``same``, the state of saved replica
                 r; a checkpoint with another number of replicas is refused. With ``modulo``, the
                 state of saved replica r modulo the saved number of replicas.
