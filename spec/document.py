@@ -501,7 +501,7 @@ def _file(path: str, text: str = "") -> str:
 
 
 def _proof_file(path: str) -> str:
-    """Return a link to a module of the proofs; the link's text is the path within that folder."""
+    """Return a link to a module of the proofs; the link's text has no `verification/`."""
     return _file(path, path.removeprefix(_PROOFS))
 
 

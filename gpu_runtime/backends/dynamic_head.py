@@ -2,7 +2,7 @@
 A language model head for every backend, which computes the same as TorchAO's `Float8Linear` with
 dynamic scaling, but with dI and dW split.
 
-Each action casts the operands that it reads; each operand's scale comes from the operand's own
+F and dI cast the operands that they read; each operand's scale comes from the operand's own
 amax. Casts and products are TorchAO's own functions in TorchAO's own order. The tests compare the
 bits with the full backward of `Float8Linear`.
 

@@ -1,9 +1,9 @@
 """
 A language model head for every backend, with dI and dW split and without FP8 scaling state.
 
-F and dI read the weight itself, not a cache, and no scale is kept after an action. So the order of
-actions does not change the head's bits. `SplitHead` computes in the type of the activations (bf16),
-as most models do; `DynamicHead` casts to FP8.
+F and dI read the weight itself, not a cache, and no action uses the scale of another action's cast.
+So the order of actions does not change the head's bits. `SplitHead` computes in the type of the
+activations (bf16), as most models do; `DynamicHead` casts to FP8.
 """
 
 from __future__ import annotations

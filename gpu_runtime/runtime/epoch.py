@@ -298,6 +298,7 @@ class EpochRuntime(RuntimeParts):
         Raises:
             Refused: ``order.scaling-updates``: the backend reports that the scales did not move
                 exactly once. ``order.nothing-gathered``: no F or dI has gathered amaxes.
+                ``order.moves-outside-update``: no update is in flight, or scales moved already.
         """
         own = self.contract.stages[0]
         if own.scales != "epoch":

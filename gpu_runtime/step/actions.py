@@ -302,10 +302,10 @@ class GuardedActions:
             The reference that dI, dW and readers must present with the key.
 
         Raises:
-            Refused: A clause of ownership, version, order, capture or completion is violated. Two
-                clauses are checked after F has run: `order.scaling-updates` if the backend reports
-                that F did not update the scales exactly once, and `version.fill-unasked` if the
-                backend reports that F filled caches.
+            Refused: A clause of ownership, version, order, capture or completion is violated. After
+                F has run, the contract checks what the backend reports, for example
+                `order.scaling-updates` if F did not update the scales exactly once, and
+                `version.fill-unasked` if F filled caches.
             BackendError: The inputs do not match what the stage takes; nothing was changed.
         """
         place = self._places.get(key.cell)
@@ -364,11 +364,11 @@ class GuardedActions:
 
         Raises:
             Refused: A clause of ownership, version, order, arena, capture or completion is
-                violated. Four clauses are checked after dI has run: `ownership.work-not-queued` if
-                the library did not defer every matrix, `order.scaling-updates` if the backend
-                reports that dI did not update the scales exactly once, `order.wrong-scales` if the
-                backend reports that dI used another F's scales, and `epoch.other-parts` if the loss
-                changed its divisor.
+                violated. After dI has run, the contract checks what the backend reports, for
+                example `ownership.work-not-queued` if the library did not defer every matrix,
+                `order.scaling-updates` if dI did not update the scales exactly once,
+                `order.wrong-scales` if dI used another F's scales, and `epoch.other-parts` if the
+                loss changed its divisor.
             BackendError: The gradients do not match what the stage takes; nothing was changed. Or
                 the library deferred a wrong number of products: Transformer Engine's backend finds
                 this error before the action is reported to the contract, and the tape is aborted.
@@ -421,9 +421,9 @@ class GuardedActions:
 
         Raises:
             Refused: A clause of version, order, completion or epoch is violated, for example
-                `version.refresh-interrupted` between a refresh and the stage's first F. One clause
-                is checked after the forward: `order.scaling-updates` if scaling state was not
-                restored.
+                `version.refresh-interrupted` between a refresh and the stage's first F. Two
+                clauses are checked after the forward: `order.scaling-updates` if scaling state was
+                not restored, and `version.fill-unasked` if the forward filled a cache.
             BackendError: The inputs do not match what the stage takes; nothing was changed.
         """
         memory = self._memory(stage)
@@ -452,8 +452,8 @@ class GuardedActions:
         come before its dI.
 
         Raises:
-            Refused: The clause is `arena.mismatch` (a destination is no longer the configured
-                memory), `arena.duplicate-bind`, `arena.spoiled` or `version.wrong-epoch`.
+            Refused: A clause is violated, for example `arena.mismatch` (a destination is no longer
+                the configured memory), `arena.duplicate-bind` or `version.wrong-epoch`.
         """
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:

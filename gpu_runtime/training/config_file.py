@@ -199,7 +199,7 @@ def _with_mode(path: Path, given: Mapping[str, Any]) -> Mapping[str, Any]:
     if given.get("one_launch") and not given.get("captured", True):
         raise UnusableError(
             f"{path}: [parallel] one_launch: expected captured = true beside it, found captured = "
-            "false: one launch is made of captured graphs; write mode instead"
+            "false: one launch is a captured graph; write mode instead"
         )
     new = translated(given)
     warnings.warn(

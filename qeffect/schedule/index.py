@@ -27,7 +27,7 @@ class Occurrence(NamedTuple):
 @attrs.frozen
 class Index:
     """
-    The first occurrence of every action, and the actions that cannot be indexed.
+    The first occurrence of every action, and lists of repeated, misplaced and stray actions.
 
     Args:
         schedule: The indexed schedule.

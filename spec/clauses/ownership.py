@@ -469,9 +469,10 @@ ticket, once.""",
             argument="bit",
             unchanged=_TENANT,
             section="design",
-            cause="A send was reported as done but never posted: the neighbour will wait for it, "
-            "or take another message in its place.",
-            remedy="Call `read` where the send is posted.",
+            cause="`finish_read` was called for a send, but `read` was not called before it: the "
+            "call is missing where the send is posted, or the send was never posted. In the second "
+            "case the neighbour waits for the message, or takes another message in its place.",
+            remedy="Call `read` where the send is posted. If the send was not posted, post it.",
         ),
         Clause(
             id="ownership.unknown-ticket",

@@ -573,9 +573,9 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("epoch.written", "finalize", c="cell")
 def written(st: State, h: History, a: Args, c: Index) -> Truth:
-    """Each gradient buffer has one keeper: a cell (microbatch, block, invocation) that writes the
-    buffer and that no walk leaves out. When a stage is finalized, the keeper of each of its buffers
-    has run dW in this walk over the microbatches."""
+    """Each gradient buffer of a cell (microbatch, block, invocation) has one keeper: the first cell
+    that writes the buffer. No walk leaves the keeper out. When a stage is finalized, the keeper
+    of each of its buffers has run dW in this walk over the microbatches."""
     first = st.keeper_of[st.buffer_of[c]]
     return implies(st.stage_of[c] == a.stage, h.ran_wgrad[first] == 1)
 

@@ -1,10 +1,11 @@
 """
 When a check must be accepted: the converse of the promises, so that no guard is too strong.
 
-Each predicate states one condition of a legal action, in terms of the world, the configuration and
-the arguments. If all predicates of a transition hold, every guard accepts it. Legality is defined
-without the guards: by what ran, what buffers and caches hold, and which streams waited for which.
-So the proof finds a guard that is stronger than necessary, without relying on a test.
+Each predicate states one condition of a legal action, in terms of the world (what really happened
+on the device; `spec/world.py`), the configuration and the arguments. If all predicates of a
+transition hold, every guard accepts it. Legality is defined without the guards: by what ran, what
+buffers and caches hold, and which streams waited for which. So the proof finds a guard that is
+stronger than necessary, without relying on a test.
 """
 
 from __future__ import annotations

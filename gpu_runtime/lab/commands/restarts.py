@@ -169,7 +169,8 @@ def _run_part(part: Part, trial: Trial, folder: Path, **options: Any) -> list[An
 
 def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train, save, resume, and compare every bit; the outcome is `refused` if a bit differs.
+    Train, save, resume, and compare every bit; the outcome is `refused` if a bit differs or
+    if a comparison had no values.
 
     Raises:
         UnusableError: The machine has too few devices, or a part failed.

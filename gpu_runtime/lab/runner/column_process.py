@@ -178,7 +178,10 @@ class ColumnSession:
 
 
 class ColumnHandle(Protocol):
-    """A column that runs a method on request and returns the method's result."""
+    """
+    The parent's handle of a column: starts a method of the column's session in another process, and
+    collects the method's result.
+    """
 
     def post(self, method: str, **arguments: Any) -> None:
         """Start a method of the column's session."""

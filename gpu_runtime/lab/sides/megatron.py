@@ -141,7 +141,7 @@ _OF_ENDS: Mapping[str, str] = {
 
 
 def options(job: DrawnLanguage) -> dict[str, Any]:
-    """The Megatron options of a job: `OPTIONS`, and the options that the job's layers determine."""
+    """The Megatron options of a job: `OPTIONS`, and those that its layers and history determine."""
     c = job.config
     swiglu = c.activation == "swiglu"
     return {

@@ -91,8 +91,9 @@ def derive_models(raw: Raw) -> dict[str, Any]:
         have the loss of the initial weights. `recompute` is present, and true, if dI recomputed the
         activations of layers. `megatron_over_this` is the time of Megatron's fastest mode whose
         loss is native's (within `LOSS_WITHIN`), divided by the row's time. A row of several
-        replicas has the ratio of one replica's time to the row's own time; the row's tokens are the
-        tokens of all replicas.
+        replicas has `one_replica_over_this`: the time of the same row with one replica, divided by
+        the row's time. Its tokens are the tokens of all replicas, and it has no ratios to native
+        and Megatron.
     """
     rows, errors = [], []
     theirs = _fastest_megatron(raw)

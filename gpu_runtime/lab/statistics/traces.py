@@ -229,7 +229,7 @@ def device_copies(trace: Mapping[str, Any]) -> float:
 
 def matrix_copies(trace: Mapping[str, Any], unit_bytes: Iterable[int]) -> dict[str, Any]:
     """
-    Count the copies of matrix gradients in a trace.
+    Count the copies on the device in a trace that are as large as a matrix's gradient.
 
     Args:
         trace: The result of `summarize`.
