@@ -221,6 +221,24 @@ def launched(job: Job, steps: int, every: int, options: dict[str, Any]) -> dict[
     return {"same": found[0] == found[1], "of": len(found[0]["left"]), "twice": launches}
 
 
+def zero_stages(job: Job, steps: int, every: int) -> list[list[float]]:
+    """Whether each launched step found stages of zero gradients; 9 if it did not look for them."""
+    recorded.install()
+    worker = made(job, every, "one launch", zero_stages=True)
+    runner, found = OneLaunch(worker), []
+    assert worker.zero_stages is not None
+    for _ in range(steps):
+        recorded.STREAM.synchronize()
+        worker.zero_stages.values.fill_(9.0)
+        runner.step()
+        recorded.STREAM.synchronize()
+        found.append(worker.zero_stages.values.tolist())
+    runner.leave()
+    runner.close()
+    worker.close()
+    return found
+
+
 def exchanged_again(job: Job, first: str, second: str) -> str:
     """The second runs on rank 0 post two messages in the other order; return why all ranks stop."""
     recorded.install()

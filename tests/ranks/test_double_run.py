@@ -149,6 +149,13 @@ def test_launches_that_run_twice_leave_the_bits_of_launches_that_run_once(
         assert word["twice"] == [0, 2, 2, 2, 2]
 
 
+def test_a_step_that_is_launched_twice_looks_for_zero_gradients(tmp_path: Path) -> None:
+    """As every other step does; no gradient of these steps is zero."""
+    said = launch(2, tmp_path, bodies.zero_stages, PIPE, 5, 2)
+    assert said.codes == [0, 0]
+    assert said.words[0] == said.words[1] == [[0.0, 0.0]] * 5
+
+
 def test_a_second_run_that_posts_in_another_order_is_not_launched(tmp_path: Path) -> None:
     """The graphs of one rank post other messages in the second run; all ranks stop before it."""
     said = launch(2, tmp_path, bodies.exchanged_again, PIPE, "0SEND_F0", "0SEND_F1")
