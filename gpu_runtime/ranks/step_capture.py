@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ..backends.epoch_scales import move_scales
 from ..backends.protocol import BackendError
-from ..step.captures import no_collection
+from ..step.captures import capture_graph, no_collection
 from ..step.optimizer import Gradients
 from .baked_optimizer import BakedOptimizer
 from .double_run import DoubleRun
@@ -141,7 +140,9 @@ class StepCapture:
         """Capture work as one graph; return the graph and the messages that it posts."""
         channels = self.pipeline.channels
         before = channels.posted()
-        return _recorded(work, self._pool), channels.orders(before)
+        with no_collection():
+            graph = capture_graph(work, self._pool)
+        return graph, channels.orders(before)
 
     def _whole(self) -> None:
         """Run the work of a step, the vote and the update, and ask the contract."""
@@ -185,21 +186,3 @@ def post_by_graph(pipeline: Pipeline, by_graph: bool) -> None:
     """
     pipeline.launched = by_graph
     pipeline.channels.log = None if by_graph else pipeline.log
-
-
-def _recorded(work: Callable[[], None], pool: Any) -> Any:
-    """
-    Capture the operations that `work` queues on the current stream as one graph, whose memory is in
-    `pool`.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with no_collection():
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            work()
-        except BaseException:
-            with suppress(RuntimeError):  # the first error is the one to report
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    return graph

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import attrs
 import torch
@@ -62,6 +62,7 @@ __all__ = ["Worker"]
 _MARGIN_S = 5.0
 #: Numbers the workers of this process, equally on all ranks, so that each has its own store keys.
 _WORKERS = itertools.count()
+_T = TypeVar("_T")
 
 
 class Worker:
@@ -338,9 +339,9 @@ class Worker:
                 "'main'"
             )
         agree_on(self.member, problem)
-        made = None
-        try:
-            made = Runtime(
+        return self._agreed(
+            "make its runtime",
+            lambda: Runtime(
                 stages,
                 self.row.order,
                 config,
@@ -349,13 +350,19 @@ class Worker:
                 row=self.row,
                 rank=self.member.rank,
                 registry=registry,
-            )
+            ),
+        )
+
+    def _agreed(self, what: str, act: Callable[[], _T]) -> _T:
+        """Run `act` on every rank; if it fails on a rank, every rank raises that rank's error."""
+        found, problem, failed = [], "", None
+        try:
+            found.append(act())
         except Exception as error:
             failed = error
-            problem = f"rank {self.member.rank} cannot make its runtime: {_worded(error)}"
+            problem = f"rank {self.member.rank} cannot {what}: {_worded(error)}"
         agree_on(self.member, problem, failed)
-        assert made is not None
-        return made
+        return found[0]
 
     def replay_actions(self) -> None:
         """
@@ -367,13 +374,7 @@ class Worker:
         Raises:
             BackendError: A rank cannot capture its actions; every rank raises this error.
         """
-        problem, failed = "", None
-        try:
-            self.runtime.replay_actions()
-        except Exception as error:
-            failed = error
-            problem = f"rank {self.member.rank} cannot capture its actions: {_worded(error)}"
-        agree_on(self.member, problem, failed)
+        self._agreed("capture its actions", self.runtime.replay_actions)
 
     def _require_alike(self, stages: Sequence[StageBackend], dtype: torch.dtype) -> None:
         """

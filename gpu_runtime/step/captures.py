@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
 import attrs
 import torch
@@ -22,7 +23,14 @@ from .memory.counters import DeviceCounters
 from .memory.numerical_state import preserving
 from .streams import GraphStream, Handoff
 
-__all__ = ["BakedAddresses", "CaptureReport", "CapturedExecutor", "no_collection", "warmed"]
+__all__ = [
+    "BakedAddresses",
+    "CaptureReport",
+    "CapturedExecutor",
+    "capture_graph",
+    "no_collection",
+    "warmed",
+]
 
 
 @attrs.define
@@ -132,8 +140,8 @@ def warmed(
 ) -> Iterator[CaptureReport]:
     """
     A context in which all stages are warm, so that graphs can be captured. The context runs on the
-    graph stream. At its end the numerical state is restored, and destinations, tapes and counters
-    are emptied.
+    graph stream. At its end the numerical state and the counters are restored, and destinations
+    and tapes are emptied.
 
     Args:
         domain: The state domain (stages whose scales are updated together). From the capture on, no
@@ -175,6 +183,37 @@ def warmed(
             counters.values.copy_(counted)  # the warm-up, and stand-ins of graphs, run actions
     handoff.synchronize()
     domain.check_membership()
+
+
+def capture_graph(
+    work: Callable[[], None],
+    pool: Any,
+    phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> torch.cuda.CUDAGraph:
+    """
+    Capture the operations that `work` queues on the current stream as one graph.
+
+    Unlike `torch.cuda.graph`, this function neither collects garbage nor empties the cache. If
+    `work` raises, its error is raised, not the error of the capture that it broke.
+
+    Args:
+        work: Queues the operations.
+        pool: The memory pool of the graph.
+        phase: Makes a context around the beginning and around the end of the capture, such as
+            `CaptureReport.phase`.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with phase("capture begin"):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        work()
+    except BaseException:
+        with suppress(RuntimeError):
+            graph.capture_end()
+        raise
+    with phase("capture end"):
+        graph.capture_end()
+    return graph
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import attrs
 import torch
 
 from ..backends.protocol import StateDomain
-from .captures import CapturedExecutor, CaptureReport, warmed
+from .captures import CapturedExecutor, CaptureReport, capture_graph, warmed
 from .eager import EagerExecutor, StageMemory
 from .effects import UNREPORTED, Effects
 from .memory.counters import DeviceCounters
@@ -224,20 +224,13 @@ class _Recorder:
 
     def record(self, name: str, pool: Any, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture one action, and record the event that callers wait for at the graph's end."""
-        graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(): that collects garbage and empties the cache at every entry.
-        with self.report.phase("capture begin"):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
+
+        def work() -> None:
             with self.report.phase(f"capture {name}"):
                 action()
                 self.handoff.record_tail()
-        except BaseException:
-            with suppress(RuntimeError):  # the first error is the one to report
-                graph.capture_end()
-            raise
-        with self.report.phase("capture end"):
-            graph.capture_end()
+
+        graph = capture_graph(work, pool, self.report.phase)
         self.report.num_graphs += 1
         return graph
 

@@ -10,7 +10,7 @@ microbatch is timed separately.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -25,7 +25,7 @@ from ...ranks.channels import Message
 from ...ranks.job import Job
 from ...ranks.membership import Member
 from ...ranks.worker import Worker
-from ...step.captures import no_collection
+from ...step.captures import capture_graph, no_collection
 from ...step.eager import Executor, StageMemory
 from ...step.graphs import GraphExecutor, product_at
 from ...step.optimizer import Gradients
@@ -127,21 +127,19 @@ def row_as_one_graph(
     The replays compute nothing useful, as in `times_alone`. The worker's mode must be `one launch`,
     because graphs of single actions cannot become part of another graph.
     """
-    graph = torch.cuda.CUDAGraph()
+    acts = [act for _, _, act in _row(worker, gradients, order)]
     with worker.runtime.caller_scope():
         torch.cuda.synchronize()
         with no_collection():
-            graph.capture_begin(
-                pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
-            )
-            try:
-                for _, _, act in _row(worker, gradients, order):
-                    act()
-            finally:
-                graph.capture_end()
+            graph = capture_graph(lambda: _run(acts), torch.cuda.graph_pool_handle())
         yield graph.replay
         torch.cuda.synchronize()
         graph.reset()
+
+
+def _run(acts: Iterable[Callable[[], object]]) -> None:
+    for act in acts:
+        act()
 
 
 def _row(
