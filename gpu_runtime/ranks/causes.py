@@ -236,8 +236,9 @@ class Verdicts:
     def _nameable(self) -> set[int]:
         """
         Return the ranks that the cause may name: the ranks that stopped for a reason of their own.
-        If there are none, the ranks that published nothing. If every rank published that it stopped
-        because of other ranks, all ranks. The formal model of ranks has the same rule.
+        If no rank did, the cause may name the ranks that published nothing. If every rank published
+        that it stopped because of other ranks, the cause may name all ranks. The formal model of
+        ranks has the same rule.
         """
         own = {rank for rank, v in self.said.items() if v["kind"] not in _LOSSES}
         every = set(range(self.world))

@@ -12,10 +12,10 @@ from .constants import GROUP_BIT, NO_RANK, READ_BITS, RESERVED, WGRAD_BIT, State
 
 #: ``cursor`` is the capture rank (position in the order of capture) of the pool's latest replay.
 #: ``tenants`` counts the tapes that keep memory in the pool: live tapes from the check of their F
-#: on, and aborted tapes while a stream reads them. ``pool_of``, the pool of a slot, and the capture
-#: ranks of the slot's three graphs in that pool are configured. So are ``refresh_pool`` and
-#: ``refresh_rank``, the pool and the capture rank of a stage's refresh graph; the rank is NO_RANK
-#: if that graph has a pool of its own. A pool serves the slots of one state domain.
+#: on, and aborted tapes while a stream reads them or another tape's dW takes them. ``pool_of``, the
+#: pool of a slot, and the capture ranks of the slot's three graphs in that pool are configured. So
+#: are ``refresh_pool`` and ``refresh_rank``, the pool and the capture rank of a stage's refresh
+#: graph; the rank is NO_RANK if that graph has a pool of its own. A pool serves the slots of one state domain.
 STATE = {"cursor": Column("pool"), "tenants": Column("pool")}
 
 
