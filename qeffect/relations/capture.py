@@ -15,7 +15,8 @@ from .constants import GROUP_BIT, NO_RANK, READ_BITS, RESERVED, WGRAD_BIT, State
 #: on, and aborted tapes while a stream reads them or another tape's dW takes them. ``pool_of``, the
 #: pool of a slot, and the capture ranks of the slot's three graphs in that pool are configured. So
 #: are ``refresh_pool`` and ``refresh_rank``, the pool and the capture rank of a stage's refresh
-#: graph; the rank is NO_RANK if that graph has a pool of its own. A pool serves the slots of one state domain.
+#: graph; the rank is NO_RANK if that graph has a pool of its own. A pool serves the slots of one
+#: state domain.
 STATE = {"cursor": Column("pool"), "tenants": Column("pool")}
 
 
