@@ -74,7 +74,15 @@ MODELS: Mapping[str, ModelShape] = {
     "tiny": ModelShape(32, 64, 2, 1, 6, TINY_VOCABULARY),
 }
 """Shapes by name; `tiny` is for a CPU."""
-CELLS = ("1b-s4096-m8", "3b-s4096-m8", "8b-s4096-m8", "1b-s8192-m8", "3b-s8192-m8", "tiny-s16-m4")
+CELLS = (
+    "1b-s4096-m8",
+    "3b-s4096-m8",
+    "8b-s4096-m8",
+    "1b-s8192-m8",
+    "3b-s8192-m8",
+    "8b-s8192-m8",
+    "tiny-s16-m4",
+)
 """Model, sequence length and number of microbatches of each cell; a microbatch is one sequence."""
 
 
