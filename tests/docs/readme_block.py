@@ -155,37 +155,27 @@ def one_device() -> Iterator[str]:
 
 
 def models() -> Iterator[str]:
-    """
-    TFLOP/s of the fastest guarded row of each whole model, beside the times of native and Megatron.
-
-    A ratio over native is shown as a bound (≤) if native's rounds do not agree.
-    """
-    best: dict[str, tuple[float, float, float | None, str]] = {}
+    """TFLOP/s of the fastest guarded row of each whole model, beside the time of Megatron."""
+    best: dict[str, tuple[float, float]] = {}
     for _, report in files("models"):
-        unsettled = {
-            row["cell"] for row in report["derived"]["rows"] if row["settled"] is False
-        }  # only native's rounds may be added, so only native has this field
+        asked = report["configuration"]
+        usual = asked["pp"] == 2 and asked.get("main_grad", "bf16") == "bf16"
         for row in report["derived"]["rows"]:
-            asked = report["configuration"]
-            usual = asked["pp"] == 2 and asked.get("main_grad", "bf16") == "bf16"
-            guarded = row["side"] == "one launch" and usual
-            if guarded and row["native_over_this"] is not None:
-                own = (
-                    *(row["tflops"]["median"], row["native_over_this"], row["megatron_over_this"]),
-                    "≤ " if row["cell"] in unsettled else "",
-                )
+            over = row["megatron_over_this"]
+            if usual and row["side"] == "one launch" and over is not None:
+                own = row["tflops"]["median"], over
                 best[row["cell"]] = max(own, best.get(row["cell"], own))
     if best:
-        same = len({cell.split("-")[1] for cell in best}) == 1
+        # Every cell has as many microbatches as the others.
+        (microbatches,) = {cell.rpartition("-m")[2] for cell in best}
         said = ", ".join(
-            f"{cell.split('-')[0] if same else cell} {rate:.0f} ({sign}{over:.2f}x"
-            f"{'' if theirs is None else f'; {theirs:.2f}x'})"
-            for cell, (rate, over, theirs, sign) in sorted(best.items())
+            f"{cell.rpartition('-m')[0]} {rate:.0f} ({over:.2f}x)"
+            for cell, (rate, over) in sorted(best.items())
         )
         table = f"[Table]({RUNTIME}#whole-models)"
         yield (
-            "*Models*, named by parameters, sequence length and microbatches; TFLOP/s (speed; "
-            f"speed relative to Megatron): {said}. {table}."
+            "*Models*, named by parameters and sequence length, with "
+            f"{microbatches} microbatches; TFLOP/s (speed relative to Megatron): {said}. {table}."
         )
 
 
