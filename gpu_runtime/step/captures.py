@@ -208,12 +208,26 @@ def capture_graph(
     try:
         work()
     except BaseException:
-        with suppress(RuntimeError):
-            graph.capture_end()
+        _abandon(graph, pool)
         raise
     with phase("capture end"):
         graph.capture_end()
     return graph
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """
+    End a capture that failed.
+
+    CUDA invalidates a capture in which the host waits for the stream. Then torch raises before it
+    tells its allocator that the capture has ended, and the allocator frees no memory that another
+    stream has used.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(AttributeError, RuntimeError):  # the name is private; or it was told
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from qeffect.gpu_runtime.lab.comparisons.faults import LocalReduction
 from qeffect.gpu_runtime.lab.comparisons.recording import REQUIRED, Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.sides import fresh_stages, record
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
+from qeffect.gpu_runtime.step.captures import capture_graph
 from qeffect.gpu_runtime.step.memory.arena import Rule
 from qeffect.gpu_runtime.step.plan.order import ComputeAction, Kind
 from qeffect.refusals import Refused
@@ -191,6 +192,30 @@ class TestCapture:
 
         with pytest.raises(BackendError, match="is in evaluation mode"):
             Runtime(stages, SMALL.order(), RuntimeConfig(mode="replays"))
+
+    def test_an_invalid_capture_holds_no_memory(self) -> None:
+        """CUDA invalidates a capture in which the host waits; later memory is reused."""
+
+        def waits() -> None:
+            torch.ones(1024, device="cuda").add_(1)
+            torch.cuda.current_stream().synchronize()
+
+        other = torch.cuda.Stream()
+
+        def reserved() -> int:
+            for _ in range(8):
+                block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+                block.record_stream(other)
+                del block
+                torch.cuda.synchronize()
+            return torch.cuda.memory_reserved()
+
+        before = reserved()
+        with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError):
+            capture_graph(waits, torch.cuda.graph_pool_handle())
+        torch.cuda.synchronize()
+
+        assert reserved() == before
 
     def test_fusion_and_split_qkv(self) -> None:
         """The library refuses them together, so the stage says what to do instead."""

@@ -250,14 +250,21 @@ def test_a_rate_that_a_graph_holds_may_not_change(tmp_path: Path) -> None:
     assert "a number such as the learning rate was changed" in cause["text"]
 
 
-def test_a_step_that_cannot_be_captured_is_replayed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("invalid", [False, True], ids=["refused by the gate", "invalid"])
+@pytest.mark.parametrize(
+    "job", [ONE, pytest.param(TWO, marks=two_ranks)], ids=["one rank", "two ranks"]
+)
+def test_a_step_that_cannot_be_captured_is_replayed(
+    job: Job, invalid: bool, tmp_path: Path
+) -> None:
     """From the failed capture on, with the bits of a run of replays."""
-    said = launch(1, tmp_path, launch_bodies.uncaptured, ONE, 4)
-    assert said.codes == [0]
-    word = said.words[0]
-    assert word["executors"] == ["GraphExecutor", "GraphExecutor"]
-    assert word["differ"] == []
-    assert word["of"] > 20
+    said = launch(job.world, tmp_path, launch_bodies.uncaptured, job, 4, invalid)
+    assert said.codes == [0] * job.world
+    for rank in range(job.world):
+        word = said.words[rank]
+        assert word["executors"] == ["GraphExecutor", "GraphExecutor"]
+        assert word["differ"] == []
+        assert word["of"] > 20
 
 
 def test_a_launch_reserves_less_memory_than_replays(tmp_path: Path) -> None:

@@ -124,9 +124,14 @@ def reserved(job: Job, one: bool) -> int:
     return int(found)
 
 
-def uncaptured(job: Job, steps: int) -> dict[str, Any]:
+def uncaptured(job: Job, steps: int, invalid: bool) -> dict[str, Any]:
     """
     Run steps of a worker for launches whose capture fails, then steps of a worker for replays.
+
+    Args:
+        job: What to train.
+        steps: Optimizer steps.
+        invalid: Whether CUDA invalidates the capture, because the host waits for the stream.
     """
     found, executors = [], []
     for one in (True, False):
@@ -135,7 +140,7 @@ def uncaptured(job: Job, steps: int) -> dict[str, Any]:
         if one:
             whole = OneLaunch(worker)
             whole.step()
-            assert _fallen(whole) is not None
+            assert _fallen(whole, invalid) is not None
         while worker.runtime.epoch < steps:
             worker.step()
         _quiet(worker)
@@ -150,11 +155,13 @@ def uncaptured(job: Job, steps: int) -> dict[str, Any]:
     }
 
 
-def _fallen(whole: OneLaunch) -> str | None:
+def _fallen(whole: OneLaunch, invalid: bool) -> str | None:
     """Let the capture of a step fail, and continue with replays; return why."""
     real, gates = UpdateGate.capture, cast("Any", UpdateGate)
 
     def capture(self: UpdateGate, *given: Any) -> Any:
+        if invalid:
+            torch.cuda.current_stream().synchronize()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     gates.capture = capture

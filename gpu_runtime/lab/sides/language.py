@@ -46,6 +46,7 @@ LAYERS: Mapping[str, LayerConfig] = {
     "h2048-s256": LayerConfig(2048, 8192, 16, 256),
     "h4096-s256": LayerConfig(4096, 11008, 32, 256),
     "h4096-s1024": LayerConfig(4096, 14336, 32, 1024),
+    "h4096-s4096": LayerConfig(4096, 14336, 32, 4096),
     "tiny": LayerConfig(32, 64, 2, 16),
 }
 """
