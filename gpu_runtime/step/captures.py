@@ -220,14 +220,19 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     End a capture that failed.
 
     CUDA invalidates a capture in which the host waits for the stream. Then torch raises before it
-    tells its allocator that the capture has ended, and the allocator frees no memory that another
-    stream has used.
+    tells its allocator and its generator that the capture has ended: the allocator frees no memory
+    that another stream has used, and the generator draws no numbers outside of graphs. The
+    allocator is told here. A capture that succeeds tells the generator, so a small one follows.
     """
     try:
         graph.capture_end()
     except RuntimeError:
         with suppress(AttributeError, RuntimeError):  # the name is private; or it was told
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        small = torch.cuda.CUDAGraph()
+        small.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device="cuda")
+        small.capture_end()
 
 
 @contextmanager
