@@ -68,6 +68,9 @@ REMARKS = {
         "Nothing was profiled. The timed rounds of native differ by more than the tolerance."
     ),
     ("models_8b.json", "f51db27973e0"): "Nothing was profiled.",
+    ("peers_4096.json", "0ffef18a5552"): (
+        "Of Megatron's modes only full_iteration was run, and nothing was profiled."
+    ),
     ("models_3b_8192.json", "9cf88d2ac1cf"): "Nothing was profiled.",
     ("models_8b_8192.json", "9cf88d2ac1cf"): "Nothing was profiled.",
     ("models_replicas.json", "fb0f23cabae6"): (

@@ -371,27 +371,27 @@ GROUPED = (
 
 def peers(found: Found) -> Iterator[str]:
     """Our steps beside torch's own pipeline and Megatron's modes; one column per cell."""
-    for name, report in found[-1:]:
-        rows = report["derived"]["rows"]
-        named = dict.fromkeys(row["cell"] for row in rows)
-        by_side: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
-        for row in rows:
-            group = "" if row["group"] is None else ", groups"
-            side = row["main_grad"], row["side"] + group, row["schedule"]
-            by_side.setdefault(side, {})[row["cell"]] = row
-        if not rows:
-            return
-        yield (
-            f"**Peers** ({_link(name)}): the time of a step in ms. Every side trains one language "
-            "model over two ranks, from the same initial bits. In brackets: native's time over "
-            "this time. A word after the brackets compares the gradients with those of the same "
-            "framework without graphs; without a word, the bits are the same."
-            f"{GROUPED * any(row['group'] is not None for row in rows)}{remark(name, report)}"
-        )
-        yield markdown(
-            ("main_grad", "side", "schedule", *named),
-            [(*side, *(_peer(of.get(cell)) for cell in named)) for side, of in by_side.items()],
-        )
+    rows = [row for _, report in found for row in report["derived"]["rows"]]
+    if not rows:
+        return
+    named = dict.fromkeys(row["cell"] for row in rows)
+    by_side: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        group = "" if row["group"] is None else ", groups"
+        side = row["main_grad"], row["side"] + group, row["schedule"]
+        by_side.setdefault(side, {})[row["cell"]] = row
+    yield (
+        f"**Peers** ({', '.join(_link(name) for name, _ in found)}): the time of a step in ms. "
+        "Every side trains one language model over two ranks, from the same initial bits. In "
+        "brackets: native's time over this time. A word after the brackets compares the gradients "
+        "with those of the same framework without graphs; without a word, the bits are the same."
+        f"{GROUPED * any(row['group'] is not None for row in rows)}"
+        f"{''.join(remark(name, report) for name, report in found)}"
+    )
+    yield markdown(
+        ("main_grad", "side", "schedule", *named),
+        [(*side, *(_peer(of.get(cell)) for cell in named)) for side, of in by_side.items()],
+    )
 
 
 def _peer(row: Mapping[str, Any] | None) -> str:

@@ -221,8 +221,12 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
     parts: list[str] = []
     for name, report in found:
         derived = report["derived"]
+        options = f"Megatron's options: {_options(report['configuration']['megatron'])}."
+        title = f"**Peers** ({name}; {machine(report)})."
         parts.append(
-            f"**Peers** ({name}; {machine(report)}). Every side trains the same language model: "
+            f"{title} The sides and the columns are those above. {options}{remark(name, report)}"
+            if parts
+            else f"{title} Every side trains the same language model: "
             "four layers, with an embedding and a head for a vocabulary of 32,768 tokens. Every "
             "side starts from the same bits, runs over two ranks with two stages each, and has "
             "processes of its own. *Gradients* compares a side's gradients with those of its own "
@@ -234,9 +238,7 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
             "move once per step; rows without a group move scales at every action, as Megatron "
             "does. Rows with a group therefore have other FP8 scales than native, and their "
             "gradients are rounded differently; on a CPU a group of 1 has the same distance from "
-            "native (tests/ranks/test_peers.py). Megatron's options: "
-            f"{_options(report['configuration']['megatron'])}."
-            f"{remark(name, report)}"
+            f"native (tests/ranks/test_peers.py). {options}{remark(name, report)}"
         )
         rows = [_peer(row) for row in derived["rows"]]
         header = (
