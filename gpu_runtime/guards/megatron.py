@@ -41,6 +41,7 @@ from qeffect.text import shown
 from .advice import MEGATRON_ADVICE
 from .evidence import Weights
 from .judging import ContractLogs, Judge
+from .megatron_cache_values import CacheValues
 from .megatron_caches import Caches, is_plain
 from .megatron_library import Library, Patches, library
 from .megatron_plan import LOOPS, LoopPlan, UnguardedScheduleError, chunks_of, plan_of, unguarded
@@ -74,6 +75,7 @@ def guard(
     on_violation: OnViolation | None = None,
     log: str | os.PathLike[str] | None = None,
     untested: bool = False,
+    compare_caches: int = 0,
 ) -> GuardedMegatron:
     """
     Check Megatron-core's loops against a contract.
@@ -94,21 +96,30 @@ def guard(
             Each later contract of a rank has its own file, such as ``rank0.contract1.jsonl``.
         untested: Whether manner ``refuse`` accepts a release of Megatron-core that the guard was
             not tested with. Manner ``report`` only warns of such a release.
+        compare_caches: n compares each cache of FP8 weights with its weight, by value, before every
+            n-th update; 0 compares nothing. Manner ``refuse`` waits for the result. Manner
+            ``report`` reads the result before a later update.
 
     Raises:
         ImportError: Megatron-core is not installed.
         UntestedReleaseError: The guard was not tested with the installed release, the
             manner is ``refuse``, and `untested` is false.
-        ValueError: Megatron-core is guarded already, or the manner is unknown.
+        ValueError: Megatron-core is guarded already, the manner is unknown, or `compare_caches` is
+            not an integer of at least 0.
     """
     if manner not in ("refuse", "report"):
         raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
+    if compare_caches.__class__ is not int or compare_caches < 0:
+        raise ValueError(
+            f"compare_caches must be an integer of at least 0, got {shown(compare_caches)}"
+        )
     if _active:
         raise ValueError("Megatron-core is guarded already; call remove() on its guard first")
     lib = library()
     check_release("megatron-core", lib.release, *TESTED, manner=manner, untested=untested)
     reports = Reports(on_violation) if manner == "report" else None
-    guarded = GuardedMegatron(lib, reports, None if log is None else Path(log))
+    values = CacheValues(compare_caches, waits=manner == "refuse")
+    guarded = GuardedMegatron(lib, reports, None if log is None else Path(log), values)
     _active.append(guarded)
     return guarded
 
@@ -121,13 +132,22 @@ class GuardedMegatron:
         lib: Megatron-core.
         reports: Where violations are reported; with None, a violation raises.
         log: As for `guard`.
+        values: Compares caches of FP8 weights with the weights; by default nothing is compared.
 
     Attributes:
         epochs: How many updates the guard has committed.
+        values: The argument of this name.
     """
 
-    def __init__(self, lib: Library, reports: Reports | None = None, log: Path | None = None):
+    def __init__(
+        self,
+        lib: Library,
+        reports: Reports | None = None,
+        log: Path | None = None,
+        values: CacheValues | None = None,
+    ) -> None:
         self._lib, self._log = lib, log
+        self.values = values or CacheValues(0, waits=False)
         self._recurring: RecurringSteps | None = None
         self.epochs = 0
         self._rank = 0
@@ -145,7 +165,9 @@ class GuardedMegatron:
         self._gradients = Gradients()
         self._patches = Patches()
         self._patch()
-        self._updates = Updates(lib, self._patches, self._check_update, self._commit_update)
+        self._updates = Updates(
+            lib, self._patches, self._compare_caches, self._check_update, self._commit_update
+        )
         self._saves = Saves(lib, self._patches, self._check_save)
 
     # What the user calls
@@ -547,6 +569,12 @@ class GuardedMegatron:
             return found
 
         return guarded_finish
+
+    def _compare_caches(self) -> None:
+        """Compare the caches of FP8 weights before any update, also after a replayed step."""
+        if not self._off:
+            each = (own for chunk in self._updates.chunks() for own in self._caches.used(chunk))
+            self._judge("optimizer.step", self.values.update, each)
 
     def _check_update(self) -> bool | None:
         """Check an update; return None if it is not judged."""

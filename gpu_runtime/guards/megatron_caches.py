@@ -64,6 +64,18 @@ class Caches:
             ]
         return found
 
+    def used(self, chunk: Any) -> list[tuple[str, Any]]:
+        """
+        Return the modules of a chunk that keep a cache and have run since the step began.
+
+        A module clears its own `is_first_microbatch` when it runs. Graphs do not clear it, so with
+        graphs all modules are returned.
+        """
+        found = self.of(chunk)
+        if self.mode(chunk) != (0, 0):
+            return found
+        return [(name, module) for name, module in found if not module.is_first_microbatch]
+
     def quantizing(self, chunks: Sequence[Any], config: Any) -> list[list[tuple[str, Any]]]:
         """Return the modules of each chunk that are to quantize their weights once in a step."""
         for name in ("fp8", "fp4", "use_kitchen", "quant_recipe"):

@@ -23,6 +23,8 @@ class Updates:
     Args:
         lib: Megatron-core.
         patches: Replaces attributes until the guard is removed.
+        before: Called before the first update after a loop or a replayed step, also if the update
+            is not judged.
         check: Called before an update; returns None if the update is not judged.
         commit: Called after the update, with what `check` returned, and with `failed`: whether the
             update raised an error.
@@ -37,6 +39,7 @@ class Updates:
         self,
         lib: Library,
         patches: Patches,
+        before: Callable[[], None],
         check: Callable[[], Any],
         commit: Callable[..., None],
     ) -> None:
@@ -45,12 +48,13 @@ class Updates:
             register_optimizer_step_pre_hook,
         )
 
-        self._check, self._commit = check, commit
+        self._begins, self._check, self._commit = before, check, commit
         self.ever = self.unseen = self.replays = False
         self._chunks: list[weakref.ref[Any]] = []
         self._parameters: set[int] = set()
         self._inside = 0
         self._trained = False  # whether a loop has run since the last update
+        self._ran = False  # whether a loop has run or was replayed since the last update
         self._stepped: weakref.ref[Any] | None = None
         self._open: list[Any] = []
         for cls in list(lib.optimizers()):
@@ -76,7 +80,7 @@ class Updates:
         if [ref() for ref in self._chunks] != list(chunks):
             self._chunks = [weakref.ref(chunk) for chunk in chunks]
             self._parameters = {id(p) for chunk in chunks for p in chunk.parameters()}
-        self._trained = True
+        self._trained = self._ran = True
 
     def chunks(self) -> list[Any]:
         """Return the chunks that the last loop trained."""
@@ -86,6 +90,8 @@ class Updates:
         """Check an update that follows a loop, or a second update by the last optimizer."""
         again = self._stepped is not None and self._stepped() is optimizer
         self._inside += 1
+        if self._ran:
+            self._begins()
         if not self._trained and not again:
             return None
         return self._check()
@@ -93,6 +99,7 @@ class Updates:
     def _leave(self, optimizer: Any, checked: Any, *, failed: bool = False) -> None:
         self._inside -= 1
         self._commit(checked, failed=failed)
+        self._ran = False
         if not failed:
             self.ever = True
             self._trained = False
@@ -141,6 +148,7 @@ class Updates:
             found = run(wrapper, *args, **kwargs)
             if not self._trained and not kwargs.get("forward_only"):
                 self.replays, self._stepped = True, None  # the next update is not a second one
+                self._ran = True
             self._trained |= before
             return found
 

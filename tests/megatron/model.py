@@ -10,9 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WIDTH", "Layer", "QuantizedLinear", "Training", "data", "digest", "fuse"]
+__all__ = ["WIDTH", "Layer", "QuantizedLinear", "Training", "Workspace", "data", "digest", "fuse"]
 
 WIDTH, ROWS, SEQUENCE = 8, 2, 2
+
+
+class Workspace:
+    """
+    A weight in FP8 with one scale, with the names that Transformer Engine uses.
+
+    Args:
+        weight: The weight.
+        dtype: The FP8 type.
+    """
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
+        most = torch.finfo(dtype).max
+        scale = most / weight.abs().amax().float()
+        self._scale_inv = scale.reciprocal().reshape(1)
+        self._data = (weight.float() * scale).clamp(-most, most).to(dtype).view(torch.uint8)
+        self._fp8_dtype = f"DType.k{'Float8E4M3' if dtype == torch.float8_e4m3fn else 'Float8E5M2'}"
 
 
 class QuantizedLinear(nn.Linear):
@@ -28,10 +45,16 @@ class QuantizedLinear(nn.Linear):
         super().__init__(WIDTH, WIDTH)
         self.is_first_microbatch = True
         self.cache = torch.empty(0)
+        self._fp8_workspaces: dict[str, Workspace] = {}
+
+    def quantize(self) -> None:
+        """Fill the cache, and the workspace, which the guard may compare with the weight."""
+        self.cache = (self.weight.detach() * 64).round() / 64
+        self._fp8_workspaces["weight"] = Workspace(self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first_microbatch:
-            self.cache = (self.weight.detach() * 64).round() / 64
+            self.quantize()
         self.is_first_microbatch = False
         weight = self.weight - self.weight.detach() + self.cache
         return nn.functional.linear(x, weight, self.bias)

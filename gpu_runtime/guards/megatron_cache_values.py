@@ -1,0 +1,153 @@
+"""
+Compare the caches of quantized weights with the weights themselves, by value.
+
+A flag says that a forward was to quantize its weights; the values say that it did. So the
+comparison also covers graphs that the library replays, and steps that are replayed as one graph.
+Only caches of Transformer Engine in FP8 with one scale per tensor are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+
+from qeffect.refusals import refused
+
+__all__ = ["CacheValues"]
+
+#: The largest share of a cache's elements that may differ from the weight, quantized again. The
+#: scale is the reciprocal of a rounded reciprocal, so that a few elements may round otherwise.
+TOLERANCE = 1e-4
+#: How many elements are quantized again at once, to bound the memory of the comparison.
+_PART = 1 << 24
+
+
+@attrs.frozen
+class _Pending:
+    """
+    A comparison that the device may still be computing.
+
+    Args:
+        names: Names of the caches.
+        shares: Share of the elements of each cache that differ, fp32, on the host.
+        event: The CUDA event after the comparison; None on a CPU.
+        update: The number of the update before which the caches were compared.
+    """
+
+    names: list[str]
+    shares: Any
+    event: Any
+    update: int
+
+
+class CacheValues:
+    """
+    Compares caches with weights before every n-th update, when both belong to the same step.
+
+    Args:
+        every: n; 0 compares nothing.
+        waits: Whether the host waits for each comparison. Otherwise a comparison is read before a
+            later update, once the device has ended it.
+
+    Attributes:
+        compared: How many caches were compared so far.
+    """
+
+    def __init__(self, every: int, *, waits: bool) -> None:
+        self._every, self._waits = every, waits
+        self.compared = self._updates = 0
+        self._pending: _Pending | None = None
+
+    def update(self, modules: Iterable[tuple[str, Any]]) -> None:
+        """
+        Compare the caches before an update, and read an earlier comparison.
+
+        Args:
+            modules: The modules that keep a cache, with their names.
+
+        Raises:
+            Refused: ``version.stale-cache``.
+        """
+        if not self._every:
+            return
+        self._read()
+        self._updates += 1
+        if self._updates % self._every == 0 and self._pending is None:
+            self._pending = self._start(modules)
+            if self._waits or (self._pending is not None and self._pending.event is None):
+                self._read()
+
+    def _start(self, modules: Iterable[tuple[str, Any]]) -> _Pending | None:
+        import torch
+
+        found = [
+            (f"{name}.{key}", _differing(cache, weight))
+            for name, module in modules
+            for key, cache, weight in _caches(module)
+        ]
+        if not found:
+            return None
+        with torch.no_grad():
+            shares = torch.stack([share for _, share in found])
+        event = None
+        if shares.is_cuda:
+            shares = shares.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return _Pending([name for name, _ in found], shares, event, self._updates)
+
+    def _read(self) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        if pending.event is not None:
+            if self._waits:
+                pending.event.synchronize()
+            elif not pending.event.query():
+                return
+        self._pending = None
+        self.compared += len(pending.names)
+        shares = pending.shares.tolist()
+        wrong = [n for n, share in enumerate(shares) if share > TOLERANCE]
+        if wrong:
+            first = wrong[0]
+            raise refused(
+                "version.stale-cache",
+                "check_update",
+                f"{len(wrong)} of {len(shares)} caches of quantized weights that differ from their "
+                f"weights before update {pending.update - 1}: {shares[first]:.2%} of the elements "
+                f"of {pending.names[first]}, the first",
+                "caches that hold the quantized weights of the step",
+            )
+
+
+def _caches(module: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the comparable caches of a module: the weight's name, the cache, and the weight."""
+    for key, cache in (getattr(module, "_fp8_workspaces", None) or {}).items():
+        weight, data = getattr(module, key, None), getattr(cache, "_data", None)
+        scale = getattr(cache, "_scale_inv", None)
+        if data is None or scale is None or weight is None:
+            continue
+        if scale.numel() == 1 and data.numel() == weight.numel():
+            yield key, cache, weight
+
+
+def _differing(cache: Any, weight: Any) -> Any:
+    """Return the share of a cache's elements that differ from the weight, quantized again: a
+    tensor of one fp32 number on the weight's device."""
+    import torch
+
+    dtype = torch.float8_e5m2 if "E5M2" in str(cache._fp8_dtype) else torch.float8_e4m3fn
+    most = torch.finfo(dtype).max
+    with torch.no_grad():
+        data = cache._data.reshape(-1).view(torch.uint8)
+        scale = cache._scale_inv.reshape(()).reciprocal()
+        number = torch.zeros((), dtype=torch.float32, device=data.device)
+        for own, kept in zip(
+            weight.detach().reshape(-1).split(_PART), data.split(_PART), strict=True
+        ):
+            again = (own.float() * scale).clamp(-most, most).to(dtype).view(torch.uint8)
+            number += (again != kept).sum()
+        return number / data.numel()

@@ -1,0 +1,214 @@
+"""`megatron.guard(compare_caches=n)`: caches of FP8 weights are compared with the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qeffect.guards import megatron
+from qeffect.guards.megatron_cache_values import TOLERANCE, CacheValues
+from qeffect.refusals import Refused
+from tests.megatron.model import QuantizedLinear, Workspace
+from tests.megatron.stand_in import StandIn, installed
+from tests.megatron.test_guard import steps
+
+QUANTIZED = {"quantized": True}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    yield installed(monkeypatch)
+    for guarded in list(megatron._active):
+        guarded.remove()
+
+
+def keeps_its_cache(monkeypatch: pytest.MonkeyPatch, run: StandIn, after: int) -> None:
+    """From a step on, a forward clears its flag but leaves the workspace of an earlier step."""
+    quantize = QuantizedLinear.quantize
+
+    def pretends(self: QuantizedLinear) -> None:
+        if run.number < after:
+            quantize(self)
+
+    monkeypatch.setattr(QuantizedLinear, "quantize", pretends)
+
+
+class TestGuard:
+    """The whole guard, over the stand-in for Megatron-core."""
+
+    def test_flags_alone_do_not_show_it(
+        self, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = StandIn(made, QUANTIZED, 0)
+        keeps_its_cache(monkeypatch, run, 1)
+        guarded = megatron.guard(manner="refuse")
+        steps(run)
+
+        assert guarded.values.compared == 0
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_the_values_show_it_before_the_update(
+        self, rank: int, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = StandIn(made, QUANTIZED, rank)
+        keeps_its_cache(monkeypatch, run, 1)
+        megatron.guard(manner="refuse", compare_caches=1)
+        run.step()
+        with pytest.raises(Refused) as refused:
+            run.step()
+
+        assert refused.value.clause == "version.stale-cache"
+        assert "1 of 1 caches" in str(refused.value.found)
+        assert "before update 1: " in str(refused.value.found)
+        assert "decoder.layers.0.linear.weight, the first" in str(refused.value.found)
+
+    def test_a_report_names_the_step(
+        self, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = StandIn(made, QUANTIZED, 0)
+        keeps_its_cache(monkeypatch, run, 2)
+        guarded = megatron.guard(compare_caches=1)
+        steps(run, 4)
+
+        assert [(v.clause, v.step) for v in guarded.violations] == [("version.stale-cache", 2)]
+
+    def test_only_every_nth_update_is_compared(
+        self, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = StandIn(made, QUANTIZED, 0)
+        keeps_its_cache(monkeypatch, run, 1)
+        guarded = megatron.guard(compare_caches=3)
+        steps(run, 2)
+        assert guarded.violations == ()
+        steps(run, 1)
+
+        assert [v.step for v in guarded.violations] == [2]
+
+    @pytest.mark.parametrize("case", [QUANTIZED, {"chunks": 2, "quantized": True}])
+    def test_a_legal_run_is_accepted_and_keeps_its_bits(
+        self, case: dict[str, Any], made: dict[str, ModuleType]
+    ) -> None:
+        plain = steps(StandIn(made, case, 0))
+        run = StandIn(made, case, 0)
+        guarded = megatron.guard(manner="refuse", compare_caches=1)
+
+        assert steps(run) == plain
+        assert guarded.values.compared == len(plain) * case.get("chunks", 1)
+
+    def test_a_module_that_does_not_run_is_left_out(self, made: dict[str, ModuleType]) -> None:
+        """Its cache stays that of its last run, while the update goes on changing its weight."""
+        run = StandIn(made, QUANTIZED, 0)
+        idle = QuantizedLinear()
+        idle.quantize()
+        with torch.no_grad():
+            idle.weight.mul_(2)
+        run.model[0].module.idle = idle
+        guarded = megatron.guard(manner="refuse", compare_caches=1)
+        run.step()
+
+        assert guarded.values.compared == 1
+
+    def test_a_second_optimizer_finds_the_weights_of_the_first(
+        self, made: dict[str, ModuleType]
+    ) -> None:
+        """Only the update that follows the loop is compared."""
+        run = StandIn(made, QUANTIZED, 0)
+        weights, biases = [], []
+        for chunk in run.model:
+            for name, parameter in chunk.named_parameters():
+                (biases if name.endswith("bias") else weights).append(parameter)
+        guarded = megatron.guard(compare_caches=1)
+        for _ in range(2):
+            run.zero()
+            run.loop()
+            for parameter in (*weights, *biases):
+                parameter.grad = parameter.main_grad
+            torch.optim.SGD(weights, lr=0.1).step()
+            torch.optim.SGD(biases, lr=0.1).step()
+
+        assert guarded.values.compared == 2
+        assert "version.stale-cache" not in [v.clause for v in guarded.violations]
+
+    def test_a_replayed_step_is_compared(
+        self, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The stand-in's replays compute nothing, so the caches stay those of the first step."""
+        run = StandIn(made, QUANTIZED, 0)
+        guarded = megatron.guard(compare_caches=1)
+        whole = made["full_cuda_graph"].FullCudaGraphWrapper(getattr(run.schedules, run.kind))
+        run.loop = lambda **_: whole(  # type: ignore[method-assign]
+            forward_step_func=run.forward_step,
+            data_iterator=run.data[0],
+            model=run.model[0],
+            num_microbatches=run.microbatches,
+            forward_only=False,
+        )
+        monkeypatch.setattr(run, "zero", lambda: None)  # the gradients of the first step stay
+        steps(run, 2)
+
+        assert [v.clause for v in guarded.violations] == ["version.stale-cache"]
+
+    @pytest.mark.parametrize("bad", [-1, True, "1", 1.0])
+    def test_a_bad_number_is_refused(self, bad: Any, made: dict[str, ModuleType]) -> None:
+        with pytest.raises(ValueError, match="compare_caches must be an integer of at least 0"):
+            megatron.guard(compare_caches=bad)
+
+
+def module_of(weight: torch.Tensor, **changes: Any) -> SimpleNamespace:
+    """A module whose cache is of its weight, with changed attributes of the cache."""
+    cache = Workspace(weight)
+    vars(cache).update(changes)
+    return SimpleNamespace(weight=weight, _fp8_workspaces={"weight": cache})
+
+
+class TestValues:
+    """The comparison alone."""
+
+    @given(st.integers(0, 2**31), st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]))
+    def test_a_cache_of_its_weight_is_accepted(self, seed: int, dtype: torch.dtype) -> None:
+        weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
+        module = module_of(weight.bfloat16())
+        module._fp8_workspaces["weight"] = Workspace(module.weight, dtype)
+        values = CacheValues(1, waits=True)
+        values.update([("layer", module)])
+
+        assert values.compared == 1
+
+    @given(st.integers(0, 2**31))
+    def test_a_small_update_of_the_weight_is_seen(self, seed: int) -> None:
+        """A thousandth of the weights' size, as a step of AdamW leaves."""
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(256, 256, generator=generator)
+        module = module_of(weight)
+        weight += 1e-3 * torch.randn(256, 256, generator=generator)
+        values = CacheValues(1, waits=True)
+        with pytest.raises(Refused, match=r"version\.stale-cache"):
+            values.update([("layer", module)])
+
+    def test_one_element_in_ten_thousand_may_differ(self) -> None:
+        weight = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
+        module = module_of(weight)
+        data = module._fp8_workspaces["weight"]._data.view(-1)
+        data[0] ^= 1
+        CacheValues(1, waits=True).update([("layer", module)])
+        data[1] ^= 1
+        with pytest.raises(Refused, match=r"0\.02% of the elements of layer\.weight"):
+            CacheValues(1, waits=True).update([("layer", module)])
+        assert TOLERANCE == 1 / weight.numel()
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"_data": None}, {"_scale_inv": torch.ones(8)}, {"_scale_inv": None}],
+        ids=["no rows", "scales of blocks", "no scale"],
+    )
+    def test_another_format_is_not_compared(self, changes: dict[str, Any]) -> None:
+        values = CacheValues(1, waits=True)
+        values.update([("layer", module_of(torch.ones(4, 4), **changes))])
+
+        assert values.compared == 0
