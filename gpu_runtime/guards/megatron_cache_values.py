@@ -25,7 +25,7 @@ _PART = 1 << 24
 
 
 @attrs.frozen
-class _Pending:
+class _Comparison:
     """
     A comparison that the device may still be computing.
 
@@ -58,7 +58,7 @@ class CacheValues:
     def __init__(self, every: int, *, waits: bool) -> None:
         self._every, self._waits = every, waits
         self.compared = self._updates = 0
-        self._pending: _Pending | None = None
+        self._begun: _Comparison | None = None
 
     def update(self, modules: Iterable[tuple[str, Any]]) -> None:
         """
@@ -74,12 +74,12 @@ class CacheValues:
             return
         self._read()
         self._updates += 1
-        if self._updates % self._every == 0 and self._pending is None:
-            self._pending = self._start(modules)
-            if self._waits or (self._pending is not None and self._pending.event is None):
+        if self._updates % self._every == 0 and self._begun is None:
+            self._begun = self._start(modules)
+            if self._waits or (self._begun is not None and self._begun.event is None):
                 self._read()
 
-    def _start(self, modules: Iterable[tuple[str, Any]]) -> _Pending | None:
+    def _start(self, modules: Iterable[tuple[str, Any]]) -> _Comparison | None:
         import torch
 
         found = [
@@ -96,20 +96,20 @@ class CacheValues:
             shares = shares.to("cpu", non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return _Pending([name for name, _ in found], shares, event, self._updates)
+        return _Comparison([name for name, _ in found], shares, event, self._updates)
 
     def _read(self) -> None:
-        pending = self._pending
-        if pending is None:
+        begun = self._begun
+        if begun is None:
             return
-        if pending.event is not None:
+        if begun.event is not None:
             if self._waits:
-                pending.event.synchronize()
-            elif not pending.event.query():
+                begun.event.synchronize()
+            elif not begun.event.query():
                 return
-        self._pending = None
-        self.compared += len(pending.names)
-        shares = pending.shares.tolist()
+        self._begun = None
+        self.compared += len(begun.names)
+        shares = begun.shares.tolist()
         wrong = [n for n, share in enumerate(shares) if share > TOLERANCE]
         if wrong:
             first = wrong[0]
@@ -117,8 +117,8 @@ class CacheValues:
                 "version.stale-cache",
                 "check_update",
                 f"{len(wrong)} of {len(shares)} caches of quantized weights that differ from their "
-                f"weights before update {pending.update - 1}: {shares[first]:.2%} of the elements "
-                f"of {pending.names[first]}, the first",
+                f"weights before update {begun.update - 1}: {shares[first]:.2%} of the elements "
+                f"of {begun.names[first]}, the first",
                 "caches that hold the quantized weights of the step",
             )
 
