@@ -18,10 +18,10 @@ class ConcurrentCallError(RuntimeError):
     """
     A call came while another call of the same contract was under way; the later call did nothing.
 
-    Calls may come from any thread, one after another, as autograd's threads do. With two calls at
-    once, it is undecided which action comes first on the device. A lock could not decide the order,
-    so the caller must order its threads. A call from within a call, by an observer or a finalizer,
-    raises this error too.
+    Different threads may call, for example autograd's threads, but only one after another. With two
+    calls at once, it is undecided which action comes first on the device. A lock could not decide
+    the order, so the caller must order its threads. A call from within a call, by an observer or a
+    finalizer, raises this error too.
 
     Args:
         call: Name of the contract's method that was called.

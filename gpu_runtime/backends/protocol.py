@@ -110,8 +110,8 @@ class WgradUnit:
     A deferred matrix product whose result is the gradient of one or more matrices.
 
     Split QKV has one unit for three matrices, because the library multiplies all three in one
-    product. So a destination belongs to a unit, and each matrix is a range of the destination's
-    rows.
+    product. So the three gradients share one destination (the tensor that the product is written
+    to), and each gradient takes a range of its rows (`start` to `stop`).
     """
 
     name: str
@@ -580,9 +580,10 @@ class StageBackend(Protocol):
 
 def module_probe(root: torch.nn.Module) -> Callable[[], list[int]]:
     """
-    Prepare a cheap check of a module tree: its modules, and the addresses of their parameters.
+    Return a function that cheaply lists the identities of a tree's modules and the addresses of its
+    parameters. If two lists differ, the tree has changed.
 
-    Each module's tables of parameters and submodules are looked up once; each check reads their
+    Each module's tables of parameters and submodules are looked up once; each call reads their
     current contents.
     """
     # Kept alive here, so that no later module can reuse the identity of one of these.

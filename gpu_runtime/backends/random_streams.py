@@ -1,9 +1,9 @@
 """
 Streams of random numbers: the sequence that a process draws, and the seeds of named draws.
 
-A named draw depends only on its name, such as epoch, microbatch and layer. Streams and seeds are
-the same on every host. `reference/dropout.py` draws from a stream on the host, and
-`te/device_numbers.py` on the device.
+Within one stream, a named draw depends only on its name: numbers such as the epoch, the microbatch
+and the layer. Streams and seeds are the same on every host. `reference/dropout.py` draws from a
+stream on the host, and `te/device_numbers.py` on the device.
 """
 
 from __future__ import annotations

@@ -110,8 +110,9 @@ class Judge:
         """
         Raise or report a refusal, or an error of the guard itself; an `except` clause calls this.
 
-        To save a Python frame, a caller may ask the contract itself while `judges` is set. The
-        caller then passes any error that the contract raises to this method.
+        A caller may skip `__call__`, to save its Python frame, and call the contract directly if
+        `judges` is set. The caller must then pass any error that the contract raises to this
+        method.
 
         Args:
             error: The error that was raised when the contract was asked.

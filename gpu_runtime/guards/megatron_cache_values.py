@@ -17,8 +17,7 @@ from qeffect.refusals import refused
 
 __all__ = ["CacheValues"]
 
-#: The largest share of a cache's elements that may differ from the weight, quantized again. The
-#: scale is the reciprocal of a rounded reciprocal, so that a few elements may round otherwise.
+#: The largest share of a cache's elements that may differ from the weight, quantized again.
 TOLERANCE = 1e-4
 #: How many elements are quantized again at once, to bound the memory of the comparison.
 _PART = 1 << 24
@@ -135,19 +134,26 @@ def _caches(module: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _differing(cache: Any, weight: Any) -> Any:
-    """Return the share of a cache's elements that differ from the weight, quantized again: a
-    tensor of one fp32 number on the weight's device."""
+    """
+    Return the share of a cache's elements that differ from the weight, quantized again: a tensor of
+    one fp32 number on the weight's device.
+
+    A cache has the rounded reciprocal of its scale, so the scale is known to one unit in its last
+    place only. For some scales, this unit decides how percents of bf16 weights round. So an element
+    differs only if it differs from the results of both ends of the interval.
+    """
     import torch
 
     dtype = torch.float8_e5m2 if "E5M2" in str(cache._fp8_dtype) else torch.float8_e4m3fn
     most = torch.finfo(dtype).max
     with torch.no_grad():
         data = cache._data.reshape(-1).view(torch.uint8)
-        scale = cache._scale_inv.reshape(()).reciprocal()
+        scale = cache._scale_inv.reshape(()).float().reciprocal()
+        ends = [torch.nextafter(scale, torch.full_like(scale, end)) for end in (0.0, torch.inf)]
         number = torch.zeros((), dtype=torch.float32, device=data.device)
         for own, kept in zip(
             weight.detach().reshape(-1).split(_PART), data.split(_PART), strict=True
         ):
-            again = (own.float() * scale).clamp(-most, most).to(dtype).view(torch.uint8)
-            number += (again != kept).sum()
+            low, high = ((own.float() * end).clamp(-most, most).to(dtype) for end in ends)
+            number += (low.view(torch.uint8).ne(kept) & high.view(torch.uint8).ne(kept)).sum()
         return number / data.numel()

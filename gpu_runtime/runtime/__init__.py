@@ -4,7 +4,8 @@ The runtime of one process: its configuration, its parts, and the boundaries of 
 * `step_mode.py`: how a step can run (`Mode`), and why it cannot be one launch.
 * `runtime_config.py`: `RuntimeConfig`, the options of a process, such as how a step runs (`mode`).
 * `assembly.py`: builds slots, gradient destinations, the contract and the executor.
-* `parts.py`: holds these objects. Inside `performed_by`, another object acts on memory, streams and
+* `parts.py`: holds these objects. Within `with runtime.performed_by(performer)`, the given
+  performer replaces the runtime's own. A performer is the object that acts on memory, streams and
   other ranks.
 * `epoch.py`: the end of an epoch: `finalize`, `update`, and the device's counts of its actions.
 * `runtime.py`: `Runtime`, with failure and restart: `abort`, `rebuild`, `checkpoint`, `restore`.

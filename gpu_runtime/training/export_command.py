@@ -59,7 +59,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Compare the checkpoint's hashes, read its weights and write them.
+    Compare each file of the checkpoint with its hash, read the weights and write them to a file.
 
     Raises:
         UnusableError: The checkpoint is damaged, or the file exists or cannot be written.

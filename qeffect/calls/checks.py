@@ -239,9 +239,9 @@ class Checks(ContractParts):
             first: Whether the write overwrites its destination (True) or adds to it (False); by
                 default true for the first write of an epoch.
             first_of_tied: Whether the write overwrites (True) or adds to (False) the destinations
-                that the stage shares with another stage. By default true for the first write of
-                these destinations in an epoch; the same as ``first`` if the stage shares no
-                destination.
+                that the stage shares with another stage. Default: whether this is the first write
+                of the shared destinations in the epoch. If the stage shares no destination, the
+                default is the value of ``first``.
             link: Index of the link between the calling stream and the domain's graph stream.
             group: Keys and references of the further tapes (data of one F each) that the same
                 product takes. Their gradients go to the same destination, and their F ran with the

@@ -103,8 +103,8 @@ class StagePlan:
             live from its forward until its last reader ran.
         peak_deferred: Peak number of deferred weight gradients: those whose dI ran and whose dW has
             yet to run.
-        held_by_sends: How many tapes of `peak_live` are live only because a send still reads them
-            after their weight gradient ran.
+        held_by_sends: By how many tapes `peak_live` would be lower if each tape ended with its
+            weight gradient. With sends, a tape stays live until they have read its buffers too.
     """
 
     stage: int

@@ -17,9 +17,9 @@ PART = Part(
     intro="""\
 A stage whose gradients are reduced divides the gradients into *buckets*; by default they form one
 bucket with the stage's name. Every dW covers every matrix of its stage, so a bucket is whole after
-the stage's last dW of the epoch. A bucket may be whole long before finalize, and long before other
-stages' buckets. Two stages of one state domain that name the same bucket share it: a destination
-that both write is reduced once, after the last dW of both.
+the stage's last dW of the epoch. This may happen long before finalize, and long before the buckets
+of other stages are whole. Two stages of one state domain that name the same bucket share it: a
+destination that both write is reduced once, after the last dW of both.
 
 The runtime reports a reduction by calls. `start_reduction` says that the reduction was enqueued,
 and on which stream. `finish_reduction` says that the stream which will read the gradients waits for

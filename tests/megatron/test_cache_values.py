@@ -180,6 +180,34 @@ class TestValues:
 
         assert values.compared == 1
 
+    @given(st.integers(0, 2**31), st.floats(1.0, 2.0, exclude_max=True, width=32))
+    def test_the_last_place_of_the_scale_is_not_known(self, seed: int, scale: float) -> None:
+        """The cache has only the rounded reciprocal; bf16 weights lie at ties of many scales."""
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(256, 64, generator=generator).mul(0.02).bfloat16()
+        exact = torch.tensor(4096 * scale)
+        data = (weight.float() * exact).clamp(-448, 448).to(torch.float8_e4m3fn)
+        module = module_of(weight, _scale_inv=exact.reciprocal(), _data=data.view(torch.uint8))
+        values = CacheValues(1, waits=True)
+        values.update([("layer", module)])
+
+        assert values.compared == 1
+
+    def test_a_scale_one_unit_off_is_accepted(self) -> None:
+        """A scale at which the unit decides how 5% of the elements round."""
+        weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+        weight = weight.mul(0.02).bfloat16()
+        exact = torch.tensor(448.0) / 0.095703125
+        near = torch.nextafter(exact, torch.tensor(0.0))
+        rows = [
+            (weight.float() * each).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+            for each in (exact, near)
+        ]
+        assert (rows[0] != rows[1]).float().mean() > 0.01
+        for data in rows:
+            module = module_of(weight, _scale_inv=exact.reciprocal(), _data=data)
+            CacheValues(1, waits=True).update([("layer", module)])
+
     @given(st.integers(0, 2**31))
     def test_a_small_update_of_the_weight_is_seen(self, seed: int) -> None:
         """A thousandth of the weights' size, as a step of AdamW leaves."""

@@ -6,9 +6,9 @@ amax history. Every F rolls the forward histories of the domain, and every dI ro
 histories. A roll shifts a history and computes the next scale; the roll happens even if F raises.
 Quantized weights are cached, and dW is deferred. One rule is the rule of older versions of
 Transformer Engine: a roll covers every history of the domain, while newer versions roll only
-histories with a new entry. So swapping any two actions of this backend changes the bits. The
-products differ from Transformer Engine's: operands are dequantized and multiplied in fp32. The
-tests compare the raw bits.
+histories with a new entry. So swapping two F, or two dI, of a domain can change the bits, even if
+the two belong to different stages. The products differ from Transformer Engine's: operands are
+dequantized and multiplied in fp32. The tests compare the raw bits.
 """
 
 from .scaling import ReferenceDomain

@@ -42,7 +42,8 @@ class FolderLock:
         folder: The folder; created if missing.
 
     Attributes:
-        began: Whether the training has begun; from then on the trainer records how the run ends.
+        began: Whether the training has begun. If a run ends before that, the command writes the
+            status file; afterwards the trainer does.
         problem: Why the folder could not be locked, although no other run holds the lock; a second
             run in the folder would then not be noticed. Empty if this process holds the lock.
 
