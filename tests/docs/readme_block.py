@@ -63,9 +63,9 @@ def proofs() -> str:
     mutants = data["mutant_report"]
     return wrapped(
         f"{data['unsat']:,} of {data['obligations']:,} *obligations* (formulas to prove) are "
-        f"proved, {data['unknown']} unknown. A *mutant* is the code without one guard clause, "
+        f"proved, {data['unknown']} unknown. A *mutant* of the code lacks one guard clause, "
         f"operand or state update. {mutants['killed']} of {mutants['mutants']} mutants are "
-        "*killed*: one of their calls goes wrong. "
+        "*killed*: a call goes wrong. "
         f"Commit: `{data['environment']['commit'][:7]}`. "
         f"`make check` repeats the proofs. [What is proved]({KERNEL}#what-is-proved)."
     )
