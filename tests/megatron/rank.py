@@ -208,7 +208,9 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     if fault is not None and rank in fault.ranks and not fault.above:
         fault.put(run, undo)
     if manner := case.get("manner"):
-        guarded = megatron.guard(manner=manner, log=case.get("log"))
+        guarded = megatron.guard(
+            manner=manner, log=case.get("log"), compare_caches=case.get("compare", 0)
+        )
     if fault is not None and rank in fault.ranks and fault.above:
         fault.put(run, undo)
     said: dict[str, Any] = {"bits": [], "stage": run.pipeline, "replica": run.replica}
@@ -236,6 +238,7 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
             [v.clause, v.rank, v.step, v.action, v.found] for v in guarded.violations
         ]
         said["epoch"], said["trust"] = guarded.epochs, guarded.on_trust()
+        said["compared"] = guarded.values.compared
         said["live"] = 0 if guarded.contract is None else len(guarded.contract.live())
         undo()
         guarded.remove()

@@ -28,7 +28,7 @@ LEGAL: dict[str, dict[str, Any]] = {
     "without pipelining": {"stages": 1},
     "1F1B": {},
     "interleaved": {"chunks": 2},
-    "interleaved, quantized": {"chunks": 2, "quantized": True},
+    "interleaved, quantized": {"chunks": 2, "quantized": True, "compare": 1},
     "distributed, overlapped": {"stages": 1, "distributed": True, "overlap": True, "gather": True},
     "interleaved, deferred": {"chunks": 2, "config": {"overlap_p2p_comm_warmup_flush": True}},
     "seven microbatches": {"microbatches": 7},
@@ -39,7 +39,15 @@ LEGAL: dict[str, dict[str, Any]] = {
     },
     "outputs kept": {"deallocate": False},
     "messages one by one": {"config": {"batch_p2p_comm": False}},
-    "quantized": {"quantized": True},
+    "quantized": {"quantized": True, "compare": 1},
+    "quantized, distributed": {
+        "stages": 1,
+        "distributed": True,
+        "overlap": True,
+        "gather": True,
+        "quantized": True,
+        "compare": 1,
+    },
     "an optimizer of torch": {"plain": True},
     "clipping": {"clip": 0.5},
     "sums": {"stages": 1, "config": {"calculate_per_token_loss": True}},
@@ -150,6 +158,8 @@ def test_a_legal_run_keeps_its_bits(release: str, name: str, world: int) -> None
         assert STEPS == len(one["bits"]) == len(set(map(str, one["bits"])))  # it does train
         assert (STEPS, 0, []) == (two["epoch"], two["live"], two["violations"])
         assert [] == two["left"]  # every replaced name is as it was
+        case = {**LEGAL, **WIDE}[name]
+        assert two["compared"] == STEPS * case.get("compare", 0) * case.get("chunks", 1)
     logs: dict[Path, list[Path]] = {}
     for path in sorted((folder / name).rglob("*.jsonl")):
         if "contract" not in path.name:
