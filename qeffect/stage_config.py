@@ -205,9 +205,9 @@ class StageConfig:
             Both matrices must be declared tied, otherwise sharing is refused. See
             ``qeffect.sharing``.
         copies_input: A caller's stream copies the forward's input into the slot, for example from
-            the host. `Contract.reserve` then also counts the copy as work of the caller's stream,
-            on the link that the call names. F runs only in a slot that its key has reserved, and
-            only after the graph stream has waited for the copy.
+            the host. Call `Contract.reserve` before the copy, with the link of this stream: the
+            contract then records the copy as work of the stream. F runs only in a slot that its key
+            has reserved, and only after the graph stream has waited for the copy.
         feeds: The stage of this process whose input is this stage's output, as in interleaved and
             V-shaped schedules. F of the target stage then runs after F of this stage with the same
             microbatch, and dI of this stage after dI of the target. Without messages

@@ -166,7 +166,8 @@ def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
     where = clause.section if clause.section == "design" else f"paper, {clause.section}"
     same = f" This is the clause; [a promise](#{_anchor(clause.id)}) has the same name."
     apart = same if clause.id in _promised() else ""
-    look = f". After a refusal, look at the argument `{clause.argument}`" if clause.argument else ""
+    kind = "the argument" if clause.transitions != ("replay",) else "the refused line's field"
+    look = f". After a refusal, look at {kind} `{clause.argument}`" if clause.argument else ""
     own = [t for t in clause.transitions if clause.argument.partition(".")[0] in _arguments(t)]
     if 0 < len(own) < len(clause.transitions):
         look += f" (of {', '.join(f'`{t}`' for t in own)})"

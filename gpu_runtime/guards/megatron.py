@@ -159,6 +159,9 @@ class GuardedMegatron:
         self._step: LoopStep | None = None
         self._live: LoopStep | None = None  # the step whose loop runs
         self._caches = Caches()
+        #: The chunks that quantize their weights, of the loops since the last comparison.
+        self._quantized: dict[int, weakref.ref[Any]] = {}
+        self._compared = False
         self._weights: weakref.WeakKeyDictionary[Any, Weights] = weakref.WeakKeyDictionary()
         self._scaling_updates = 0
         self._norms: dict[Norm, int] = {}
@@ -210,6 +213,8 @@ class GuardedMegatron:
 
         If other code has replaced a guarded name, the name stays as it is, but no longer guards.
         """
+        if not self._off:
+            self._judge("remove", self.values.finish)
         self._off, self._live = True, None
         if self._logs is not None:
             self._logs.close()
@@ -338,6 +343,8 @@ class GuardedMegatron:
         self._loops += 1
         quantizing = self._caches.quantizing(chunks, config)
         quantizes = [*map(bool, quantizing)]
+        if self.values.every:
+            self._add_quantized(chunks, quantizes)
         buckets = [bucket_groups(chunk) for chunk in chunks]
         numbers = [*map(len, buckets)]
         shape = plan, quantizes, numbers
@@ -366,6 +373,13 @@ class GuardedMegatron:
         )
         self._updates.begin(chunks)
         self._judge("the beginning of the loop", self._check_beginning, plan, chunks, buffers)
+
+    def _add_quantized(self, chunks: list[Any], quantizes: list[bool]) -> None:
+        """Add the chunks of a loop that quantize their weights to those that will be compared."""
+        if self._compared:
+            self._quantized, self._compared = {}, False
+        own = zip(chunks, quantizes, strict=True)
+        self._quantized |= {id(chunk): weakref.ref(chunk) for chunk, quantized in own if quantized}
 
     def _check_beginning(
         self, plan: LoopPlan, chunks: list[Any], buffers: list[list[Any] | None]
@@ -572,9 +586,19 @@ class GuardedMegatron:
 
     def _compare_caches(self) -> None:
         """Compare the caches of FP8 weights before any update, also after a replayed step."""
-        if not self._off:
-            each = (own for chunk in self._updates.chunks() for own in self._caches.used(chunk))
-            self._judge("optimizer.step", self.values.update, each)
+        values, judge = self.values, self._judge
+        if self._off or not values.every:
+            return
+        values.updates += 1
+        chunks = [chunk for ref in self._quantized.values() if (chunk := ref()) is not None]
+        self._compared = True
+        # A replayed step begins no step of the judge, which after a violation judges nothing.
+        before, judge.judges = judge.judges, judge.judges or self._updates.replayed
+        try:
+            used = (own for chunk in chunks for own in self._caches.used(chunk))
+            judge("optimizer.step", values.update, used)
+        finally:
+            judge.judges = before and judge.judges
 
     def _check_update(self) -> bool | None:
         """Check an update; return None if it is not judged."""

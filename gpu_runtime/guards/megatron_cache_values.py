@@ -3,7 +3,8 @@ Compare the caches of quantized weights with the weights themselves, by value.
 
 A flag says that a forward was to quantize its weights; the values say that it did. So the
 comparison also covers graphs that the library replays, and steps that are replayed as one graph.
-Only caches of Transformer Engine in FP8 with one scale per tensor are compared.
+Only caches of Transformer Engine in FP8 with one scale per tensor are compared, and only their
+rows, which the forward reads.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Comparison:
         names: Names of the caches.
         shares: Share of the elements of each cache that differ, fp32, on the host.
         event: The CUDA event after the comparison; None on a CPU.
-        update: The number of the update before which the caches were compared.
+        update: The number of the update before which the caches were compared, from 1.
     """
 
     names: list[str]
@@ -46,22 +47,25 @@ class CacheValues:
     Compares caches with weights before every n-th update, when both belong to the same step.
 
     Args:
-        every: n; 0 compares nothing.
+        every: n; 0 compares nothing. Also an attribute.
         waits: Whether the host waits for each comparison. Otherwise a comparison is read before a
             later update, once the device has ended it.
 
     Attributes:
         compared: How many caches were compared so far.
+        updates: How many updates were counted so far.
     """
 
     def __init__(self, every: int, *, waits: bool) -> None:
-        self._every, self._waits = every, waits
-        self.compared = self._updates = 0
+        self.every, self._waits = every, waits
+        self.compared = self.updates = 0
         self._begun: _Comparison | None = None
 
     def update(self, modules: Iterable[tuple[str, Any]]) -> None:
         """
-        Compare the caches before an update, and read an earlier comparison.
+        Compare the caches before an update that was counted, and read an earlier comparison.
+
+        In a capture of a CUDA graph, such as that of an optimizer's step, nothing is done.
 
         Args:
             modules: The modules that keep a cache, with their names.
@@ -69,14 +73,23 @@ class CacheValues:
         Raises:
             Refused: ``version.stale-cache``.
         """
-        if not self._every:
+        import torch
+
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        self._read()
-        self._updates += 1
-        if self._updates % self._every == 0 and self._begun is None:
+        self._read(self._waits)
+        if self.updates % self.every == 0 and self._begun is None:
             self._begun = self._start(modules)
-            if self._waits or (self._begun is not None and self._begun.event is None):
-                self._read()
+            self._read(self._waits)
+
+    def finish(self) -> None:
+        """
+        Wait for a comparison that was begun, and read it.
+
+        Raises:
+            Refused: ``version.stale-cache``.
+        """
+        self._read(True)
 
     def _start(self, modules: Iterable[tuple[str, Any]]) -> _Comparison | None:
         import torch
@@ -88,21 +101,22 @@ class CacheValues:
         ]
         if not found:
             return None
+        device = found[0][1].device
         with torch.no_grad():
-            shares = torch.stack([share for _, share in found])
+            shares = torch.stack([share.to(device) for _, share in found])
         event = None
         if shares.is_cuda:
             shares = shares.to("cpu", non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return _Comparison([name for name, _ in found], shares, event, self._updates)
+        return _Comparison([name for name, _ in found], shares, event, self.updates)
 
-    def _read(self) -> None:
+    def _read(self, waits: bool) -> None:
         begun = self._begun
         if begun is None:
             return
         if begun.event is not None:
-            if self._waits:
+            if waits:
                 begun.event.synchronize()
             elif not begun.event.query():
                 return
@@ -154,6 +168,8 @@ def _differing(cache: Any, weight: Any) -> Any:
         for own, kept in zip(
             weight.detach().reshape(-1).split(_PART), data.split(_PART), strict=True
         ):
-            low, high = ((own.float() * end).clamp(-most, most).to(dtype) for end in ends)
-            number += (low.view(torch.uint8).ne(kept) & high.view(torch.uint8).ne(kept)).sum()
+            low, high = (
+                (own.float() * end).clamp(-most, most).to(dtype).view(torch.uint8) for end in ends
+            )
+            number += (low.ne(kept) & high.ne(kept) & ~own.isnan()).sum()  # a NaN has many codes
         return number / data.numel()

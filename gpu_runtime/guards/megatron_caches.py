@@ -68,13 +68,20 @@ class Caches:
         """
         Return the modules of a chunk that keep a cache and have run since the step began.
 
-        A module clears its own `is_first_microbatch` when it runs. Graphs do not clear it, so with
-        graphs all modules are returned.
+        A module clears its own `is_first_microbatch` when it runs. Graphs do not clear it, so each
+        module of a layer with graphs is taken for one that has run.
         """
-        found = self.of(chunk)
-        if self.mode(chunk) != (0, 0):
-            return found
-        return [(name, module) for name, module in found if not module.is_first_microbatch]
+        graphed = {
+            module
+            for layer in chunk.modules()
+            if vars(layer).get("cuda_graphs") or hasattr(layer, "cudagraph_manager")
+            for module in layer.modules()
+        }
+        return [
+            (name, module)
+            for name, module in self.of(chunk)
+            if module in graphed or not module.is_first_microbatch
+        ]
 
     def quantizing(self, chunks: Sequence[Any], config: Any) -> list[list[tuple[str, Any]]]:
         """Return the modules of each chunk that are to quantize their weights once in a step."""

@@ -33,6 +33,7 @@ class Updates:
         ever: Whether an update was ever seen.
         unseen: Whether two steps followed each other without an update in between.
         replays: Whether a whole step was replayed as one graph.
+        replayed: Whether the last step was replayed as one graph.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Updates:
         )
 
         self._begins, self._check, self._commit = before, check, commit
-        self.ever = self.unseen = self.replays = False
+        self.ever = self.unseen = self.replays = self.replayed = False
         self._chunks: list[weakref.ref[Any]] = []
         self._parameters: set[int] = set()
         self._inside = 0
@@ -81,6 +82,7 @@ class Updates:
             self._chunks = [weakref.ref(chunk) for chunk in chunks]
             self._parameters = {id(p) for chunk in chunks for p in chunk.parameters()}
         self._trained = self._ran = True
+        self.replayed = False
 
     def chunks(self) -> list[Any]:
         """Return the chunks that the last loop trained."""
@@ -148,7 +150,7 @@ class Updates:
             found = run(wrapper, *args, **kwargs)
             if not self._trained and not kwargs.get("forward_only"):
                 self.replays, self._stepped = True, None  # the next update is not a second one
-                self._ran = True
+                self._ran = self.replayed = True
             self._trained |= before
             return found
 

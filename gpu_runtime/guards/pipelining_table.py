@@ -46,8 +46,7 @@ def event_of(action: Any) -> Event:
 
 class ReadActions:
     """
-    Keeps torch's actions as events and as texts. Each action is read only once, because steps
-    repeat the same actions.
+    Caches the event and the text of each of torch's actions, because steps repeat the same actions.
     """
 
     def __init__(self) -> None:

@@ -49,8 +49,8 @@ class Feed(Protocol):
         """
         Return the inputs of a stage that do not come from another stage.
 
-        For the first stage: all inputs. For every other stage: all inputs but the first, such as
-        targets.
+        For the first stage: all inputs. For every other stage: all inputs after the first (for
+        example targets), because the first input is the output of the previous stage.
         """
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:

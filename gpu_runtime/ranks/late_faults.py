@@ -25,9 +25,10 @@ def record_fault(runtime: Runtime, error: BaseException, epoch: int, rank: int) 
     error may come from the last update, since the host does not wait for the update. So the last
     committed epoch counts as failed, every action and checkpoint is refused until a `restore`, and
     the error is marked as unrecoverable. If a weight changed between two runs of a step, the last
-    committed epoch also counts as failed. Any other difference between two runs makes only the
-    running step fail. Such a difference is not reported if a device's gate has already skipped the
-    step's update.
+    committed epoch also counts as failed. Any other difference makes only the running step fail. In
+    mode ``one launch`` the host finds a difference one step later. Then only a changed weight is
+    reported: for any other difference, the device has already skipped the update of the faulty step
+    (`gate.py`).
 
     Args:
         runtime: The guarded runtime of this rank, whose contract gets the report.

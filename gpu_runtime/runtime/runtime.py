@@ -118,7 +118,8 @@ class Runtime(EpochRuntime):
         device has kept.
 
         Args:
-            epoch: The epoch to begin: the number of updates that the device has run.
+            epoch: The epoch to begin. Epochs count from 0, so this is the number of updates that
+                the device has run.
             kept: The numerical state after the last update that the device has run.
 
         Raises:

@@ -113,9 +113,9 @@ class RuntimeConfig:
         counts: When the actions that the device ran are counted and compared with the committed
             actions (`qeffect.counts`). None counts nothing. ``commit`` compares before the update:
             the host waits for the step's last action. With ``next step`` the device compares, and
-            skips the update if the counts differ. The host does not wait; it refuses at the next
-            `finalize` or `checkpoint`. The default is None. In mode ``one launch`` the default is
-            ``next step``, and no other value is accepted.
+            skips the update if the counts differ. The host does not wait for this comparison; after
+            a skipped update, the next `finalize` or `checkpoint` is refused. The default is None.
+            In mode ``one launch`` the default is ``next step``, and no other value is accepted.
         rule: Where dW writes (`step/memory/arena.py`). With ``accumulate`` all microbatches add to
             one buffer per matrix. With ``per_microbatch`` each microbatch has its own buffers. With
             ``copied`` each gradient is copied out of the library's own memory.

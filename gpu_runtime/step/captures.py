@@ -207,11 +207,11 @@ def capture_graph(
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         work()
+        with phase("capture end"):
+            graph.capture_end()
     except BaseException:
         _abandon(graph, pool)
         raise
-    with phase("capture end"):
-        graph.capture_end()
     return graph
 
 
@@ -224,15 +224,18 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     that another stream has used, and the generator draws no numbers outside of graphs. The
     allocator is told here. A capture that succeeds tells the generator, so a small one follows.
     """
-    try:
+    with suppress(RuntimeError):
         graph.capture_end()
-    except RuntimeError:
-        with suppress(AttributeError, RuntimeError):  # the name is private; or it was told
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        return
+    with suppress(AttributeError, RuntimeError):  # the name is private; or it was told
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    with suppress(RuntimeError):  # the caller gets the error of the capture that failed
         small = torch.cuda.CUDAGraph()
         small.capture_begin(capture_error_mode="thread_local")
-        torch.zeros(1, device="cuda")
-        small.capture_end()
+        try:
+            torch.zeros(1, device="cuda")
+        finally:
+            small.capture_end()
 
 
 @contextmanager

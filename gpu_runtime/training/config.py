@@ -325,8 +325,8 @@ class Run:
         deterministic: Whether libraries may use only CUDA kernels that give the same bits each
             time. If false, a resumed run may end with other bits than a run that never stopped.
             `qeffect runtime train --compare` always asks for deterministic kernels.
-        retries: How many times in a row a step is repeated after a rank stopped it. A step is
-            repeated only if all ranks survived the stop; otherwise the run ends.
+        retries: Largest number of times in a row that a step is repeated after a rank stopped it;
+            the next stop ends the run. A stop that not every rank survived also ends the run.
         max_seconds: Time limit of the run, counted from the moment when all ranks are connected; at
             the limit the run finishes its step, saves and ends. 0 for no limit.
     """

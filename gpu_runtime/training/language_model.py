@@ -211,7 +211,9 @@ class LanguageJob(Job):
 
     def decays(self, name: str, parameter: Tensor) -> bool:
         """
-        Whether a parameter gets weight decay; each copy of a tied weight counts as an embedding.
+        Whether a parameter gets weight decay: matrices do; norms, biases and embeddings do not.
+
+        A head that is tied to the embedding counts as an embedding.
         """
         return decays(EMBEDDED if self.tied and name == PROJECTED else name, parameter)
 

@@ -17,7 +17,7 @@ class Rate:
     equal.
 
     Args:
-        peak: The rate after the warm-up.
+        peak: The highest rate, reached at the end of the warm-up.
         warmup: Number of steps of the warm-up; the first step has the rate `peak / warmup`, not
             zero.
         steps: Number of steps, including the warm-up, until the rate reaches `least`; 0 keeps the

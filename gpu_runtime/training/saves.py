@@ -47,8 +47,8 @@ _LATER = {
 
 class Saves:
     """
-    The checkpoints of one run, if its configuration names a folder. Every rank makes a `Saves`
-    object and calls the same methods.
+    The checkpoints of one run. Without a checkpoint folder in the configuration, nothing is loaded
+    or saved. Every rank makes a `Saves` object and calls the same methods.
 
     Args:
         member: This process.
@@ -56,7 +56,7 @@ class Saves:
         lock: The lock of the folder, on rank 0; by default, `open` takes the lock.
 
     Attributes:
-        checkpoints: The folder of checkpoints; None if the run has none.
+        checkpoints: The folder of checkpoints; None if the configuration names no folder.
         found: The checkpoint from which the run continues; None for a new run.
         warnings: Sentences about problems that `open` found but accepted.
         log: The run's log, on rank 0; the trainer sets it.

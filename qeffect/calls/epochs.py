@@ -296,8 +296,8 @@ class EpochCalls(ContractParts):
         """
         Check and commit the optimizer's update in one call, after the whole update was enqueued.
 
-        If the optimizer of any process raised, call `check_update` and `abort` instead, or use
-        ``with contract.update()``.
+        Do not call `commit_epoch` if the optimizer of any process raised: call `check_update`, then
+        `abort`. A block ``with contract.update()`` makes both calls if its body raises.
 
         The update is device work on the caller's stream. No refresh and no F is accepted until
         each graph stream has waited for that stream (`join`) or the host has seen the update finish

@@ -72,14 +72,19 @@ def pages() -> dict[str, str]:
 
 
 def stale() -> list[str]:
-    """Return the names of the files that differ from the relations' composition."""
+    """Return the names of the files in `FOLDER` that are missing, outdated or superfluous."""
     wanted = pages()
     found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py")}
     return sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
 
 
 def write() -> list[str]:
-    """Write every stale file, remove every superfluous one, and return their names."""
+    """
+    Bring `FOLDER` up to date: write missing and outdated files, and remove superfluous files.
+
+    Returns:
+        The names of the files that were written or removed.
+    """
     changed, wanted = stale(), pages()
     FOLDER.mkdir(exist_ok=True)
     for name in changed:

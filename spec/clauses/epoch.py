@@ -67,8 +67,9 @@ failed refresh poisons its domain (`order.poisoned`).
 
 `invalidate` reports the loss of a cache. This call is accepted even while a dI still needs the
 cache. If the call were refused, the contract would treat the lost cache as fresh, and the next dI
-would read it. Afterwards every F and dI of the stage is refused as stale; aborts, drops, drain and
-restore remain possible.
+would read it. After `invalidate` the cache is stale. Before the stage's first F, a refresh makes
+the cache current again. Later in the epoch a refresh is refused, and so is every F and dI of the
+stage (`version.stale-cache`); aborts, drops, drain and restore remain possible.
 
 Each microbatch's gradient is weighted, for example by 1/M, so that the weights of one epoch add up
 to one. A stage with `StageConfig(weights_sum=(1, 1))` declares this sum, and dI reports the weight

@@ -22,7 +22,8 @@ class Clause:
         transitions: Transitions that check the clause; ``configure`` is the construction of a
             contract, ``replay`` the reading of an event log, ``check`` the check of a schedule.
         argument: Argument to look at first after a refusal, or a field of an argument, as in
-            ``ref.generation``; empty if the call came at the wrong time.
+            ``ref.generation``; for ``replay``, a field of the refused line. Empty if the call came
+            at the wrong time.
         unchanged: State that a refusal leaves unchanged.
         section: Section of the paper, or ``design`` where this project goes beyond it.
         cause: The likely cause, for a person who calls the contract.

@@ -249,10 +249,11 @@ ticket, once.""",
             unchanged=_TENANT,
             section="IV-B",
             cause="dW was paired with another microbatch's work: the runtime took the oldest entry "
-            "of a queue, or the work of the chunk's most recent dI, instead of the key's own "
+            "of a queue, or the work of the stage's most recent dI, instead of the key's own "
             "work. ZB-V runs dW in another order than dI.",
-            remedy="Let dW find its deferred work by key; `qeffect check --pairing` shows which "
-            "pairing rule gives a dW of your schedule the wrong work.",
+            remedy="Let dW find its deferred work by key. To test another pairing rule, such as "
+            "`fifo`, run `qeffect check --pairing fifo` on your schedule: the check names a dW "
+            "that would get the wrong work.",
         ),
         Clause(
             id="ownership.not-forwarded",
@@ -605,16 +606,16 @@ ticket, once.""",
             id="ownership.skipped",
             number="1.33",
             title="A key that a walk leaves out does not run",
-            invariant="A key that the current walk (pass over the microbatches) leaves out gets no "
-            "slot and no F, and is not left out a second time.",
+            invariant="Once a key is left out of the current walk (pass over the microbatches), it "
+            "gets no slot and no F in this walk, and is not left out a second time.",
             transitions=("reserve", "skip", "check_forward"),
             argument="key",
             unchanged=_TENANT,
             section="design",
             cause="`shorten_walk` left out a microbatch that the loop then ran, or was called "
             "twice in one walk.",
-            remedy="Run only the microbatches that `shorten_walk` named. Call `shorten_walk` once "
-            "per walk, with the number of microbatches that the step has.",
+            remedy="Call `shorten_walk` once per walk, with the number of microbatches that the "
+            "walk takes, and run only that many: the first ones.",
         ),
         Clause(
             id="ownership.walk-begun",

@@ -248,8 +248,8 @@ def forward_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.left-out-stays-out", "reserve", "skip", "check_forward")
 def left_out_stays_out(st: State, h: History, a: Args) -> Truth:
-    """A key that the walk over the microbatches leaves out gets no slot and no forward, and is not
-    left out a second time."""
+    """Once `skip` has left a key out of the current walk (pass over the microbatches), the contract
+    accepts neither a reservation of a slot for the key, nor its F, nor a second `skip`."""
     return h.skipped[a.key.cell] == 0
 
 
@@ -757,8 +757,9 @@ def gradients_reader_running(st: State, h: History, a: Args) -> Truth:
 @STEPS("completion.whole-gradients-read", "start_gradients_read", c="cell")
 def whole_gradients_read(st: State, h: History, a: Args, c: Index) -> Truth:
     """
-    A read of a stage's gradients starts only after every cell (microbatch, block, invocation) of
-    the stage has run dW once, over every matrix, or was left out of the walk over the microbatches.
+    A read of a stage's gradients starts only when no cell (microbatch, block, invocation) of the
+    stage is missing. Each cell either ran dW once, over all matrices of the stage, or was left out
+    of the walk over the microbatches.
     """
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[a.stage])
     return implies(st.stage_of[c] == a.stage, once | (h.skipped[c] == 1))
@@ -854,8 +855,9 @@ def _writes(st: State, bucket: Index, stage: Index) -> Truth:
 
 @STEPS("reduction.of-whole-gradients", "start_reduction", c="cell")
 def of_whole_gradients(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A reduction starts only after every cell (microbatch, block, invocation) that writes the
-    bucket has run dW once, over every matrix, or was left out of the walk over the microbatches."""
+    """A reduction starts only when no cell (microbatch, block, invocation) that writes the bucket
+    is missing. Each of these cells either ran dW once, over all matrices of its stage, or was left
+    out of the walk over the microbatches."""
     ours = _writes(st, a.bucket, st.stage_of[c])
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[st.stage_of[c]])
     return implies(ours, once | (h.skipped[c] == 1))

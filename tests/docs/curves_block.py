@@ -32,8 +32,9 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
         f"PP={asked['parallel']['pp']} ranks, with {first['tokens_a_step']:,} tokens per step. The "
         f"held-out text has {asked['windows']:,} windows of {model['sequence']} tokens. A run is "
         "named side:schedule:seed:head. Runs of one seed start from the same bits and read the "
-        "same windows; they were not timed alternately. *Loss* is the mean training loss of the "
-        "first ten steps, then of the last ten; in brackets, the last mean divided by the first. A "
+        "same windows. The runs were not timed alternately, so a change of the machine between two "
+        "runs also shows in their times. *Loss* is the mean training loss of the first ten steps, "
+        "then of the last ten; in brackets, the last mean divided by the first. A "
         "step time is the median over blocks of steps; each block ends when the device is idle. "
         "*Building* is the time to make the stages, warm up and capture:"
     )

@@ -114,7 +114,7 @@ def price(member: Any) -> dict[str, Any]:
     said: dict[str, Any] = {"off": [], "on": []}
     for number in range(WARM + ROUNDS):
         for turn in ("off", "on") if number % 2 else ("on", "off"):
-            guarded.values._every = int(turn == "on")
+            guarded.values.every = int(turn == "on")
             member.synchronize()
             began = time.perf_counter()
             side.step()

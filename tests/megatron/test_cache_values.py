@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qeffect.guards import megatron
-from qeffect.guards.megatron_cache_values import TOLERANCE, CacheValues
+from qeffect.guards.megatron_cache_values import TOLERANCE, CacheValues, _Comparison
 from qeffect.refusals import Refused
 from tests.megatron.model import QuantizedLinear, Workspace
 from tests.megatron.stand_in import StandIn, installed
@@ -154,6 +154,138 @@ class TestGuard:
 
         assert [v.clause for v in guarded.violations] == ["version.stale-cache"]
 
+    def test_a_replay_after_another_violation_is_compared(
+        self, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A violation in the last loop ends what is judged of it, not what is compared later."""
+        run = StandIn(made, QUANTIZED, 0)
+        guarded = megatron.guard(compare_caches=1)
+        guarded._updates.ever = True
+        whole = made["full_cuda_graph"].FullCudaGraphWrapper(getattr(run.schedules, run.kind))
+
+        def loop(**_: Any) -> Any:
+            whole(
+                forward_step_func=run.forward_step,
+                data_iterator=run.data[0],
+                model=run.model[0],
+                num_microbatches=run.microbatches,
+                forward_only=False,
+            )
+            if run.number == 0:
+                run.save("between")
+            return []
+
+        monkeypatch.setattr(run, "loop", loop)
+        monkeypatch.setattr(run, "zero", lambda: None)
+        steps(run, 3)
+
+        found = {v.clause: v.found for v in guarded.violations}
+        assert list(found) == ["persistence.mid-epoch", "version.stale-cache"]
+        assert "before update 1: " in found["version.stale-cache"]
+
+    def test_a_run_that_goes_on_without_fp8_is_accepted(
+        self, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The library then leaves the caches as they are."""
+        run = StandIn(made, QUANTIZED, 0)
+        forward = QuantizedLinear.forward
+
+        def plain(self: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
+            if run.config.fp8 is not None:
+                return forward(self, x)
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+
+        monkeypatch.setattr(QuantizedLinear, "forward", plain)
+        guarded = megatron.guard(manner="refuse", compare_caches=1)
+        steps(run, 2)
+        run.config.fp8 = None
+        steps(run, 2)
+
+        assert guarded.values.compared == 2
+
+    def test_an_idle_module_beside_a_graph_is_left_out(self, made: dict[str, ModuleType]) -> None:
+        run = StandIn(made, QUANTIZED, 0)
+        idle = QuantizedLinear()
+        idle.quantize()
+        with torch.no_grad():
+            idle.weight.mul_(2)
+        run.model[0].module.idle = idle
+        run.model[0].module.decoder.layers[0].cuda_graphs = [object()]
+        guarded = megatron.guard(manner="refuse", compare_caches=1)
+        run.step()
+
+        assert guarded.values.compared == 1
+
+    def test_a_graphed_layer_is_compared_whatever_its_flags(
+        self, made: dict[str, ModuleType]
+    ) -> None:
+        """A replay clears no flag."""
+        run = StandIn(made, QUANTIZED, 0)
+        layer = run.model[0].module.decoder.layers[0]
+        layer.cuda_graphs = [object()]
+        guarded = megatron.guard(compare_caches=1)
+        run.zero()
+        run.loop()
+        with torch.no_grad():
+            layer.linear._fp8_workspaces["weight"]._data.add_(1)
+        layer.linear.is_first_microbatch = True
+        run.update()
+
+        assert [v.clause for v in guarded.violations] == ["version.stale-cache"]
+
+    def test_the_loops_of_two_models_before_their_updates(
+        self, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second = (StandIn(made, {"quantized": True, "stages": 1}, 0) for _ in range(2))
+        stale = first.model[0].module.decoder.layers[0].linear
+        quantize = QuantizedLinear.quantize
+
+        def pretends(self: QuantizedLinear) -> None:
+            if self is not stale or first.number == 0:
+                quantize(self)
+
+        monkeypatch.setattr(QuantizedLinear, "quantize", pretends)
+        guarded = megatron.guard(compare_caches=1)
+        for first.number in range(3):
+            for act in ("zero", "loop", "update"):
+                for run in (first, second):
+                    getattr(run, act)()
+
+        assert guarded.values.compared >= 4
+        assert "version.stale-cache" in [v.clause for v in guarded.violations]
+
+    def test_every_update_is_counted(
+        self, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also those of steps in which another violation was found."""
+        run = StandIn(made, QUANTIZED, 0)
+        keeps_its_cache(monkeypatch, run, 3)
+        guarded = megatron.guard(compare_caches=1)
+        loop = run.loop
+
+        def saves(**given: Any) -> Any:
+            found = loop(**given)
+            if run.number in (1, 2):
+                run.save("between")
+            return found
+
+        monkeypatch.setattr(run, "loop", saves)
+        steps(run, 5)
+
+        found = {v.clause: (v.step, v.found) for v in guarded.violations}
+        step, text = found["version.stale-cache"]
+        assert step == 3
+        assert "before update 3: " in text
+
+    def test_without_the_option_nothing_is_kept(
+        self, made: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(CacheValues, "update", lambda *_: pytest.fail("compared"))
+        guarded = megatron.guard()
+        steps(StandIn(made, QUANTIZED, 0))
+
+        assert (guarded._quantized, guarded.values.updates) == ({}, 0)
+
     @pytest.mark.parametrize("bad", [-1, True, "1", 1.0])
     def test_a_bad_number_is_refused(self, bad: Any, made: dict[str, ModuleType]) -> None:
         with pytest.raises(ValueError, match="compare_caches must be an integer of at least 0"):
@@ -229,6 +361,41 @@ class TestValues:
         with pytest.raises(Refused, match=r"0\.02% of the elements of layer\.weight"):
             CacheValues(1, waits=True).update([("layer", module)])
         assert TOLERANCE == 1 / weight.numel()
+
+    def test_a_result_is_read_once_the_device_has_it(self) -> None:
+        """Or at the end, which waits."""
+        said: list[str] = []
+        event = SimpleNamespace(query=lambda: False, synchronize=lambda: said.append("waited"))
+        values = CacheValues(2, waits=False)
+        values._begun = _Comparison(["layer.weight"], torch.tensor([0.5]), event, 1)
+        values.updates = 1
+        values.update([])
+        assert (values.compared, said) == (0, [])
+        with pytest.raises(Refused, match=r"50\.00% of the elements of layer\.weight"):
+            values.finish()
+        assert (values.compared, said) == (1, ["waited"])
+        values.finish()
+
+    def test_codes_of_nan_are_equal(self) -> None:
+        weight = torch.full((4, 4), -torch.nan)
+        module = module_of(weight, _data=torch.full((4, 4), 0x7F, dtype=torch.uint8))
+        module._fp8_workspaces["weight"]._scale_inv = torch.ones(1)
+        values = CacheValues(1, waits=True)
+        values.update([("layer", module)])
+
+        assert values.compared == 1
+
+    def test_nothing_is_compared_in_a_capture(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The optimizer's step may be captured; its graph must not hold the comparison."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        values = CacheValues(1, waits=True)
+        values.update([("layer", module_of(torch.ones(4, 4)))])
+        assert values.compared == 0
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        values.update([("layer", module_of(torch.ones(4, 4)))])
+
+        assert values.compared == 1
 
     @pytest.mark.parametrize(
         "changes",
