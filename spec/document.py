@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import count
@@ -109,7 +110,35 @@ def kept() -> Mapping[str, Any]:
 
 
 #: Generated files by name, with what renders each.
-DOCUMENTS = {"contract.md": contract, "faults.md": faults}
+#: A link to a whole file, whose text is code.
+_FILE_LINK = re.compile(r"\[(`[^`\]]+`)\]\(([^)\s#]+)\)(?![(\[])")
+
+
+def _page() -> str:
+    """
+    Return the contract as a page whose repeated links to files have their targets at its end.
+
+    GitHub shows no page of more than 500 KiB whole.
+    """
+    text = contract()
+    links = Counter(_FILE_LINK.findall(text))
+    targets: dict[str, set[str]] = {}
+    for label, target in links:
+        targets.setdefault(label.lower(), set()).add(target)
+    kept = {
+        label: target
+        for (label, target), number in links.items()
+        if number > 1 and len(targets[label.lower()]) == 1
+    }
+
+    def shortened(found: re.Match[str]) -> str:
+        return f"[{found[1]}]" if found[1] in kept else found[0]
+
+    ends = [f"[{label}]: {target}" for label, target in sorted(kept.items())]
+    return "\n".join([_FILE_LINK.sub(shortened, text).rstrip("\n"), "", *ends, ""])
+
+
+DOCUMENTS = {"contract.md": _page, "faults.md": faults}
 
 
 def _text(name: str) -> str:
@@ -554,7 +583,7 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
         f"{_functions([place.removeprefix(_PROOFS)], _PROOFS)} ({', '.join(kinds)})"
         for place, kinds in row["obligations"].items()
     ]
-    said = f" *Proved by* formulas that these functions make: {'; '.join(made)}"
+    said = f" *Proved by* {'; '.join(made)}"
     used: list[str] = []
     lemmas: dict[str, list[str]] = {}
     for other in row.get("from", ()):

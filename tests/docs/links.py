@@ -10,13 +10,31 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-__all__ = ["anchors", "broken", "headings", "names_in", "unlinked"]
+__all__ = ["anchors", "broken", "headings", "inlined", "names_in", "unlinked"]
 
+#: The target of the links with this text, at the end of a page.
+_END = re.compile(r"^\[(`[^`\]]+`)\]: (\S+)\n", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 #: Names before a link to the file that has them, such as "`f`, `g` in [`file.py`](../file.py)".
 _NAMES = re.compile(r"((?:`[^`]+`(?:, )?)+) in \[`[^`]+`\]\(([^)\s#]+\.py)\)")
 #: A command or a path names no symbol.
 _SYMBOL = re.compile(r"`([\w.-]+)`")
+
+
+def inlined(text: str) -> str:
+    """
+    Return a text with the targets that stand at its end moved into the links.
+
+    >>> inlined("see [`a`] and [`b`](b.md)\\n\\n[`a`]: a.md\\n")
+    'see [`a`](a.md) and [`b`](b.md)\\n\\n'
+    """
+    ends = dict(_END.findall(text))
+    text = _END.sub("", text)
+    return re.sub(
+        r"\[(`[^`\]]+`)\](?!\()",
+        lambda found: f"{found[0]}({ends[found[1]]})" if found[1] in ends else found[0],
+        text,
+    )
 
 
 def unlinked(text: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.docs.blocks import KERNEL_PAGE, ROOT, RUNTIME_PAGE
 from tests.docs.code import PAGES
-from tests.docs.links import anchors, headings
+from tests.docs.links import anchors, headings, inlined
 
 #: Pages about files of torch, TorchTitan and Megatron-core.
 OTHERS_FILES = (
@@ -26,8 +26,8 @@ OTHERS_FILES = (
 
 
 def text_of(page: Path) -> str:
-    """A page as it is checked in."""
-    return page.read_text(encoding="utf-8")
+    """A page as it is checked in, with the targets of all links in the links."""
+    return inlined(page.read_text(encoding="utf-8"))
 
 
 def test_links_of_every_page_are_looked_at() -> None:

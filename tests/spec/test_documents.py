@@ -15,7 +15,7 @@ from qeffect.spec.__main__ import main
 from qeffect.spec.clauses import CLAUSES, PARTS, SCHEDULE_CLAUSES
 from qeffect.spec.document import DOCUMENTS, contract, fault_rows, link
 from qeffect.spec.promises import CHANGES, LEGAL, MEMORY, STEPS, WORLD
-from tests.docs.links import unlinked
+from tests.docs.links import inlined, unlinked
 
 FOLDER = Path(spec.__file__).parent
 PAPER_TITLE = (
@@ -28,6 +28,22 @@ PAPER_TITLE = (
 def test_the_checked_in_document_is_current(name: str) -> None:
     """A checked-in document equals what its data render."""
     assert DOCUMENTS[name]() == (FOLDER / name).read_text(encoding="utf-8")
+
+
+def test_github_shows_the_contract_whole() -> None:
+    """GitHub shows at most 500 KiB of a page."""
+    assert (FOLDER / "contract.md").stat().st_size < 500 * 1024
+
+
+def test_the_page_has_the_links_of_the_contract() -> None:
+    """Some have their target at the page's end, and each such link has one."""
+    page = (FOLDER / "contract.md").read_text(encoding="utf-8")
+    labels = re.findall(r"\[(`[^`\]]+`)\](?![(:])", page)
+    ends = re.findall(r"^\[(`[^`\]]+`)\]: \S+$", page, re.MULTILINE)
+
+    assert inlined(page).rstrip() == contract().rstrip()
+    assert set(labels) == set(ends)
+    assert len(ends) == len({end.lower() for end in ends}) > 50
 
 
 def test_check_passes_on_current_documents_and_writes_nothing(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_clause_leads_to_its_code_its_tests_and_its_promises(clause: str) -> N
 def test_a_promise_leads_to_its_proof(promise: Predicate) -> None:
     """Its entry names the functions that make its obligations, each with a link to its module."""
     entry = entry_of(promise.name)
-    _, found, proof = entry.partition(" *Proved by* formulas that these functions make: ")
+    _, found, proof = entry.partition(" *Proved by* ")
 
     assert found
     made = r"`\w+` in \[`(?:proofs|ranks)/\w+\.py`\]\(\.\./verification/\w+/\w+\.py\) \([a-z, ]+\)"

@@ -19,11 +19,12 @@ from qeffect.verification import kept
 from qeffect.verification.induction import HISTORY, INVARIANTS, LEMMAS
 from qeffect.verification.mutants import sites_with
 from tests.docs.blocks import ROOT
-from tests.docs.links import unlinked
+from tests.docs.links import inlined, unlinked
 from tests.profiles import few
 
 DATA = document.kept()
-CONTRACT = unlinked(Path(document.__file__).with_name("contract.md").read_text(encoding="utf-8"))
+PAGE = Path(document.__file__).with_name("contract.md")
+CONTRACT = unlinked(inlined(PAGE.read_text(encoding="utf-8")))
 
 WIDTHS = "verification/proofs/theorems.py: widths"
 
