@@ -281,7 +281,10 @@ class TestRefusals:
         [
             (["--modes", "local"], "Megatron-core, which is not installed: pip install"),
             (["--modes", "none", "--device", "cpu"], "needs --device cuda"),
-            (["--cells", "h64-m4"], "LAYERS one of h2048-s256, h4096-s256, h4096-s1024, h4096-s4096, tiny"),
+            (
+                ["--cells", "h64-m4"],
+                "LAYERS one of h2048-s256, h4096-s256, h4096-s1024, h4096-s4096, tiny",
+            ),
             (["--cells", "tiny-m0"], "found 'tiny-m0'"),
             (["--limit", "0"], "--limit must be positive"),
             (["--modes", "ours"], "expected a GPU"),
