@@ -116,9 +116,8 @@ _FILE_LINK = re.compile(r"\[(`[^`\]]+`)\]\(([^)\s#]+)\)(?![(\[])")
 
 def _page() -> str:
     """
-    Return the contract as a page whose repeated links to files have their targets at its end.
-
-    GitHub shows no page of more than 500 KiB whole.
+    Return the contract as a page whose repeated links to files have their targets at its end, which
+    makes the plain text shorter.
     """
     text = contract()
     links = Counter(_FILE_LINK.findall(text))

@@ -30,11 +30,6 @@ def test_the_checked_in_document_is_current(name: str) -> None:
     assert DOCUMENTS[name]() == (FOLDER / name).read_text(encoding="utf-8")
 
 
-def test_github_shows_the_contract_whole() -> None:
-    """GitHub shows at most 500 KiB of a page."""
-    assert (FOLDER / "contract.md").stat().st_size < 500 * 1024
-
-
 def test_the_page_has_the_links_of_the_contract() -> None:
     """Some have their target at the page's end, and each such link has one."""
     page = (FOLDER / "contract.md").read_text(encoding="utf-8")
