@@ -109,15 +109,14 @@ def kept() -> Mapping[str, Any]:
     return found
 
 
-#: Generated files by name, with what renders each.
 #: A link to a whole file, whose text is code.
 _FILE_LINK = re.compile(r"\[(`[^`\]]+`)\]\(([^)\s#]+)\)(?![(\[])")
 
 
 def _page() -> str:
     """
-    Return the contract as a page whose repeated links to files have their targets at its end, which
-    makes the plain text shorter.
+    Return the contract as a page. The target of a repeated link to a file stands once, at the end
+    of the page, which makes the plain text shorter.
     """
     text = contract()
     links = Counter(_FILE_LINK.findall(text))
@@ -137,6 +136,7 @@ def _page() -> str:
     return "\n".join([_FILE_LINK.sub(shortened, text).rstrip("\n"), "", *ends, ""])
 
 
+#: Generated files by name, with what renders each.
 DOCUMENTS = {"contract.md": _page, "faults.md": faults}
 
 
@@ -430,10 +430,11 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         "Clauses say which calls are refused; the predicates in `promises/` say what a caller may",
         "rely on. The promises use the columns of the chapter *State* and words for the world",
         "outside the contract (the table at the end of this chapter), never the contract's guards.",
-        "All promises are proved, except the assumptions. `verification/induction/` states how an",
-        "action changes the world, and further lemmas of the proofs. Promise P *relies on* the",
-        "guards of clause C if P fails once a guard of C is deleted. A promise is made only if its",
-        "own part of the contract, and every other part that its line names, is in force.",
+        "All promises are proved, except the assumptions and the conditions of a legal check",
+        "(*Used by*). `verification/induction/` states how an action changes the world, and",
+        "further lemmas of the proofs. Promise P *relies on* the guards of clause C if P fails",
+        "once a guard of C is deleted. A promise is made only if its own part of the contract, and",
+        "every other part that its line names, is in force.",
         "`qeffect prove --promise P` proves one promise alone, in seconds.",
         "",
     ]
@@ -582,7 +583,8 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
         f"{_functions([place.removeprefix(_PROOFS)], _PROOFS)} ({', '.join(kinds)})"
         for place, kinds in row["obligations"].items()
     ]
-    said = f" *Proved by* {'; '.join(made)}"
+    how = "Used by" if any(name == legal.name for legal in LEGAL) else "Proved by"
+    said = f" *{how}* {'; '.join(made)}"
     used: list[str] = []
     lemmas: dict[str, list[str]] = {}
     for other in row.get("from", ()):

@@ -14,6 +14,7 @@ from typing import Any
 from qeffect.cli.command import Outcome, Progress, UnusableError, needs, refuse_unused
 from qeffect.countdown import Countdown
 from qeffect.report import environment, require_folder, require_place, write_json, write_text
+from qeffect.spec.clauses import CLAUSES
 from qeffect.spec.promises import ASSUMED, CONFIGURATION, LEGAL
 from qeffect.text import counted, near
 
@@ -301,13 +302,20 @@ class Prove:
         return Outcome("accepted" if good else "refused", data, lines)
 
 
+def _clause_of(name: str) -> str:
+    """Return a hint if a clause has the same name."""
+    if name not in CLAUSES:
+        return ""
+    return "; the line 'Raised by' of the clause of this name lists what rests on its guards"
+
+
 def _promise(name: str) -> Outcome:
     """Prove one promise alone, and return a line for each of its obligations."""
     where = "spec/contract.md lists all promises under Promises"
     if name in {p.name for register in (CONFIGURATION, LEGAL, ASSUMED) for p in register}:
         raise UnusableError(
             f"--promise: {name} is an assumption or a condition of a legal call; proofs use it as "
-            f"a fact and do not prove it; {where}"
+            f"a fact and do not prove it{_clause_of(name)}; {where}"
         )
     if name.partition(".")[0] in ("ranks", "launches"):
         raise UnusableError(

@@ -159,9 +159,8 @@ class GuardedMegatron:
         self._step: LoopStep | None = None
         self._live: LoopStep | None = None  # the step whose loop runs
         self._caches = Caches()
-        #: The chunks that quantize their weights, of the loops since the last comparison.
+        #: The chunks that quantize their weights, of the loops since the last update.
         self._quantized: dict[int, weakref.ref[Any]] = {}
-        self._compared = False
         self._weights: weakref.WeakKeyDictionary[Any, Weights] = weakref.WeakKeyDictionary()
         self._scaling_updates = 0
         self._norms: dict[Norm, int] = {}
@@ -376,8 +375,8 @@ class GuardedMegatron:
 
     def _add_quantized(self, chunks: list[Any], quantizes: list[bool]) -> None:
         """Add the chunks of a loop that quantize their weights to those that will be compared."""
-        if self._compared:
-            self._quantized, self._compared = {}, False
+        if not self._updates.ran:
+            self._quantized = {}
         own = zip(chunks, quantizes, strict=True)
         self._quantized |= {id(chunk): weakref.ref(chunk) for chunk, quantized in own if quantized}
 
@@ -591,7 +590,6 @@ class GuardedMegatron:
             return
         values.updates += 1
         chunks = [chunk for ref in self._quantized.values() if (chunk := ref()) is not None]
-        self._compared = True
         # A replayed step begins no step of the judge, which after a violation judges nothing.
         before, judge.judges = judge.judges, judge.judges or self._updates.replayed
         try:

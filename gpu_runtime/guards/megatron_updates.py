@@ -34,6 +34,7 @@ class Updates:
         unseen: Whether two steps followed each other without an update in between.
         replays: Whether a whole step was replayed as one graph.
         replayed: Whether the last step was replayed as one graph.
+        ran: Whether a loop has run, or was replayed, since the last update.
     """
 
     def __init__(
@@ -50,12 +51,11 @@ class Updates:
         )
 
         self._begins, self._check, self._commit = before, check, commit
-        self.ever = self.unseen = self.replays = self.replayed = False
+        self.ever = self.unseen = self.replays = self.replayed = self.ran = False
         self._chunks: list[weakref.ref[Any]] = []
         self._parameters: set[int] = set()
         self._inside = 0
         self._trained = False  # whether a loop has run since the last update
-        self._ran = False  # whether a loop has run or was replayed since the last update
         self._stepped: weakref.ref[Any] | None = None
         self._open: list[Any] = []
         for cls in list(lib.optimizers()):
@@ -81,7 +81,7 @@ class Updates:
         if [ref() for ref in self._chunks] != list(chunks):
             self._chunks = [weakref.ref(chunk) for chunk in chunks]
             self._parameters = {id(p) for chunk in chunks for p in chunk.parameters()}
-        self._trained = self._ran = True
+        self._trained = self.ran = True
         self.replayed = False
 
     def chunks(self) -> list[Any]:
@@ -92,7 +92,7 @@ class Updates:
         """Check an update that follows a loop, or a second update by the last optimizer."""
         again = self._stepped is not None and self._stepped() is optimizer
         self._inside += 1
-        if self._ran:
+        if self.ran:
             self._begins()
         if not self._trained and not again:
             return None
@@ -101,7 +101,7 @@ class Updates:
     def _leave(self, optimizer: Any, checked: Any, *, failed: bool = False) -> None:
         self._inside -= 1
         self._commit(checked, failed=failed)
-        self._ran = False
+        self.ran = False
         if not failed:
             self.ever = True
             self._trained = False
@@ -150,7 +150,7 @@ class Updates:
             found = run(wrapper, *args, **kwargs)
             if not self._trained and not kwargs.get("forward_only"):
                 self.replays, self._stepped = True, None  # the next update is not a second one
-                self._ran = self.replayed = True
+                self.ran = self.replayed = True
             self._trained |= before
             return found
 

@@ -221,8 +221,9 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
     CUDA invalidates a capture in which the host waits for the stream. Then torch raises before it
     tells its allocator and its generator that the capture has ended: the allocator frees no memory
-    that another stream has used, and the generator draws no numbers outside of graphs. The
-    allocator is told here. A capture that succeeds tells the generator, so a small one follows.
+    that another stream has used, and the generator draws no numbers outside of graphs. This
+    function tells the allocator. A capture that succeeds tells the generator, so a small capture
+    follows.
     """
     with suppress(RuntimeError):
         graph.capture_end()

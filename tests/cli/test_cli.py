@@ -368,6 +368,7 @@ class TestCheck:
         (["prove", "--mutants", "--programs", "pyproject.toml"], "expected a folder"),
         (["prove", "--only", "no such line"], "no mutant's description"),
         (["prove", "--promise", "ownership.dgrad-next"], "is an assumption or a condition of a"),
+        (["prove", "--promise", "version.stale-cache"], "of the clause of this name lists what"),
         (["prove", "--promise", "launches.one-cause"], "`qeffect ranks` proves all promises about"),
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),
         (["failures", "none"], "no failure is named 'none'"),

@@ -21,21 +21,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from qeffect.gpu_runtime.report import environment
 
-from .guard_megatron import CELL, PRICED, make, take_loop
+from .guard_megatron import CELL, PRICED, make, take_loop, workspaces
+from .two_ranks import report_rank, run_ranks
 
 #: The kept report.
 KEPT = Path(__file__).parents[1] / "megatron" / "cache_values.json"
@@ -53,14 +52,9 @@ AT_ONCE = 5  # runs of which no time is kept
 LIMIT_S = 110.0
 
 
-def workspaces(side: Any) -> list[Any]:
+def caches(side: Any) -> list[Any]:
     """The FP8 caches of a rank's modules."""
-    return [
-        cache
-        for chunk in side.model
-        for module in chunk.modules()
-        for cache in (getattr(module, "_fp8_workspaces", None) or {}).values()
-    ]
+    return [cache for cache, _ in workspaces(side)]
 
 
 def put_back(side: Any) -> None:
@@ -69,8 +63,8 @@ def put_back(side: Any) -> None:
 
     def loop(*args: Any, **kwargs: Any) -> Any:
         found = run(*args, **kwargs)
-        now = [cache._data.clone() for cache in workspaces(side)]
-        for cache, before in zip(workspaces(side), old, strict=False):
+        now = [cache._data.clone() for cache in caches(side)]
+        for cache, before in zip(caches(side), old, strict=False):
             cache._data.copy_(before)
         old[:] = now
         return found
@@ -99,7 +93,7 @@ def train(member: Any, mode: str, manner: str, what: str) -> dict[str, Any]:
             said["steps"] += 1
     except Refused as refused:
         said["refused"] = [refused.clause, *refused.__notes__, str(refused)]
-    said["compared"], said["caches"] = guarded.values.compared, len(workspaces(side))
+    said["compared"], said["caches"] = guarded.values.compared, len(caches(side))
     said["violations"] = [[v.clause, v.step, v.found] for v in guarded.violations]
     return said
 
@@ -122,46 +116,23 @@ def price(member: Any) -> dict[str, Any]:
             if number >= WARM:
                 said[turn].append((time.perf_counter() - began) * 1e3)
     said["compared"] = guarded.values.compared
-    said["elements"] = sum(cache._data.numel() for cache in workspaces(side))
+    said["elements"] = sum(cache._data.numel() for cache in caches(side))
     said["violations"] = list(map(str, guarded.violations))
     return said
 
 
-def rank(mode: str, manner: str, what: str, out: str) -> None:
-    """What each rank runs."""
+def rank(mode: str, manner: str, what: str) -> dict[str, Any]:
+    """What each rank runs, and says."""
     from qeffect.gpu_runtime.lab.sides.megatron import meet
 
     member = meet(mode)
-    try:
-        said = price(member) if what == "price" else train(member, mode, manner, what)
-    except Exception:
-        said = {"error": traceback.format_exc().splitlines()[-12:]}
-    import torch
-
-    said["device"] = torch.cuda.get_device_name()
-    Path(f"{out}.{member.rank}").write_text(json.dumps(said))
-    sys.stdout.flush()
-    os._exit(3 if {"refused", "error"} & said.keys() else 0)
+    return price(member) if what == "price" else train(member, mode, manner, what)
 
 
-def start(run: tuple[str, str, str], folder: Path, gpus: int) -> list[dict[str, Any]]:
+def start(run: tuple[str, str, str], folder: Path) -> list[dict[str, Any]]:
     """Run two ranks; return what each of them says."""
     out = folder / "-".join(run).replace(" ", "_")
-    shared = "NCCL_HOSTID=$RANK LOCAL_RANK=0 " if gpus == 1 else ""
-    words = f"'{run[0]}' '{run[1]}' '{run[2]}'"
-    own = f"exec {sys.executable} -m tests.gpu.guard_caches {out} --rank {words}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "--no-python", "bash", "-c", shared + own]
-    with tempfile.TemporaryFile("w+") as lines:
-        try:
-            subprocess.run(command, timeout=LIMIT_S, stdout=lines, stderr=lines, check=False)
-        except subprocess.TimeoutExpired:
-            print(f"{run}: no end after {LIMIT_S:g} s")
-        parts = [Path(f"{out}.{n}") for n in range(2)]
-        if not all(part.exists() for part in parts):
-            lines.seek(0)
-            print(run, *lines.read().splitlines()[-12:], sep="\n")
-    return [json.loads(part.read_text()) if part.exists() else {} for part in parts]
+    return run_ranks("tests.gpu.guard_caches", out, run, limit_s=LIMIT_S)
 
 
 def found(runs: dict[str, list[dict[str, Any]]]) -> dict[str, bool]:
@@ -197,18 +168,17 @@ def main() -> int:
     arguments.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.rank:
-        rank(*given.rank, str(given.out))
+        report_rank(partial(rank, *given.rank), str(given.out))
     import torch
 
-    gpus = torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         names = [" ".join(run) for run in RUNS]
-        untimed = pool.map(lambda run: start(run, Path(folder), gpus), RUNS[:-1])
+        untimed = pool.map(lambda run: start(run, Path(folder)), RUNS[:-1])
         runs = dict(zip(names[:-1], untimed, strict=True))
-        runs[names[-1]] = start(RUNS[-1], Path(folder), gpus)
+        runs[names[-1]] = start(RUNS[-1], Path(folder))
     where = environment(given.commit, given.out)
     where["packages"]["megatron-core"] = version("megatron-core")
-    report: dict[str, Any] = {"environment": where, "gpus": gpus}
+    report: dict[str, Any] = {"environment": where, "gpus": torch.cuda.device_count()}
     try:
         report |= {"found": found(runs), "costs": costs(runs[names[-1]])}
     except KeyError as error:  # a rank did not say what it found

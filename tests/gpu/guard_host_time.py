@@ -23,13 +23,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from functools import wraps
 from importlib.metadata import version
@@ -41,6 +37,7 @@ import attrs
 from qeffect.gpu_runtime.report import environment
 
 from .guard_megatron import ACTIONS, PRICED, make, take_loop
+from .two_ranks import report_rank, run_ranks
 
 #: The kept report.
 KEPT = Path(__file__).parents[1] / "megatron" / "host_time.json"
@@ -204,20 +201,6 @@ def measure() -> dict[str, Any]:
     return said
 
 
-def rank(out: str) -> None:
-    """What each rank runs."""
-    try:
-        said = measure()
-    except Exception:
-        said = {"error": traceback.format_exc().splitlines()[-12:]}
-    import torch
-
-    said["device"] = torch.cuda.get_device_name()
-    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(said))
-    sys.stdout.flush()
-    os._exit(3 if "error" in said else 0)
-
-
 def per_action(said: dict[str, Any]) -> dict[str, float]:
     """
     Microseconds inside the guard for each F and each B of a rank: the median over all pairs of a
@@ -240,38 +223,23 @@ def main() -> int:
     arguments.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.rank:
-        rank(str(given.out))
+        report_rank(measure, str(given.out))
     import torch
 
-    gpus = torch.cuda.device_count()
-    own = f"exec {sys.executable} -m tests.gpu.guard_host_time {given.out} --rank"
-    shared = "NCCL_HOSTID=$RANK LOCAL_RANK=0 " if gpus == 1 else ""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "--no-python", "bash", "-c", shared + own]
-    with tempfile.TemporaryFile("w+") as lines:
-        try:
-            subprocess.run(command, timeout=LIMIT_S, stdout=lines, stderr=lines, check=False)
-        except subprocess.TimeoutExpired:
-            print(f"no end after {LIMIT_S:g} s")
-        lines.seek(0)
-        print(*lines.read().splitlines()[-12:], sep="\n")
-    parts = [Path(f"{given.out}.{n}") for n in range(2)]
-    ranks = [json.loads(each.read_text()) if each.exists() else {} for each in parts]
+    ranks = run_ranks("tests.gpu.guard_host_time", given.out, limit_s=LIMIT_S)
     where = environment(given.commit, given.out)
     where["packages"]["megatron-core"] = version("megatron-core")
     costs = [per_action(said) for said in ranks if said.get("on")]
     report = {
         "environment": where,
-        "gpus": gpus,
+        "gpus": torch.cuda.device_count(),
         "goal_us": GOAL_US,
         "costs": costs,
         "ranks": ranks,
     }
     given.out.write_text(json.dumps(report, indent=1) + "\n")
-    for each in parts:
-        each.unlink(missing_ok=True)
     print(json.dumps(costs, indent=1))
-    return 0 if len(costs) == len(parts) else 1
+    return 0 if len(costs) == len(ranks) else 1
 
 
 if __name__ == "__main__":

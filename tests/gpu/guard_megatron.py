@@ -28,14 +28,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from itertools import cycle
 from pathlib import Path
@@ -44,6 +43,8 @@ from typing import Any
 import attrs
 
 from qeffect.gpu_runtime.report import environment
+
+from .two_ranks import report_rank, run_ranks
 
 #: The kept report of a run on two GPUs.
 KEPT = Path(__file__).parents[1] / "megatron" / "two_gpus.json"
@@ -87,16 +88,21 @@ LIMIT_S, LONG_LIMIT_S = 100.0, 240.0
 AT_ONCE = 4  # runs of which no time is kept
 
 
-def caches_apart(side: Any) -> float:
-    """The largest relative distance of an FP8 cache from the weights that it should be of."""
-    found = [0.0]
+def workspaces(side: Any) -> Iterator[tuple[Any, Any]]:
+    """The FP8 caches of a rank's modules, each with the weight that it should be of."""
     for chunk in side.model:
         for module in chunk.modules():
             for name, cache in (getattr(module, "_fp8_workspaces", None) or {}).items():
-                weight = getattr(module, name, None)
-                if weight is not None:
-                    kept, own = cache.dequantize().float(), weight.detach().float()
-                    found.append(float((kept - own).norm() / own.norm()))
+                yield cache, getattr(module, name, None)
+
+
+def caches_apart(side: Any) -> float:
+    """The largest relative distance of an FP8 cache from the weights that it should be of."""
+    found = [0.0]
+    for cache, weight in workspaces(side):
+        if weight is not None:
+            kept, own = cache.dequantize().float(), weight.detach().float()
+            found.append(float((kept - own).norm() / own.norm()))
     return max(found)
 
 
@@ -354,28 +360,16 @@ def tenth(times: list[float]) -> float:
     return statistics.quantiles(times, n=10, method="inclusive")[0]
 
 
-def rank(mode: str, manner: str, what: str, out: str) -> None:
-    """What each rank runs."""
+def rank(mode: str, manner: str, what: str) -> dict[str, Any]:
+    """What each rank runs, and says."""
     from qeffect.gpu_runtime.lab.sides.megatron import meet
 
     member = meet(mode)
-    try:
-        if what == "price":
-            said = price(member)
-        elif what == "faults":
-            said = faults(member)
-        else:
-            said = long(member, mode) if what == "long" else losses(member, mode, manner)
-    except Exception:
-        said = {"error": traceback.format_exc().splitlines()[-12:]}
-    import torch
-
-    said["device"] = torch.cuda.get_device_name()
-    Path(f"{out}.{member.rank}").write_text(json.dumps(said))
-    sys.stdout.flush()
-    os._exit(
-        3 if {"refused", "error"} & said.keys() else 0
-    )  # a rank that was refused has nobody to meet
+    if what == "price":
+        return price(member)
+    if what == "faults":
+        return faults(member)
+    return long(member, mode) if what == "long" else losses(member, mode, manner)
 
 
 def found(runs: dict[str, list[dict[str, Any]]]) -> dict[str, bool]:
@@ -425,19 +419,9 @@ def ran(folder: Path, mode: str, manner: str, what: str) -> list[dict[str, Any]]
     """Run two processes of a mode; what each rank says, or the end of what the launcher says."""
     name, limit_s = f"{mode} {manner} {what}", LONG_LIMIT_S if what == "long" else LIMIT_S
     part = folder / name.replace(" ", "-")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.gpu.guard_megatron", str(part), "--rank", mode, manner, what]
     start = time.perf_counter()
-    try:
-        done = subprocess.run(
-            [sys.executable, *command], timeout=limit_s, capture_output=True, text=True
-        )
-        tail = done.stderr.splitlines()[-8:] if done.returncode else []
-    except subprocess.TimeoutExpired:
-        tail = [f"no end after {limit_s:g} s"]
-    parts = [Path(f"{part}.{n}") for n in range(2)]
-    said = [json.loads(each.read_text()) if each.exists() else {"tail": tail} for each in parts]
-    print(f"{name}: {time.perf_counter() - start:.1f} s", *tail[-1:], flush=True)
+    said = run_ranks("tests.gpu.guard_megatron", part, (mode, manner, what), limit_s=limit_s)
+    print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     return said
 
 
@@ -449,7 +433,7 @@ def main() -> int:
     arguments.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.rank is not None:
-        rank(*given.rank, str(given.out))
+        report_rank(partial(rank, *given.rank), str(given.out))
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
 

@@ -39,6 +39,28 @@ def keeps_its_cache(monkeypatch: pytest.MonkeyPatch, run: StandIn, after: int) -
     monkeypatch.setattr(QuantizedLinear, "quantize", pretends)
 
 
+def saves_between(monkeypatch: pytest.MonkeyPatch, run: StandIn, numbers: set[int]) -> None:
+    """In steps with these numbers, save a checkpoint between the loop and the update."""
+    loop = run.loop
+
+    def saves(**given: Any) -> Any:
+        found = loop(**given)
+        if run.number in numbers:
+            run.save("between")
+        return found
+
+    monkeypatch.setattr(run, "loop", saves)
+
+
+def with_idle_module(run: StandIn) -> None:
+    """Add a module that never runs: its cache is not of its weight, which changed since."""
+    idle = QuantizedLinear()
+    idle.quantize()
+    with torch.no_grad():
+        idle.weight.mul_(2)
+    run.model[0].module.idle = idle
+
+
 class TestGuard:
     """The whole guard, over the stand-in for Megatron-core."""
 
@@ -104,11 +126,7 @@ class TestGuard:
     def test_a_module_that_does_not_run_is_left_out(self, made: dict[str, ModuleType]) -> None:
         """Its cache stays that of its last run, while the update goes on changing its weight."""
         run = StandIn(made, QUANTIZED, 0)
-        idle = QuantizedLinear()
-        idle.quantize()
-        with torch.no_grad():
-            idle.weight.mul_(2)
-        run.model[0].module.idle = idle
+        with_idle_module(run)
         guarded = megatron.guard(manner="refuse", compare_caches=1)
         run.step()
 
@@ -141,14 +159,7 @@ class TestGuard:
         """The stand-in's replays compute nothing, so the caches stay those of the first step."""
         run = StandIn(made, QUANTIZED, 0)
         guarded = megatron.guard(compare_caches=1)
-        whole = made["full_cuda_graph"].FullCudaGraphWrapper(getattr(run.schedules, run.kind))
-        run.loop = lambda **_: whole(  # type: ignore[method-assign]
-            forward_step_func=run.forward_step,
-            data_iterator=run.data[0],
-            model=run.model[0],
-            num_microbatches=run.microbatches,
-            forward_only=False,
-        )
+        run.replay_loops()
         monkeypatch.setattr(run, "zero", lambda: None)  # the gradients of the first step stay
         steps(run, 2)
 
@@ -161,21 +172,8 @@ class TestGuard:
         run = StandIn(made, QUANTIZED, 0)
         guarded = megatron.guard(compare_caches=1)
         guarded._updates.ever = True
-        whole = made["full_cuda_graph"].FullCudaGraphWrapper(getattr(run.schedules, run.kind))
-
-        def loop(**_: Any) -> Any:
-            whole(
-                forward_step_func=run.forward_step,
-                data_iterator=run.data[0],
-                model=run.model[0],
-                num_microbatches=run.microbatches,
-                forward_only=False,
-            )
-            if run.number == 0:
-                run.save("between")
-            return []
-
-        monkeypatch.setattr(run, "loop", loop)
+        run.replay_loops()
+        saves_between(monkeypatch, run, {0})
         monkeypatch.setattr(run, "zero", lambda: None)
         steps(run, 3)
 
@@ -205,11 +203,7 @@ class TestGuard:
 
     def test_an_idle_module_beside_a_graph_is_left_out(self, made: dict[str, ModuleType]) -> None:
         run = StandIn(made, QUANTIZED, 0)
-        idle = QuantizedLinear()
-        idle.quantize()
-        with torch.no_grad():
-            idle.weight.mul_(2)
-        run.model[0].module.idle = idle
+        with_idle_module(run)
         run.model[0].module.decoder.layers[0].cuda_graphs = [object()]
         guarded = megatron.guard(manner="refuse", compare_caches=1)
         run.step()
@@ -261,15 +255,7 @@ class TestGuard:
         run = StandIn(made, QUANTIZED, 0)
         keeps_its_cache(monkeypatch, run, 3)
         guarded = megatron.guard(compare_caches=1)
-        loop = run.loop
-
-        def saves(**given: Any) -> Any:
-            found = loop(**given)
-            if run.number in (1, 2):
-                run.save("between")
-            return found
-
-        monkeypatch.setattr(run, "loop", saves)
+        saves_between(monkeypatch, run, {1, 2})
         steps(run, 5)
 
         found = {v.clause: (v.step, v.found) for v in guarded.violations}

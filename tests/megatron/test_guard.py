@@ -162,14 +162,7 @@ class TestLegal:
     def test_a_step_that_is_replayed_as_one_graph(self, made: dict[str, ModuleType]) -> None:
         run = StandIn(made, {}, 0)
         guarded = megatron.guard(manner="refuse")
-        whole = made["full_cuda_graph"].FullCudaGraphWrapper(getattr(run.schedules, run.kind))
-        run.loop = lambda **_: whole(  # type: ignore[method-assign]
-            forward_step_func=run.forward_step,
-            data_iterator=run.data[0],
-            model=run.model[0],
-            num_microbatches=run.microbatches,
-            forward_only=False,
-        )
+        run.replay_loops()
         steps(run, 4)
 
         assert 1 == guarded.epochs
