@@ -193,7 +193,8 @@ class _Rows(torch.autograd.Function):
     host.
 
     torch's own backward of an embedding rounds each addition to the table's type, and may add in
-    any order or wait for the device.
+    any order or wait for the device. Only the rows that were looked up are summed in fp32: a table
+    can have 30 times as many rows.
     """
 
     @staticmethod
@@ -207,16 +208,23 @@ class _Rows(torch.autograd.Function):
         (gradient,) = output_gradients
         (indices,) = ctx.saved_tensors
         shape, dtype = ctx.form
-        total = torch.zeros(shape, dtype=torch.float32, device=gradient.device)
         flat, rows = indices.reshape(-1), gradient.reshape(-1, shape[1]).float()
+        places = torch.arange(flat.numel(), device=flat.device)
+        # For each place: the first place with the same index.
+        first = places.new_full(shape[:1], flat.numel()).scatter_reduce_(0, flat, places, "amin")
+        place = first[flat]
+        sums, total = torch.zeros_like(rows), gradient.new_zeros(shape, dtype=dtype)
         if total.is_cuda:
             # Sorts the indices, then adds the terms of each row one after another. "Unsafe" means
             # unchecked: a range check would wait for the device, which no graph can hold. The range
             # is right, because F has read the same rows.
-            torch.ops.aten._index_put_impl_(total, [flat], rows, True, True)
+            put = torch.ops.aten._index_put_impl_
+            put(sums, [place], rows, True, True)
+            put(total, [flat], sums.to(dtype)[place], False, True)  # equal rows for equal indices
         else:
-            total.index_add_(0, flat, rows)  # row by row in the order of the indices
-        return total.to(dtype), None
+            sums.index_add_(0, place, rows)  # row by row in the order of the indices
+            total[flat] = sums.to(dtype)[place]
+        return total, None
 
 
 @attrs.frozen
@@ -268,17 +276,23 @@ def _library_computes_losses() -> bool:
     return True
 
 
-def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def mean_cross_entropy(logits: Tensor, targets: Tensor, *, overwrite: bool = False) -> Tensor:
     """
     Compute the mean negative log likelihood of the next tokens over a microbatch, in fp32.
 
     On a GPU, Transformer Engine's kernels compute this mean if the library is installed, because
     torch's own kernels read and write fp32 copies of the logits several times.
+
+    Args:
+        logits: Logits over the vocabulary for each position.
+        targets: The token that follows each position.
+        overwrite: Whether the backward may write the logits' gradient over the logits, which saves
+            memory; nobody may read the logits afterwards.
     """
     if logits.is_cuda and _library_computes_losses():
         from .te.loss import mean_cross_entropy as by_the_library
 
-        return by_the_library(logits, targets)
+        return by_the_library(logits, targets, overwrite=overwrite)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     return functional.cross_entropy(flat, targets.reshape(-1))
 

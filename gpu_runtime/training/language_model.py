@@ -272,7 +272,10 @@ class LanguageJob(Job):
     @property
     def loss(self) -> LossShare:
         """The function that computes a microbatch's share of a step's mean loss."""
-        return LossShare(mean_cross_entropy, self.microbatches * self.dp)
+        mean = functools.partial(
+            mean_cross_entropy, overwrite=True
+        )  # nothing else reads a step's logits
+        return LossShare(mean, self.microbatches * self.dp)
 
     @property
     def windows_a_step(self) -> int:

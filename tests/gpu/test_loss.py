@@ -1,4 +1,7 @@
-"""The cross entropy of Transformer Engine: torch's numbers, and the same bits in a graph."""
+"""
+The ends of a language model on a GPU: torch's numbers for the cross entropy and the embedding, and
+the same bits in a graph.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qeffect.gpu_runtime.backends.ends import LossShare, mean_cross_entropy
+from qeffect.gpu_runtime.backends.ends import LossShare, TokenEmbedding, mean_cross_entropy
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.te.domain import library
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +56,56 @@ def test_loss_and_gradient_are_torchs(vocabulary: int, dtype: torch.dtype) -> No
     again = result(logits, targets)
     assert torch.equal(share, again[0])
     assert torch.equal(gradient, again[1])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_librarys_own_backward_has_the_same_bits(overwrite: bool) -> None:
+    """Also with a factor that is no power of two, and where the backward overwrites the logits."""
+    logits, targets = drawn(50_304, torch.bfloat16)
+    te = library().te
+    graphs = {} if library().version.startswith("2.20") else {"is_cg_capturable": True}
+    own = te.parallel_cross_entropy(
+        logits.view(1, TOKENS, -1), targets.view(1, -1), reduce_loss=True, **graphs
+    )
+    (wanted,) = torch.autograd.grad(own.reshape(()) / 3, logits)
+    own = own.detach().reshape(()).clone()
+
+    copied = logits.clone()
+    found = mean_cross_entropy(copied, targets, overwrite=overwrite)
+    (gradient,) = torch.autograd.grad(found / 3, copied)
+    assert torch.equal(found.detach(), own)
+    assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kinds", [3, 4096])
+def test_the_embeddings_gradient_is_summed_in_fp32(kinds: int, dtype: torch.dtype) -> None:
+    """The bits of a dense sum in fp32 that is rounded once, also in a graph."""
+    config = LayerConfig(256, 512, 2, 1024, dtype=dtype, positions="rotary")
+    embedding = TokenEmbedding(config, 4096, torch.device("cuda"), seed=1)
+    g = torch.Generator("cuda").manual_seed(0)
+    tokens = torch.randint(kinds, (1024, 1), generator=g, device="cuda")
+    slope = torch.randn(1024, 1, 256, generator=g, device="cuda").to(dtype)
+
+    def run() -> Tensor:
+        (found,) = torch.autograd.grad(embedding(tokens), embedding.weight, slope)
+        return found
+
+    wanted = torch.zeros(4096, 256, device="cuda")
+    rows = slope.reshape(-1, 256).float()
+    torch.ops.aten._index_put_impl_(wanted, [tokens.reshape(-1)], rows, True, True)
+    assert torch.equal(run(), wanted.to(dtype))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = run()
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, wanted.to(dtype))
 
 
 def test_a_left_out_position_has_no_gradient() -> None:

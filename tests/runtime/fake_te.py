@@ -611,6 +611,45 @@ class Graphs:
 graphs = Graphs()
 
 
+class _Overwriting(torch.autograd.Function):
+    """The mean cross entropy of 2.20, whose backward writes the gradient into a saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, target: Tensor, ignored: int, saved: Tensor) -> Tensor:
+        ctx.ignored, ctx.kept = ignored, (saved, target)
+        mean, _ = cross_entropy_forward(inp, target, 0.0, True, None, ignored)
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        saved, target = ctx.kept
+        _, gradient = cross_entropy_forward(saved, target, 0.0, True, None, ctx.ignored)
+        with torch.no_grad():
+            saved.copy_(gradient * output_gradients[0])
+        return saved, None, None, None
+
+
+def cross_entropy_forward(
+    _input: Tensor,
+    target: Tensor,
+    label_smoothing: float,
+    reduce_loss: bool,
+    dist_process_group: Any,
+    ignore_idx: int,
+) -> tuple[Tensor, Tensor]:
+    """The kernels of 2.18: the mean, and its gradient in fp32."""
+    assert (label_smoothing, reduce_loss, dist_process_group) == (0.0, True, None)
+    assert _input.dim() == 3
+    assert target.numel() == _input.shape[0] * _input.shape[1]
+    with torch.enable_grad():
+        logits = _input.detach().float().requires_grad_()
+        mean = torch.nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), target.reshape(-1), ignore_index=ignore_idx
+        )
+    (gradient,) = torch.autograd.grad(mean, logits)
+    return mean.detach(), gradient
+
+
 class CrossEntropy:
     """
     The function of the mean cross entropy, with the options of a version; the options are recorded.
@@ -637,21 +676,13 @@ class CrossEntropy:
             is_cg_capturable: bool = False,
             overwrite_input: bool = False,
         ) -> Tensor:
-            self.asked.append(
-                {"reduce_loss": reduce_loss, "is_cg_capturable": is_cg_capturable, "inp": inp}
-            )
-            assert not overwrite_input
+            self.asked.append({"overwrite_input": overwrite_input, "inp": inp})
+            assert reduce_loss
             if is_cg_capturable and not old:
                 warnings.warn("deprecated", FutureWarning, stacklevel=2)
-            assert inp.dim() == 3
-            assert target.numel() == inp.shape[0] * inp.shape[1]
-            each = torch.nn.functional.cross_entropy(
-                inp.reshape(-1, inp.shape[-1]).float(),
-                target.reshape(-1),
-                ignore_index=ignore_idx,
-                reduction="mean" if reduce_loss else "none",
-            )
-            return each.reshape(1) if reduce_loss else each
+            saved = inp.detach() if overwrite_input else inp.detach().clone()
+            found: Tensor = _Overwriting.apply(inp, target, ignore_idx, saved)
+            return found.reshape(1)
 
         if old:
             *parameters, _ = inspect.signature(function).parameters.values()
@@ -672,6 +703,8 @@ def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
         "transformer_engine.pytorch.module",
         "transformer_engine.pytorch.module._common",
         "transformer_engine.pytorch.quantization",
+        "transformer_engine.pytorch.triton",
+        "transformer_engine.pytorch.triton.cross_entropy",
     )
     made: dict[str, Any] = {name: types.ModuleType(name) for name in names}
     for name, module in made.items():
@@ -685,6 +718,8 @@ def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
     te.make_graphed_callables = graphs.of(version)
     cross_entropies.asked.clear()
     te.parallel_cross_entropy = cross_entropies.of(version)
+    kernels: Any = made["transformer_engine.pytorch.triton.cross_entropy"]
+    kernels.cross_entropy_forward = cross_entropy_forward
     recipe = made["transformer_engine.common.recipe"]
     recipe.DelayedScaling = DelayedScaling
     recipe.Float8CurrentScaling = recipe.Float8BlockScaling = StatelessScaling

@@ -95,24 +95,34 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = fake_te.VERSION) -> 
     te.library.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("version", "capturable"), [("2.18.0", True), ("2.20.2", False)], ids=["2.18", "2.20"]
-)
-def test_the_librarys_cross_entropy_is_asked_for_a_mean_in_a_graph(
-    version: str, capturable: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("version", ["2.18.0", "2.20.2"])
+def test_the_librarys_cross_entropy_computes_mean_and_gradient(
+    version: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the option of which a later version warns; a left-out position does not count."""
+    """
+    A later version may overwrite the logits in the backward, and warns of the option for graphs.
+    2.18's product with the loss's gradient is rounded to bf16 as autograd rounds it.
+    """
     install(monkeypatch, version)
     logits, targets = torch.randn(3, 2, 7, dtype=BF16), torch.tensor([[1, 6], [-100, 0], [2, 3]])
+    before = logits.clone()
+    wanted = before.clone().requires_grad_()
+    mean_cross_entropy(wanted, targets).div(4).backward()
 
+    given = logits.requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = loss.mean_cross_entropy(logits, targets)
+        found = loss.mean_cross_entropy(given, targets, overwrite=overwrite)
+        (gradient,) = torch.autograd.grad(found / 4, given)
 
-    (asked,) = fake_te.cross_entropies.asked
-    assert (asked["reduce_loss"], asked["is_cg_capturable"]) == (True, capturable)
-    assert asked["inp"].data_ptr() == logits.data_ptr()
-    assert torch.equal(found, mean_cross_entropy(logits, targets))
+    assert torch.equal(found, mean_cross_entropy(before, targets))
+    assert wanted.grad is not None
+    assert torch.equal(gradient, wanted.grad)
+    new = version != "2.18.0"
+    assert [each["overwrite_input"] for each in fake_te.cross_entropies.asked] == [overwrite] * new
+    assert torch.equal(given, before) != (new and overwrite)
+    assert (gradient.data_ptr() == given.data_ptr()) == (new and overwrite)
 
 
 def stages_of(

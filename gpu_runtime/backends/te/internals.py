@@ -23,6 +23,7 @@ __all__ = [
     "EPOCH",
     "IMPORTED",
     "LAYER",
+    "LOSS_KERNELS",
     "STATE",
     "STORES",
     "ImportedName",
@@ -78,6 +79,8 @@ class MemberName:
 
 
 _PYTORCH = "transformer_engine.pytorch"
+LOSS_KERNELS = f"{_PYTORCH}.triton.cross_entropy"
+"""The module of the kernels of the cross entropy."""
 _RECIPE = "transformer_engine.common.recipe"
 _COMMON = f"{_PYTORCH}.module._common"
 _QUANTIZATION = f"{_PYTORCH}.quantization"
@@ -113,6 +116,7 @@ IMPORTED = (
     ),
     ImportedName(_PYTORCH, "autocast", ("enabled", "recipe")),
     ImportedName(_PYTORCH, "parallel_cross_entropy", ("reduce_loss",)),
+    ImportedName(LOSS_KERNELS, "cross_entropy_forward"),
     ImportedName(
         _RECIPE,
         "DelayedScaling",

@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
+from importlib import import_module
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from .domain import library
+from .internals import LOSS_KERNELS
 
 __all__ = ["mean_cross_entropy"]
 
 
 @cache
-def _in_graphs(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Wrap the library's function so that it returns the mean and can be captured in a graph."""
-    # 2.18 has to be told of graphs; 2.20 has not, and warns of the option.
-    told = "overwrite_input" not in inspect.signature(function).parameters
-    return partial(function, reduce_loss=True, **({"is_cg_capturable": True} if told else {}))
+def _overwrites(function: Callable[..., Tensor]) -> bool:
+    """Whether the library's function can overwrite the logits: 2.20 can, 2.18 cannot."""
+    return "overwrite_input" in inspect.signature(function).parameters
 
 
-def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+class _Mean(torch.autograd.Function):
+    """
+    The mean with the kernels of Transformer Engine 2.18, whose F computes the gradient in fp32.
+
+    In the library's own function, the backward multiplies this gradient by the loss's gradient in
+    one pass over the logits, and autograd rounds the product to their type in a second pass. Here
+    one pass does both, with the same bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        kernels = import_module(LOSS_KERNELS)
+        mean, gradient = kernels.cross_entropy_forward(logits, targets, 0.0, True, None, -100)
+        ctx.save_for_backward(gradient)
+        ctx.dtype = logits.dtype
+        found: Tensor = mean
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        product = torch.empty_like(gradient, dtype=ctx.dtype)
+        torch.mul(gradient, output_gradients[0], out=product)
+        return product, None
+
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor, *, overwrite: bool = False) -> Tensor:
     """
     Compute the mean negative log likelihood of a microbatch, in fp32; only one backward is
     possible.
@@ -30,7 +58,13 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         logits: A bf16 or fp32 tensor, with the vocabulary as last dimension; F does not change the
             logits.
         targets: The token that follows each position, int64; -100 leaves a position out.
+        overwrite: Whether the backward may write the logits' gradient over the logits. From version
+            2.20 on, the library then does not copy the logits.
     """
-    mean = _in_graphs(library().te.parallel_cross_entropy)
-    found = mean(logits.reshape(1, -1, logits.shape[-1]), targets.reshape(1, -1))
-    return found.reshape(())
+    rows, flat = logits.reshape(1, -1, logits.shape[-1]), targets.reshape(1, -1)
+    function = library().te.parallel_cross_entropy
+    if _overwrites(function):
+        mean: Tensor = function(rows, flat, reduce_loss=True, overwrite_input=overwrite)
+    else:
+        mean = _Mean.apply(rows, flat)  # type: ignore[no-untyped-call]
+    return mean.reshape(())
