@@ -8,10 +8,12 @@ import torch
 
 from .layers import LayerConfig
 
-__all__ = ["EPSILON", "norm_of"]
+__all__ = ["CUDNN_NORMS", "EPSILON", "norm_of"]
 
 EPSILON = 1e-5
 """The epsilon that Transformer Engine adds to a variance by default."""
+CUDNN_NORMS = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
+"""Environment variables with which Transformer Engine takes cuDNN's norms instead of its own."""
 
 
 def norm_of(config: LayerConfig, device: torch.device) -> torch.nn.Module:

@@ -276,7 +276,8 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         parts.append(
             f"**Whole models over {asked['pp']} rank{'s' * (asked['pp'] != 1)}"
             f"{', fp32 gradients' * (asked.get('main_grad') == 'fp32')}"
-            f"{_HEADS[asked.get('head', 'bf16')]}** ({name}; "
+            f"{_HEADS[asked.get('head', 'bf16')]}"
+            f"{', norms of cuDNN' * (asked.get('norms') == 'cudnn')}** ({name}; "
             f"{machine(report)})."
             f"{remark(name, report)}"
         )
@@ -305,7 +306,8 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "one sequence. Layers compute in FP8 under delayed scaling; the head, gradients, "
             "weights and the optimizer's moments are bf16. With *fp32 gradients*, our accumulated "
             "gradients and Megatron's are fp32, both with fp32 master weights, and native's stay "
-            "bf16. Layers are divided among the stages by "
+            "bf16. With *norms of cuDNN*, Transformer Engine computes norms with cuDNN's kernels "
+            "instead of its own, in all rows. Layers are divided among the stages by "
             "the measured times of a layer, the embedding and the head. TFLOP/s count the matrix "
             "products of layers and head once for the forward and twice for the backward. Products "
             "of attention count half, because a token attends to earlier tokens only; "

@@ -650,6 +650,15 @@ def cross_entropy_forward(
     return mean.detach(), gradient
 
 
+def multi_tensor_scale_tensor(
+    chunk_size: int, flag: Tensor, tensors: list[list[Tensor]], scale: Tensor
+) -> None:
+    """Multiply each tensor by a scale, into another tensor, to whose type it rounds."""
+    assert flag.dtype == torch.int32
+    for given, wanted in zip(*tensors, strict=True):
+        wanted.copy_(given * scale)
+
+
 class CrossEntropy:
     """
     The function of the mean cross entropy, with the options of a version; the options are recorded.
@@ -702,6 +711,7 @@ def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
         "transformer_engine.common.recipe",
         "transformer_engine.pytorch.module",
         "transformer_engine.pytorch.module._common",
+        "transformer_engine.pytorch.optimizers",
         "transformer_engine.pytorch.quantization",
         "transformer_engine.pytorch.triton",
         "transformer_engine.pytorch.triton.cross_entropy",
@@ -720,6 +730,8 @@ def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
     te.parallel_cross_entropy = cross_entropies.of(version)
     kernels: Any = made["transformer_engine.pytorch.triton.cross_entropy"]
     kernels.cross_entropy_forward = cross_entropy_forward
+    optimizers: Any = made["transformer_engine.pytorch.optimizers"]
+    optimizers.multi_tensor_scale_tensor = multi_tensor_scale_tensor
     recipe = made["transformer_engine.common.recipe"]
     recipe.DelayedScaling = DelayedScaling
     recipe.Float8CurrentScaling = recipe.Float8BlockScaling = StatelessScaling

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..devices import placed
 from ..epoch_scales import Scales, require_scales, unnamed
+from ..norms import CUDNN_NORMS
 from ..protocol import BackendError, StageBackend
 from ..random_streams import POSITION
 from .device_numbers import DeviceNumbers
@@ -39,6 +40,8 @@ versions. The internals of the versions between them were compared with the inte
 
 Scaling = Literal["delayed", "current", "block"]
 
+_SETTINGS = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", *CUDNN_NORMS)
+"""Environment variables that choose the library's kernels, and so affect bits."""
 _THREAD = threading.local()
 
 
@@ -490,9 +493,7 @@ class TransformerEngineDomain:
             "transformer_engine": self._lib.version,
             "cuda": str(torch.version.cuda),
             "device": _device_name(self.device),
-            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": os.environ.get(
-                "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "unset"
-            ),
+            **{name: os.environ.get(name, "unset") for name in _SETTINGS},
         }
 
     def recipe(self) -> Mapping[str, Any]:

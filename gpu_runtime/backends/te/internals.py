@@ -24,6 +24,7 @@ __all__ = [
     "IMPORTED",
     "LAYER",
     "LOSS_KERNELS",
+    "OPTIMIZERS",
     "STATE",
     "STORES",
     "ImportedName",
@@ -81,6 +82,8 @@ class MemberName:
 _PYTORCH = "transformer_engine.pytorch"
 LOSS_KERNELS = f"{_PYTORCH}.triton.cross_entropy"
 """The module of the kernels of the cross entropy."""
+OPTIMIZERS = f"{_PYTORCH}.optimizers"
+"""The module of optimizers, and of operations on many tensors."""
 _RECIPE = "transformer_engine.common.recipe"
 _COMMON = f"{_PYTORCH}.module._common"
 _QUANTIZATION = f"{_PYTORCH}.quantization"
@@ -117,6 +120,7 @@ IMPORTED = (
     ImportedName(_PYTORCH, "autocast", ("enabled", "recipe")),
     ImportedName(_PYTORCH, "parallel_cross_entropy", ("reduce_loss",)),
     ImportedName(LOSS_KERNELS, "cross_entropy_forward"),
+    ImportedName(OPTIMIZERS, "multi_tensor_scale_tensor"),
     ImportedName(
         _RECIPE,
         "DelayedScaling",

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from .domain import library
-from .internals import LOSS_KERNELS
+from .internals import LOSS_KERNELS, OPTIMIZERS
 
 __all__ = ["mean_cross_entropy"]
+
+_CHUNK = 1 << 18
+"""Number of elements that one block of the library's product multiplies."""
 
 
 @cache
@@ -45,7 +48,10 @@ class _Mean(torch.autograd.Function):
     def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
         product = torch.empty_like(gradient, dtype=ctx.dtype)
-        torch.mul(gradient, output_gradients[0], out=product)
+        # The flag would tell of values that are not finite; they are multiplied too.
+        flag = torch.zeros(1, dtype=torch.int32, device=gradient.device)
+        scale = import_module(OPTIMIZERS).multi_tensor_scale_tensor
+        scale(_CHUNK, flag, [[gradient], [product]], output_gradients[0])
         return product, None
 
 

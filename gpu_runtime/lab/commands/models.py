@@ -11,6 +11,7 @@ written after every row.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
 from ...backends.heads import HEADS
+from ...backends.norms import CUDNN_NORMS
 from ...backends.protocol import BackendError
 from ...ranks.membership import Member, all_gather, join, launcher_ranks
 from ...ranks.processes import mute_unless_speaker
@@ -99,6 +101,13 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute",
         action="store_true",
         help="also measure this runtime with every stage recomputing its activations in dI",
+    )
+    parser.add_argument(
+        "--norms",
+        choices=("library", "cudnn"),
+        default="library",
+        help="which kernels compute Transformer Engine's norms, in the runs of this runtime, of "
+        "native and of Megatron: its own (library) or cuDNN's (default library)",
     )
     parser.add_argument(
         "--megatron",
@@ -215,6 +224,7 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
         "main_grad": args.main_grad,
         "head": args.head,
         "recompute": args.recompute,
+        "norms": args.norms,
         "device": args.device,
         "backend": backend_on(args.device),
         "rounds": args.rounds,
@@ -227,6 +237,8 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
             "modes": args.megatron,
             **megatron.options(rows[0].job()),
         }
+    if args.norms == "cudnn":  # the ranks inherit it
+        os.environ.update(dict.fromkeys(CUDNN_NORMS, "1"))
     raw: dict[str, Any] = {"rows": []}
     place = environment(args.commit, args.out)
     with rank_starts(args, progress) as (starts, shown):

@@ -121,9 +121,9 @@ def changes(worker: Worker, facts: Mapping[str, Any]) -> tuple[str, ...]:
     environment = plain(worker.runtime.domain.environment(), "environment")
     first = facts["made_by"][0]
     found += [
-        f"{key}: {first.get(key)} -> {environment[key]}"
+        f"{key}: {first.get(key, 'unset')} -> {environment[key]}"
         for key in environment
-        if first.get(key) != environment[key]
+        if first.get(key, "unset") != environment[key]
     ]
     return tuple(found)
 
