@@ -45,7 +45,7 @@ from .megatron_cache_values import CacheValues
 from .megatron_caches import Caches, is_plain
 from .megatron_library import Library, Patches, library
 from .megatron_plan import LOOPS, LoopPlan, UnguardedScheduleError, chunks_of, plan_of, unguarded
-from .megatron_step import LoopStep, Norm, action_name, bucket_groups
+from .megatron_step import LoopStep, Norm, action_name, bucket_groups, gathered_groups
 from .megatron_updates import Gradients, Saves, Updates, gradient_buffers
 from .recurring import RecurringSteps
 from .releases import check_release
@@ -356,6 +356,7 @@ class GuardedMegatron:
         assert self._recurring is not None
         self._left = self._judge.judges = True
         buffers = [*map(gradient_buffers, chunks)]
+        updated = before is not None and before.updates > 0
         self._step = LoopStep(
             plan,
             self._recurring,
@@ -366,6 +367,7 @@ class GuardedMegatron:
             quantizing,
             buckets,
             [own or () for own in buffers],
+            [gathered_groups(chunk) if updated else () for chunk in chunks],
             # Some microbatches are recomputed, and others are not.
             scales=getattr(config, _PARTIAL, None) is None,
             norms=self._norms,

@@ -257,10 +257,10 @@ class TestSweep:
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("models_one_gpu_megatron", 6), ("models_one_gpu_3b", 3)]
+    ("name", "rows"), [("models_one_gpu_megatron", 6), ("models_one_gpu", 6)]
 )
 class TestModels:
-    """`models_one_gpu_megatron.json` and `models_one_gpu_3b.json`."""
+    """`models_one_gpu_megatron.json` and `models_one_gpu.json`."""
 
     def test_kinds_and_megatron(self, name: str, rows: int) -> None:
         """Kinds add up to all device time; the rival is the row with Megatron's name."""

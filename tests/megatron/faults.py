@@ -296,6 +296,42 @@ def saved_before_the_gather(run: Any, undo: Undo) -> None:
     saved_before_the_update(run, undo)
 
 
+def gather_left_out(run: Any, undo: Undo) -> None:
+    """The hooks that gather parameters are taken off before a step, and put on after it."""
+    update, chunk = run.update, run.model[0]
+
+    def off() -> None:
+        update()
+        if run.number == FAULTY_STEP - 1:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        if run.number == FAULTY_STEP:
+            chunk.enable_forward_pre_hook()
+
+    run.update = off
+
+
+def gather_not_awaited(run: Any, undo: Undo) -> None:
+    """The hooks start each gather, but the forward does not wait for it; the update waits."""
+    group, update = run.buffers._ParamAndGradBucketGroup, run.update
+
+    def unawaited(own: Any, *args: Any, **kwargs: Any) -> None:
+        if run.number != FAULTY_STEP:
+            finish(own, *args, **kwargs)
+        elif not own.param_gather_dispatched:
+            own.start_param_sync()
+
+    def waited() -> None:
+        for own in run.model[0].bucket_groups:
+            if own.param_gather_handle is not None:
+                own.param_gather_handle.wait()
+                own.param_gather_handle = None
+        update()
+
+    finish = group.finish_param_sync
+    undo.put(group, "finish_param_sync", unawaited)
+    run.update = waited
+
+
 def bucket_twice_sharded(run: Any, undo: Undo) -> None:
     bucket_twice(run, undo)
 
@@ -533,6 +569,16 @@ WIDE_FAULTS: dict[str, Fault] = {
             "dist_checkpointing.save",
             "sharded, overlapped",
             harmless=True,
+        ),
+        Fault(gather_left_out, ALL, "version.wrong-epoch", "F of stage", "sharded, overlapped"),
+        Fault(
+            gather_not_awaited,
+            ALL,
+            "version.wrong-epoch",
+            "F of stage",
+            "sharded, overlapped",
+            racing=True,
+            harmless=None,
         ),
     )
 }
