@@ -27,14 +27,11 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qeffect.gpu_runtime.report import environment
-
 from .guard_megatron import CELL, PRICED, make, take_loop, workspaces
-from .two_ranks import report_rank, run_ranks
+from .two_ranks import machine, report_rank, run_ranks
 
 #: The kept report.
 KEPT = Path(__file__).parents[1] / "megatron" / "cache_values.json"
@@ -171,13 +168,12 @@ def main() -> int:
         report_rank(partial(rank, *given.rank), str(given.out))
     import torch
 
+    where = machine(given.commit, given.out)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         names = [" ".join(run) for run in RUNS]
         untimed = pool.map(lambda run: start(run, Path(folder)), RUNS[:-1])
         runs = dict(zip(names[:-1], untimed, strict=True))
         runs[names[-1]] = start(RUNS[-1], Path(folder))
-    where = environment(given.commit, given.out)
-    where["packages"]["megatron-core"] = version("megatron-core")
     report: dict[str, Any] = {"environment": where, "gpus": torch.cuda.device_count()}
     try:
         report |= {"found": found(runs), "costs": costs(runs[names[-1]])}

@@ -26,13 +26,10 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qeffect.gpu_runtime.report import environment
-
-from .two_ranks import report_rank, run_ranks
+from .two_ranks import machine, report_rank, run_ranks
 
 #: The kept report.
 KEPT = Path(__file__).parents[1] / "megatron" / "gathers.json"
@@ -138,8 +135,7 @@ def main() -> int:
         report_rank(partial(train, *given.rank), str(given.out))
     import torch
 
-    where = environment(given.commit, given.out)
-    where["packages"]["megatron-core"] = version("megatron-core")
+    where = machine(given.commit, given.out)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         said = pool.map(lambda run: start(run, Path(folder)), RUNS)
         runs = dict(zip((" ".join(run) for run in RUNS), said, strict=True))

@@ -28,16 +28,13 @@ import sys
 import time
 from collections.abc import Callable
 from functools import wraps
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from qeffect.gpu_runtime.report import environment
-
 from .guard_megatron import ACTIONS, PRICED, make, take_loop
-from .two_ranks import report_rank, run_ranks
+from .two_ranks import machine, report_rank, run_ranks
 
 #: The kept report.
 KEPT = Path(__file__).parents[1] / "megatron" / "host_time.json"
@@ -226,9 +223,8 @@ def main() -> int:
         report_rank(measure, str(given.out))
     import torch
 
+    where = machine(given.commit, given.out)
     ranks = run_ranks("tests.gpu.guard_host_time", given.out, limit_s=LIMIT_S)
-    where = environment(given.commit, given.out)
-    where["packages"]["megatron-core"] = version("megatron-core")
     costs = [per_action(said) for said in ranks if said.get("on")]
     report = {
         "environment": where,

@@ -35,16 +35,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import version
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from qeffect.gpu_runtime.report import environment
-
-from .two_ranks import report_rank, run_ranks
+from .two_ranks import machine, report_rank, run_ranks
 
 #: The kept report of a run on two GPUs.
 KEPT = Path(__file__).parents[1] / "megatron" / "two_gpus.json"
@@ -434,6 +431,7 @@ def main() -> int:
     given = arguments.parse_args()
     if given.rank is not None:
         report_rank(partial(rank, *given.rank), str(given.out))
+    where = machine(given.commit, given.out)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
 
@@ -444,8 +442,6 @@ def main() -> int:
         runs = dict(zip(map(" ".join, untimed), pool.map(start, untimed), strict=True))
         runs |= {" ".join(run): start(run) for run in RUNS if run[2] == "price"}
     verdicts = found(runs)
-    where = environment(given.commit, given.out)
-    where["packages"]["megatron-core"] = version("megatron-core")
     seconds = time.perf_counter() - began
     report = {"environment": where, "seconds": seconds, "found": verdicts, "runs": runs}
     given.out.write_text(json.dumps(report, indent=1) + "\n")

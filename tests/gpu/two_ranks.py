@@ -14,12 +14,25 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["report_rank", "run_ranks"]
+from qeffect.gpu_runtime.report import environment
+
+__all__ = ["machine", "report_rank", "run_ranks"]
 
 WORLD, LINES = 2, 12
+
+
+def machine(commit: str | None, out: Path) -> dict[str, Any]:
+    """
+    What a report records of the machine, with the version of Megatron-core; called before the ranks
+    start, so that a wrong ``--commit`` costs no run.
+    """
+    found = environment(commit, out)
+    found["packages"]["megatron-core"] = version("megatron-core")
+    return found
 
 
 def run_ranks(

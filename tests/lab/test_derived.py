@@ -256,9 +256,7 @@ class TestSweep:
         assert whole(p["peak_live_tapes"] == peaks[p["microbatches"]] for p in points) >= 5
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"), [("models_one_gpu_megatron", 6), ("models_one_gpu", 6)]
-)
+@pytest.mark.parametrize(("name", "rows"), [("models_one_gpu_megatron", 6), ("models_one_gpu", 6)])
 class TestModels:
     """`models_one_gpu_megatron.json` and `models_one_gpu.json`."""
 

@@ -131,7 +131,10 @@ class StandIn(Training):
             arrives=data(11 + rank),
         )
         settings = SimpleNamespace(
-            overlap_grad_reduce=case.get("overlap", False), eager=True, replicas=2 // stages
+            overlap_grad_reduce=case.get("overlap", False),
+            overlap_param_gather=case.get("gather", False),
+            eager=True,
+            replicas=2 // stages,
         )
         self.model = []
         for v in range(chunks):

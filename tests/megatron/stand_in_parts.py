@@ -56,6 +56,7 @@ class _ParamAndGradBucketGroup:
         self.golden: dict[Any, int] = {}
         self.is_last_microbatch = self.is_first_batch = True
         self.grad_reduce_handle: Any = None
+        self.param_gather_dispatched, self.param_gather_handle = False, None
 
     def reset(self) -> None:
         if self.is_first_batch and self.per_param_grad_ready_counts:
@@ -84,6 +85,7 @@ class _ParamAndGradBucketGroup:
             for each in self.grad_reduce_handle:
                 each()
             self.grad_reduce_handle = None
+        self.param_gather_dispatched = False
 
     def register_grad_ready(self, parameter: Any) -> None:
         if self.is_last_microbatch:
@@ -112,6 +114,7 @@ class DistributedDataParallel(nn.Module):
     def __init__(self, config: Any, settings: Any, module: nn.Module) -> None:
         super().__init__()
         self.module, self.config = module, config
+        self.gathers = settings.overlap_param_gather  # in hooks before a forward
         parameters = list(module.parameters())
         self.buffers, self.expert_parallel_buffers = [Buffer(parameters)], []
         self.bucket_groups = [_ParamAndGradBucketGroup(p, settings) for p in parameters]
@@ -128,6 +131,8 @@ class DistributedDataParallel(nn.Module):
             group.register_grad_ready(parameter)
 
     def forward(self, x: Any) -> Any:
+        for group in self.bucket_groups:
+            group.param_gather_dispatched |= self.gathers
         return self.module(x)
 
     def set_is_first_microbatch(self) -> None:

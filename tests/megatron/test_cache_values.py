@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from qeffect.guards import megatron
 from qeffect.guards.megatron_cache_values import TOLERANCE, CacheValues, _Comparison
 from qeffect.refusals import Refused
+from tests.docs.blocks import load
+from tests.gpu import guard_caches
 from tests.megatron.model import QuantizedLinear, Workspace
 from tests.megatron.stand_in import StandIn, installed
 from tests.megatron.test_guard import steps
@@ -393,3 +395,11 @@ class TestValues:
         values.update([("layer", module_of(torch.ones(4, 4), **changes))])
 
         assert values.compared == 0
+
+
+def test_the_kept_report() -> None:
+    """It has every run of `tests.gpu.guard_caches`, and everything was found."""
+    report = load(guard_caches.KEPT)
+    assert list(report["runs"]) == [" ".join(run) for run in guard_caches.RUNS]
+    assert report["found"] == guard_caches.found(report["runs"])
+    assert all(report["found"].values())

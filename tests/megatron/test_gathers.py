@@ -1,0 +1,75 @@
+"""A forward reads parameters only after they were gathered; see also `test_real_core`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from qeffect.guards import megatron
+from qeffect.refusals import Refused
+from tests.megatron.stand_in import StandIn, installed
+
+CASE = {"stages": 1, "overlap": True, "gather": True}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    yield installed(monkeypatch)
+    for guarded in list(megatron._active):
+        guarded.remove()
+
+
+def hooks_off(chunk: Any) -> None:
+    chunk.gathers = False
+
+
+def not_awaited(chunk: Any) -> None:
+    chunk.bucket_groups[-1].param_gather_handle = object()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (hooks_off, r"(\d+) buckets of parameters, \1 not gathered since the update, 0 whose"),
+        (not_awaited, "0 not gathered since the update, 1 whose gather was not waited for"),
+    ],
+)
+def test_a_gather_is_missing(
+    fault: Callable[[Any], None], said: str, made: dict[str, ModuleType]
+) -> None:
+    """After an update, in a step that would repeat the recorded one; with advice of its own."""
+    megatron.guard(manner="refuse")
+    run = StandIn(made, CASE, 0)
+    for _ in range(4):
+        run.step()
+    fault(run.model[0])
+    with pytest.raises(Refused) as refused:
+        run.step()
+    assert refused.value.clause == "version.wrong-epoch"
+    assert re.search(said, str(refused.value))
+    assert "enable_forward_pre_hook()" in refused.value.record().remedy
+    assert "F of stage 0, microbatch 0" in refused.value.__notes__[0]
+
+
+def test_before_the_first_update_nothing_is_to_be_gathered(made: dict[str, ModuleType]) -> None:
+    """Megatron's training loop switches the hooks off in its first step."""
+    guarded = megatron.guard(manner="refuse")
+    run = StandIn(made, CASE, 0)
+    hooks_off(run.model[0])
+    run.step()
+    assert guarded.epochs == 1
+
+
+def test_gathers_that_the_update_makes_itself_are_not_looked_at(
+    made: dict[str, ModuleType],
+) -> None:
+    """Without overlap, `optimizer.step()` gathers, and an update that is skipped does not."""
+    guarded = megatron.guard(manner="refuse")
+    run = StandIn(made, {**CASE, "gather": False}, 0)
+    for _ in range(3):
+        run.step()
+    assert guarded.epochs == 3
