@@ -73,9 +73,10 @@ stage (`version.stale-cache`); aborts, drops, drain and restore remain possible.
 
 Each microbatch's gradient is weighted, for example by 1/M, so that the weights of one epoch add up
 to one. A stage with `StageConfig(weights_sum=(1, 1))` declares this sum, and dI reports the weight
-of its microbatch as a fraction. All fractions of an epoch have one denominator, and a *part* is one
-over that denominator. The contract counts the declared sum in parts, subtracts each reported
-weight, and refuses the update if the result is not zero. All arithmetic is in integers. The weights
+of its microbatch as a fraction. All fractions that a stage reports in an epoch must have the same
+denominator n (`epoch.other-parts`). The contract counts the declared sum in *parts* of 1/n,
+subtracts each reported weight, and refuses the update if the result is not zero. All arithmetic is
+in integers. The weights
 are added over all walks of the epoch. So the update is refused in two cases: each of several walks
 divides the loss by the microbatches of that walk alone, or a shortened walk divides by the
 configured number.

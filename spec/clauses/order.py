@@ -51,8 +51,8 @@ of an epoch whose update had begun.""",
             section="III-B",
             cause="An action of the domain was checked and neither committed nor "
             "aborted, or two host threads drive chunks that share scaling state.",
-            remedy="Commit or abort that action first; give chunks separate domains only if no "
-            "update rolls the scales of both.",
+            remedy="Commit or abort that action first. Put two chunks into separate "
+            "domains only if no scaling update changes the scales of both.",
         ),
         Clause(
             id="order.poisoned",

@@ -111,8 +111,8 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Messages go between neighbours",
         "Messages go between neighbour stages on different ranks.",
         "A message was placed at the pipeline's end, or between two chunks of one rank.",
-        "Remove the message: stages at the pipeline's ends, or on one rank, exchange nothing "
-        "there.",
+        "Remove the message: beyond the pipeline's ends there is no stage, and stages on one rank "
+        "need no messages.",
     ),
     (
         "message-order",
@@ -163,9 +163,8 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "sharding-order",
         "Unshard and reshard alternate",
         "A stage is unsharded before it is resharded, and neither happens twice in a row.",
-        "An UNSHARD or RESHARD was repeated, or the RESHARD or UNSHARD between two of them was "
-        "lost.",
-        "Remove the second UNSHARD or RESHARD, or add the missing action in between.",
+        "Two UNSHARDs or two RESHARDs of a stage follow each other, or a RESHARD comes first.",
+        "Remove the extra action, or add the missing one.",
     ),
     (
         "use-while-resharded",

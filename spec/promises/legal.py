@@ -180,8 +180,10 @@ def stale_cache(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.no-fill-waits", "check_forward", "check_dgrad", g="stage")
 def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
-    """If another stage of the domain has not begun its first F of the epoch, that stage's cache
-    lacks the current weights and was not lost since its latest fill."""
+    """
+    Every other stage of the domain has begun its first F of the epoch, or its cache still lacks the
+    current weights and was not lost since its latest fill.
+    """
     other = (st.domain_of[g] == st.domain_of[a.key.stage]) & (g != a.key.stage)
     return implies(
         other & (h.fill_of_epoch[g] == NEVER), (h.cached[g] != h.weights[0]) & (h.lost[g] == 0)
@@ -190,8 +192,10 @@ def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @LEGAL("version.no-fill-waits-for-refresh", "check_refresh", g="stage")
 def no_fill_waits_for_refresh(st: State, h: History, a: Args, g: Index) -> Truth:
-    """If another stage of the domain has not begun its first F of the epoch, that stage's cache
-    lacks the current weights and was not lost since its latest fill."""
+    """
+    Every other stage of the domain has begun its first F of the epoch, or its cache still lacks the
+    current weights and was not lost since its latest fill.
+    """
     other = (st.domain_of[g] == st.domain_of[a.stage]) & (g != a.stage)
     return implies(
         other & (h.fill_of_epoch[g] == NEVER), (h.cached[g] != h.weights[0]) & (h.lost[g] == 0)
@@ -206,8 +210,10 @@ def evaluation_finds_cache(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.no-fill-waits-for-evaluation", "check_evaluation", g="stage")
 def no_fill_waits_for_evaluation(st: State, h: History, a: Args, g: Index) -> Truth:
-    """If a stage of the domain has not begun its first F of the epoch, that stage's cache lacks the
-    current weights and was not lost since its latest fill."""
+    """
+    Every stage of the domain has begun its first F of the epoch, or its cache still lacks the
+    current weights and was not lost since its latest fill.
+    """
     waits = (st.domain_of[g] == st.domain_of[a.stage]) & (h.fill_of_epoch[g] == NEVER)
     return implies(waits, (h.cached[g] != h.weights[0]) & (h.lost[g] == 0))
 
