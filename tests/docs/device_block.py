@@ -251,8 +251,8 @@ def _behind() -> list[str]:
                 rows.append((cell["cell"], f"`{name}`", *(milliseconds(gap[k]) for k in keys)))
     if not rows:
         return [
-            "In each cell of the first table, each of our columns with graphs is at least as fast as "
-            "native."
+            "In each cell of the first table, each of our columns with graphs is at least as fast "
+            "as native."
         ]
     header = (
         "cell", "column", "ms over native", "of these, copies between buffers", "not explained",

@@ -231,6 +231,28 @@ def test_a_run_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
+def test_a_run_without_native_that_profiles_its_last_row(tmp_path: Path) -> None:
+    """No row is compared with native, and only the last row has the profiler's figures."""
+    out = tmp_path / "models.json"
+    asked = ["--device", "cpu", "--cells", "tiny-s16-m4", "--schedules", "izb", "il", "--pp", "1"]
+    asked += ["--rounds", "1", "--steps", "1", "--no-native", "--profile-last", "--out", str(out)]
+    words = [sys.executable, "-m", "qeffect", "runtime", "report", "models", *asked]
+
+    done = subprocess.run(
+        [*words, "--commit", "0" * 40], capture_output=True, text=True, timeout=110, check=False
+    )
+
+    assert 0 == done.returncode, done.stderr
+    report = json.loads(out.read_text())
+    jsonschema.Draft202012Validator(reports.schema()).validate(report)
+    rows = report["derived"]["rows"]
+    assert [("replays", "izb"), ("replays", "il")] == [(r["side"], r["schedule"]) for r in rows]
+    assert [None, None] == [row["native_over_this"] for row in rows]
+    assert [0, 0] == [row["compared"] for row in rows]
+    assert [False, True] == ["busy_ms" in row for row in report["raw"]["rows"]]
+
+
+@pytest.mark.ci
 def test_replicas_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
     """One replica in one process, then two replicas in two processes of their own."""
     out = tmp_path / "models.json"

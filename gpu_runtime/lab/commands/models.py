@@ -31,7 +31,7 @@ from ...ranks.processes import mute_unless_speaker
 from ..comparisons.ranks import tensor_digests
 from ..reports.report import Report, environment
 from ..runner.processes import first_line
-from ..runner.profiles import SIDE_ERRORS, add_profiles
+from ..runner.profiles import SIDE_ERRORS, add_profiles, profile_side
 from ..runner.rank_process import Findings
 from ..runner.rank_rows import RankRun, measure_rows
 from ..runner.starts import RankStarts
@@ -103,6 +103,18 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         help="also measure this runtime with every stage recomputing its activations in dI",
     )
     parser.add_argument(
+        "--no-native",
+        action="store_true",
+        help="do not measure native; the report then has no speed relative to native, and compares "
+        "no bits",
+    )
+    parser.add_argument(
+        "--profile-last",
+        action="store_true",
+        help="profile only the last row, in the processes that timed it, instead of every row in "
+        "processes of its own",
+    )
+    parser.add_argument(
         "--norms",
         choices=("library", "cudnn"),
         default="library",
@@ -148,6 +160,7 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
         main_grad=args.main_grad,
         head=args.head,
         recompute=args.recompute,
+        native=not args.no_native,
     )
     try:
         for row in rows:  # refuses before anything is measured
@@ -255,7 +268,7 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
             for row, found in zip(rows, raw["rows"], strict=True)
             if found["error"] is None
         ]
-        if good and not args.no_profile:
+        if good and not args.no_profile and not args.profile_last:
             meet = partial(join, args.device)
             add_profiles(starts, meet, good, save=report.save, note=shown.note).require()
         if args.replicas > 1:
@@ -275,7 +288,7 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
                 )
                 found = _measure_megatron(args, starts, row, raw["rows"], shown)
                 take(found)
-                if found["error"] is None and not args.no_profile:
+                if found["error"] is None and not args.no_profile and not args.profile_last:
                     row = attrs.evolve(row, cut=tuple(found["cut"]))
                     meet = partial(megatron.meet, mode, args.pp)
                     # Megatron's side has what a profile without copies needs.
@@ -353,7 +366,9 @@ def _measure(args: argparse.Namespace, rows: Sequence[ModelRow], findings: Findi
                 parts = {"cut": cut, "parts_ms": attrs.asdict(times)}
             if not parts:
                 raise RuntimeError("the times of the model's parts could not be measured")
-            found, left = _measure_row(member, args, attrs.evolve(row, cut=parts["cut"]), native)
+            divided = attrs.evolve(row, cut=parts["cut"])
+            profiled = args.profile_last and row is rows[-1]
+            found, left = _measure_row(member, args, divided, native, profiled=profiled)
         except SIDE_ERRORS as error:
             return {**row.name, "error": first_line(error)}
         if row.side == "native":
@@ -369,10 +384,18 @@ def _shape(row: ModelRow) -> dict[str, int]:
 
 
 def _measure_row(
-    member: Member, args: argparse.Namespace, row: ModelRow, native: dict[str, str]
+    member: Member,
+    args: argparse.Namespace,
+    row: ModelRow,
+    native: dict[str, str],
+    *,
+    profiled: bool = False,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Measure one row (one model under one schedule), with digests of this rank's state after its
-    first steps."""
+    """
+    Measure one row (one model under one schedule), with digests of this rank's state after its
+    first steps. If `profiled`, the row is profiled after it was timed; its process may then time no
+    other row.
+    """
     run = RankRun.of(member, row.make)
     side = run.side
     run.settle(row.settling_steps)
@@ -393,5 +416,7 @@ def _measure_row(
     found["loss"] = loss
     found["compared"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
     found["first"] = [name for rank in ranks for name in rank[2]]
+    if profiled:
+        found |= profile_side(member, side)
     side.close()
     return found, left

@@ -193,6 +193,7 @@ def model_rows(
     main_grad: str = "bf16",
     head: str = "bf16",
     recompute: bool = False,
+    native: bool = True,
 ) -> list[ModelRow]:
     """
     The rows of some models, in the order of measuring: native first, then guarded rows under each
@@ -208,11 +209,13 @@ def model_rows(
         main_grad: A name of `MAIN_GRADS`.
         head: What computes the head, one of `heads.HEADS`.
         recompute: Whether the guarded rows are measured a second time, with recomputation.
+        native: Whether native is measured.
     """
     side = "one launch" if device == "cuda" else "replays"
     rows = []
     for cell in cells:
-        rows.append(ModelRow(cell, "native", "il", pp, head=head))
+        if native:
+            rows.append(ModelRow(cell, "native", "il", pp, head=head))
         rows += [
             ModelRow(cell, side, name, pp, main_grad=main_grad, head=head, recompute=again)
             for again in ((False, True) if recompute else (False,))
