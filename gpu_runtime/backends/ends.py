@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from .layers import LayerConfig
@@ -30,6 +31,7 @@ __all__ = [
     "TokenEmbedding",
     "cross_entropy",
     "mean_cross_entropy",
+    "overwriting_cross_entropy",
     "part_seed",
     "stage_ends",
     "tie_head",
@@ -204,6 +206,7 @@ class _Rows(torch.autograd.Function):
         return table[indices]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = output_gradients
         (indices,) = ctx.saved_tensors
@@ -295,6 +298,13 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor, *, overwrite: bool = Fal
         return by_the_library(logits, targets, overwrite=overwrite)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     return functional.cross_entropy(flat, targets.reshape(-1))
+
+
+def overwriting_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """
+    Compute `mean_cross_entropy`, whose backward may write the logits' gradient over the logits.
+    """
+    return mean_cross_entropy(logits, targets, overwrite=True)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, parts: int) -> Tensor:

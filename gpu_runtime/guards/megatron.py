@@ -41,11 +41,12 @@ from qeffect.text import shown
 from .advice import MEGATRON_ADVICE
 from .evidence import Weights
 from .judging import ContractLogs, Judge
+from .megatron_buckets import buckets_of
 from .megatron_cache_values import CacheValues
 from .megatron_caches import Caches, is_plain
 from .megatron_library import Library, Patches, library
 from .megatron_plan import LOOPS, LoopPlan, UnguardedScheduleError, chunks_of, plan_of, unguarded
-from .megatron_step import LoopStep, Norm, action_name, bucket_groups, gathered_groups
+from .megatron_step import LoopStep, Norm, action_name
 from .megatron_updates import Gradients, Saves, Updates, gradient_buffers
 from .recurring import RecurringSteps
 from .releases import check_release
@@ -344,7 +345,7 @@ class GuardedMegatron:
         quantizes = [*map(bool, quantizing)]
         if self.values.every:
             self._add_quantized(chunks, quantizes)
-        buckets = [bucket_groups(chunk) for chunk in chunks]
+        buckets, gathers = zip(*map(buckets_of, chunks), strict=True)
         numbers = [*map(len, buckets)]
         shape = plan, quantizes, numbers
         fresh = self._recurring is None or shape != self._shape or self._left
@@ -356,7 +357,6 @@ class GuardedMegatron:
         assert self._recurring is not None
         self._left = self._judge.judges = True
         buffers = [*map(gradient_buffers, chunks)]
-        updated = before is not None and before.updates > 0
         self._step = LoopStep(
             plan,
             self._recurring,
@@ -367,10 +367,11 @@ class GuardedMegatron:
             quantizing,
             buckets,
             [own or () for own in buffers],
-            [gathered_groups(chunk) if updated else () for chunk in chunks],
+            gathers,
             # Some microbatches are recomputed, and others are not.
             scales=getattr(config, _PARTIAL, None) is None,
             norms=self._norms,
+            scattered=before is not None and self._updates.wrote,
         )
         self._updates.begin(chunks)
         self._judge("the beginning of the loop", self._check_beginning, plan, chunks, buffers)

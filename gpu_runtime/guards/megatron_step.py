@@ -20,24 +20,18 @@ from qeffect.schedule.pairing import Work
 
 from .evidence import VERSION, BackwardPasses, Weights, another_work, not_once, work_name
 from .judging import Judge
+from .megatron_buckets import check_gathered, check_ungathered
 from .megatron_caches import Caches
 from .megatron_plan import LoopPlan
 from .megatron_updates import BufferWrites
 from .recurring import Call, RecurringSteps
 from .works import Event, Works
 
-__all__ = ["LoopStep", "action_name", "bucket_groups", "gathered_groups"]
+__all__ = ["LoopStep", "action_name"]
 
 #: The kinds of messages; each kind carries tensors of its own.
 _MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
 _WRAPPERS = (list, tuple)
-#: Cause and remedy if a forward did not gather the parameters that it reads.
-_UNGATHERED = (
-    "The hooks that gather parameters before a forward were off, as after "
-    "`disable_forward_pre_hook(param_sync=False)`, or did not wait.",
-    "Call `enable_forward_pre_hook()` before the loop, or "
-    "`disable_forward_pre_hook(param_sync=True)`, which gathers at once.",
-)
 #: The passes through the outputs of a forward whose outputs have no graph.
 _UNCOUNTED = (None,)
 
@@ -46,37 +40,6 @@ Made = dict[int, tuple["weakref.ref[Any]", Work]]
 
 Norm = tuple[str, int, tuple[int, int]]
 """Actions that update the scaling state equally often: their kind, stage and `Caches.mode`."""
-
-
-def bucket_groups(chunk: Any) -> list[Any]:
-    """Return the buckets of a chunk that are reduced over more than one rank."""
-    return [group for group in _groups(chunk) if _replicas(group) > 1]
-
-
-def gathered_groups(chunk: Any) -> list[Any]:
-    """Return the buckets of a chunk whose parameters are gathered while a forward runs."""
-    return [group for group in _groups(chunk) if group.ddp_config.overlap_param_gather]
-
-
-def _groups(chunk: Any) -> list[Any]:
-    """Return the buckets of a chunk; none if Megatron's DistributedDataParallel is not used."""
-    module = chunk
-    while module is not None:
-        if hasattr(module, "bucket_groups"):
-            return [*module.bucket_groups, *getattr(module, "expert_parallel_bucket_groups", ())]
-        module = getattr(module, "module", None)
-    return []
-
-
-def _replicas(group: Any) -> int:
-    """Return how many ranks reduce a bucket; several optimizer instances use two process groups."""
-    inter = getattr(group, "inter_distributed_optimizer_instance_group", None)
-    instances = 1 if inter is None else int(inter.size())
-    for name in ("intra_distributed_optimizer_instance_group", "data_parallel_group"):
-        found = getattr(group, name, None)
-        if found is not None:
-            return int(found.size()) * instances
-    return instances
 
 
 @cache
@@ -101,10 +64,10 @@ class LoopStep:
         quantizing: The modules of each chunk that quantize their weights once in a step.
         buckets: For each chunk, the buckets that are reduced over more than one rank.
         buffers: For each chunk, its gradient buffers; none if its gradients are not in buffers.
-        gathers: For each chunk, the buckets whose parameters an update has scattered, and which the
-            chunk's first forward gathers.
+        gathers: For each chunk, the buckets whose parameters its forwards gather.
         scales: Whether all F of a stage must update the scaling state equally often, and all B too.
         norms: Number of scaling updates per action in earlier steps, for each `Norm`.
+        scattered: Whether an update has written weights since the last loop.
 
     Attributes:
         buckets: By the identity of a bucket that is reduced: its name and its stage.
@@ -130,6 +93,7 @@ class LoopStep:
         *,
         scales: bool = True,
         norms: dict[Norm, int] | None = None,
+        scattered: bool = False,
     ) -> None:
         stages = plan.stages
         self.plan, self._works, self._passes = plan, Works(steps), BackwardPasses()
@@ -139,7 +103,7 @@ class LoopStep:
         self._quantizing = dict(zip(stages, quantizing, strict=True))
         self._weights = dict(zip(stages, weights, strict=True))
         self._writes = dict(zip(stages, map(BufferWrites, buffers), strict=True))
-        self._gathers = dict(zip(stages, gathers, strict=True))
+        self._gathers, self._scattered = dict(zip(stages, gathers, strict=True)), scattered
         #: The weights of the stages whose first forward has run.
         self._watched: dict[int, Weights] = {}
         self._outputs: Made = {}
@@ -215,7 +179,8 @@ class LoopStep:
             raise not_once("commit_forward", f"F of {work_name(work)}", runs)
         first = self.first
         if first:
-            self._check_gathers(work)
+            if self._scattered and self._gathers[stage]:
+                check_gathered(self._gathers[stage], work, output)
             self._check_caches(work)
         if self._scales and self._norms.get(("F", stage, self._modes[stage])) != updates:
             self._check_scaling("F", work, updates)
@@ -231,21 +196,6 @@ class LoopStep:
         if first:
             weights = self._watched[stage] = self._weights[stage]
             weights.renew()
-
-    def _check_gathers(self, work: Work) -> None:
-        """Check that a stage's first forward has gathered the parameters that the update left."""
-        groups = self._gathers[work[0]]
-        missing = [group for group in groups if not group.param_gather_dispatched]
-        running = [group for group in groups if group.param_gather_handle is not None]
-        if missing or running:
-            ended = f"{len(running)} whose gather was not waited for"
-            raise refused(
-                "version.wrong-epoch",
-                "check_forward",
-                f"F of {work_name(work)}, the first of the step: of {len(groups)} buckets of "
-                f"parameters, {len(missing)} not gathered since the update, {ended}",
-                "every bucket gathered before a forward reads its parameters",
-            ).advise(*_UNGATHERED)
 
     def _check_caches(self, work: Work) -> None:
         """Check that a stage's first forward quantized its weights; record its mode of graphs."""
@@ -522,6 +472,8 @@ class LoopStep:
         for stage in self.plan.stages:
             if stage in self._watched:
                 self._watched[stage].check("check_update", stage)
+            if self._gathers[stage]:
+                check_ungathered(self._gathers[stage], stage)
         self._works.check_update()
         return True
 

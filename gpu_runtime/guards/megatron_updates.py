@@ -35,6 +35,8 @@ class Updates:
         replays: Whether a whole step was replayed as one graph.
         replayed: Whether the last step was replayed as one graph.
         ran: Whether a loop has run, or was replayed, since the last update.
+        wrote: Whether an update since the last loop wrote weights; Megatron-core skips an update if
+            a gradient overflows.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Updates:
         )
 
         self._begins, self._check, self._commit = before, check, commit
-        self.ever = self.unseen = self.replays = self.replayed = self.ran = False
+        self.ever = self.unseen = self.replays = self.replayed = self.ran = self.wrote = False
         self._chunks: list[weakref.ref[Any]] = []
         self._parameters: set[int] = set()
         self._inside = 0
@@ -82,7 +84,7 @@ class Updates:
             self._chunks = [weakref.ref(chunk) for chunk in chunks]
             self._parameters = {id(p) for chunk in chunks for p in chunk.parameters()}
         self._trained = self.ran = True
-        self.replayed = False
+        self.replayed = self.wrote = False
 
     def chunks(self) -> list[Any]:
         """Return the chunks that the last loop trained."""
@@ -98,11 +100,14 @@ class Updates:
             return None
         return self._check()
 
-    def _leave(self, optimizer: Any, checked: Any, *, failed: bool = False) -> None:
+    def _leave(
+        self, optimizer: Any, checked: Any, *, failed: bool = False, skipped: bool = False
+    ) -> None:
         self._inside -= 1
         self._commit(checked, failed=failed)
         self.ran = False
         if not failed:
+            self.wrote |= not skipped
             self.ever = True
             self._trained = False
             self._stepped = weakref.ref(optimizer)
@@ -118,7 +123,8 @@ class Updates:
             except BaseException:
                 self._leave(optimizer, checked, failed=True)
                 raise
-            self._leave(optimizer, checked)
+            skipped = isinstance(found, tuple) and found[:1] == (False,)
+            self._leave(optimizer, checked, skipped=skipped)
             return found
 
         return guarded_step

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..backends.ends import EMBEDDED, PROJECTED, Ends, LossShare, mean_cross_entropy
+from ..backends.ends import EMBEDDED, PROJECTED, Ends, LossShare, overwriting_cross_entropy
 from ..backends.heads import HEADS
 from ..backends.protocol import BackendError, StageBackend
 from ..ranks.feed import to_device
@@ -272,10 +272,8 @@ class LanguageJob(Job):
     @property
     def loss(self) -> LossShare:
         """The function that computes a microbatch's share of a step's mean loss."""
-        mean = functools.partial(
-            mean_cross_entropy, overwrite=True
-        )  # nothing else reads a step's logits
-        return LossShare(mean, self.microbatches * self.dp)
+        # Nothing else reads a step's logits.
+        return LossShare(overwriting_cross_entropy, self.microbatches * self.dp)
 
     @property
     def windows_a_step(self) -> int:

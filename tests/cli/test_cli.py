@@ -124,7 +124,7 @@ OPTIONS = {
     "runtime report models": {
         *("--pp", "--cells", "--schedules", "--replicas", "--main-grad", "--megatron", "--limit"),
         *("--rounds", "--steps", "--native-steps", "--no-profile", "--device", *REPORT),
-        *("--head", "--recompute", "--norms", "--no-native", "--profile-last"),
+        *("--head", "--recompute", "--norms", "--no-native"),
     },
     "runtime report groups": {
         *("--pp", "--cells", "--schedules", "--dtypes", "--groups", "--rounds", "--steps"),

@@ -51,6 +51,10 @@ CUT = {
         "The run ended at a time limit while Megatron was profiled, so Megatron's row has no idle "
         "share."
     ),
+    ("models_8b_8192_izb.json", "feb7937984fd"): (
+        "Only izb was timed, on another day than the other schedules. The run ended with an error "
+        "before the second row, and nothing was profiled."
+    ),
 }
 """Incomplete reports, by file and commit, and what each lacks."""
 REMARKS = {
@@ -68,6 +72,9 @@ REMARKS = {
         "Nothing was profiled. The timed rounds of native differ by more than the tolerance."
     ),
     ("models_8b.json", "f51db27973e0"): "Nothing was profiled.",
+    ("models_izb.json", "feb7937984fd"): (
+        "Only izb was timed, on another day than the other schedules. Nothing was profiled."
+    ),
     ("peers_4096.json", "0ffef18a5552"): (
         "Of Megatron's modes only full_iteration was run, and nothing was profiled."
     ),

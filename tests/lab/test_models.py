@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.norms import CUDNN_NORMS
 from qeffect.gpu_runtime.lab import reports
+from qeffect.gpu_runtime.lab.commands import models
 from qeffect.gpu_runtime.lab.reports.text import model_lines
 from qeffect.gpu_runtime.lab.sides import megatron
 from qeffect.gpu_runtime.lab.sides import model_rows as row_module
@@ -231,11 +234,11 @@ def test_a_run_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_a_run_without_native_that_profiles_its_last_row(tmp_path: Path) -> None:
-    """No row is compared with native, and only the last row has the profiler's figures."""
+def test_a_run_without_native(tmp_path: Path) -> None:
+    """No row is compared with native."""
     out = tmp_path / "models.json"
     asked = ["--device", "cpu", "--cells", "tiny-s16-m4", "--schedules", "izb", "il", "--pp", "1"]
-    asked += ["--rounds", "1", "--steps", "1", "--no-native", "--profile-last", "--out", str(out)]
+    asked += ["--rounds", "1", "--steps", "1", "--no-native", "--no-profile", "--out", str(out)]
     words = [sys.executable, "-m", "qeffect", "runtime", "report", "models", *asked]
 
     done = subprocess.run(
@@ -249,7 +252,6 @@ def test_a_run_without_native_that_profiles_its_last_row(tmp_path: Path) -> None
     assert [("replays", "izb"), ("replays", "il")] == [(r["side"], r["schedule"]) for r in rows]
     assert [None, None] == [row["native_over_this"] for row in rows]
     assert [0, 0] == [row["compared"] for row in rows]
-    assert [False, True] == ["busy_ms" in row for row in report["raw"]["rows"]]
 
 
 @pytest.mark.ci
@@ -299,6 +301,7 @@ def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str])
         (["--limit", "0"], "--limit must be positive, found 0"),
         (["--replicas", "0"], "--replicas must be at least 1, found 0"),
         (["--device", "cuda"], "--cells tiny-s16-m4 is only for a CPU, found --device cuda; add"),
+        (["--norms", "cudnn", "--device", "cpu"], "--norms cudnn needs --device cuda, found"),
     ],
 )
 def test_options_that_cannot_be_measured_are_refused(
@@ -348,3 +351,14 @@ def test_a_chunk_of_megatron_is_one_of_several_or_the_ranks_whole_part(
     assert ("config", "spec", 64, 16) == given
     assert named["vp_stage"] == number
     assert named["position_embedding_type"] == "rope"
+
+
+@pytest.mark.parametrize(("norms", "left"), [("library", set()), ("cudnn", {"1"})])
+def test_the_ranks_get_the_norms_that_the_report_names(
+    norms: str, left: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the caller's environment says otherwise."""
+    for name in CUDNN_NORMS:
+        monkeypatch.setenv(name, "0" if norms == "cudnn" else "1")
+    models._choose_norms(norms)
+    assert {os.environ[name] for name in CUDNN_NORMS if name in os.environ} == left

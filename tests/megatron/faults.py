@@ -310,6 +310,19 @@ def gather_left_out(run: Any, undo: Undo) -> None:
     run.update = off
 
 
+def gathered_early(run: Any, undo: Undo) -> None:
+    """The parameters are gathered between the loop and the update, as for an evaluation there."""
+    update, chunk = run.update, run.model[0]
+
+    def early() -> None:
+        if run.number == FAULTY_STEP:
+            chunk.disable_forward_pre_hook()
+            chunk.enable_forward_pre_hook()
+        update()
+
+    run.update = early
+
+
 def gather_not_awaited(run: Any, undo: Undo) -> None:
     """The hooks start each gather, but the forward does not wait for it; the update waits."""
     group, update = run.buffers._ParamAndGradBucketGroup, run.update
@@ -571,6 +584,7 @@ WIDE_FAULTS: dict[str, Fault] = {
             harmless=True,
         ),
         Fault(gather_left_out, ALL, "version.wrong-epoch", "F of stage", "sharded, overlapped"),
+        Fault(gathered_early, ALL, "version.wrong-epoch", "optimizer.step", "sharded, overlapped"),
         Fault(
             gather_not_awaited,
             ALL,

@@ -52,6 +52,7 @@ class _ParamAndGradBucketGroup:
     def __init__(self, parameter: Any, config: Any) -> None:
         self.params, self.ddp_config = {parameter}, config
         self.data_parallel_group = Group(0, config.replicas)
+        self.intra_distributed_optimizer_instance_group = self.data_parallel_group
         self.per_param_grad_ready_counts: dict[Any, int] = {}
         self.golden: dict[Any, int] = {}
         self.is_last_microbatch = self.is_first_batch = True
@@ -114,7 +115,8 @@ class DistributedDataParallel(nn.Module):
     def __init__(self, config: Any, settings: Any, module: nn.Module) -> None:
         super().__init__()
         self.module, self.config = module, config
-        self.gathers = settings.overlap_param_gather  # in hooks before a forward
+        self.use_forward_hook = settings.overlap_param_gather
+        self.gathers = self.use_forward_hook
         parameters = list(module.parameters())
         self.buffers, self.expert_parallel_buffers = [Buffer(parameters)], []
         self.bucket_groups = [_ParamAndGradBucketGroup(p, settings) for p in parameters]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from qeffect.guards import megatron
+from qeffect.guards.megatron_buckets import check_gathered
 from qeffect.refusals import Refused
 from tests.megatron.stand_in import StandIn, installed
 
@@ -62,6 +64,60 @@ def test_before_the_first_update_nothing_is_to_be_gathered(made: dict[str, Modul
     hooks_off(run.model[0])
     run.step()
     assert guarded.epochs == 1
+
+
+def test_an_update_that_was_skipped_scatters_nothing(made: dict[str, ModuleType]) -> None:
+    """Megatron-core skips the update if a gradient overflows; hooks may stay off until then."""
+    guarded = megatron.guard(manner="refuse")
+    run = StandIn(made, CASE, 0)
+    hooks_off(run.model[0])
+    update, run.optimizer.step = run.optimizer.step, lambda: (False, None, None)
+    run.step()
+    run.step()
+    run.optimizer.step = update
+    run.step()
+    with pytest.raises(Refused, match="not gathered since the update"):
+        run.step()
+    assert guarded.epochs == 3
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize(("dispatched", "handle"), [(False, None), (True, object())])
+def test_a_module_that_the_forward_does_not_use_may_be_gathered_later(
+    read: bool, dispatched: bool, handle: Any
+) -> None:
+    """The hook of one module starts the gather of the next, and the next module waits for it."""
+    used, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    groups = [
+        SimpleNamespace(params={one}, param_gather_dispatched=started, param_gather_handle=runs)
+        for one, started, runs in ((used, True, None), (other, dispatched, handle))
+    ]
+    output = [None, (used * other if read else used * 2).sum()]
+    if not read:
+        check_gathered(groups, (0, 0), output)
+        return
+    with pytest.raises(Refused, match="of 2 buckets of parameters") as refused:
+        check_gathered(groups, (0, 0), output)
+    assert refused.value.clause == "version.wrong-epoch"
+
+
+def test_a_gather_before_the_update(made: dict[str, ModuleType]) -> None:
+    """The hooks then gather nothing, and the next step reads parameters of the last."""
+    megatron.guard(manner="refuse")
+    run = StandIn(made, CASE, 0)
+    run.step()
+    update = run.update
+
+    def early() -> None:
+        for group in run.model[0].bucket_groups:
+            group.param_gather_dispatched = True
+        update()
+
+    run.update = early  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="gathered between the reduction") as refused:
+        run.step()
+    assert refused.value.clause == "version.wrong-epoch"
+    assert "after `optimizer.step()`" in refused.value.record().remedy
 
 
 def test_gathers_that_the_update_makes_itself_are_not_looked_at(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .domain import library
 from .internals import LOSS_KERNELS, OPTIMIZERS
@@ -32,7 +33,8 @@ class _Mean(torch.autograd.Function):
 
     In the library's own function, the backward multiplies this gradient by the loss's gradient in
     one pass over the logits, and autograd rounds the product to their type in a second pass. Here
-    one pass does both, with the same bits.
+    one pass does both, with the same bits for normal numbers; the library's product takes subnormal
+    numbers for zero.
     """
 
     @staticmethod
@@ -45,6 +47,7 @@ class _Mean(torch.autograd.Function):
         return found
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
         product = torch.empty_like(gradient, dtype=ctx.dtype)
@@ -70,6 +73,7 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor, *, overwrite: bool = Fal
     rows, flat = logits.reshape(1, -1, logits.shape[-1]), targets.reshape(1, -1)
     function = library().te.parallel_cross_entropy
     if _overwrites(function):
+        overwrite = overwrite and rows.is_contiguous()  # as the library requires
         mean: Tensor = function(rows, flat, reduce_loss=True, overwrite_input=overwrite)
     else:
         mean = _Mean.apply(rows, flat)  # type: ignore[no-untyped-call]

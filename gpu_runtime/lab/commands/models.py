@@ -31,7 +31,7 @@ from ...ranks.processes import mute_unless_speaker
 from ..comparisons.ranks import tensor_digests
 from ..reports.report import Report, environment
 from ..runner.processes import first_line
-from ..runner.profiles import SIDE_ERRORS, add_profiles, profile_side
+from ..runner.profiles import SIDE_ERRORS, add_profiles
 from ..runner.rank_process import Findings
 from ..runner.rank_rows import RankRun, measure_rows
 from ..runner.starts import RankStarts
@@ -109,12 +109,6 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         "no bits",
     )
     parser.add_argument(
-        "--profile-last",
-        action="store_true",
-        help="profile only the last row, in the processes that timed it, instead of every row in "
-        "processes of its own",
-    )
-    parser.add_argument(
         "--norms",
         choices=("library", "cudnn"),
         default="library",
@@ -149,6 +143,8 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
         UnusableError: The ranks cannot run the models.
     """
     require_rounds(args)
+    if args.norms == "cudnn" and args.device == "cpu":
+        raise UnusableError("--norms cudnn needs --device cuda, found --device cpu; leave it out")
     _require_megatron(args)
     _require_replicas(args)
     _require_size(args)
@@ -250,8 +246,7 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
             "modes": args.megatron,
             **megatron.options(rows[0].job()),
         }
-    if args.norms == "cudnn":  # the ranks inherit it
-        os.environ.update(dict.fromkeys(CUDNN_NORMS, "1"))
+    _choose_norms(args.norms)
     raw: dict[str, Any] = {"rows": []}
     place = environment(args.commit, args.out)
     with rank_starts(args, progress) as (starts, shown):
@@ -268,7 +263,7 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
             for row, found in zip(rows, raw["rows"], strict=True)
             if found["error"] is None
         ]
-        if good and not args.no_profile and not args.profile_last:
+        if good and not args.no_profile:
             meet = partial(join, args.device)
             add_profiles(starts, meet, good, save=report.save, note=shown.note).require()
         if args.replicas > 1:
@@ -288,7 +283,7 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
                 )
                 found = _measure_megatron(args, starts, row, raw["rows"], shown)
                 take(found)
-                if found["error"] is None and not args.no_profile and not args.profile_last:
+                if found["error"] is None and not args.no_profile:
                     row = attrs.evolve(row, cut=tuple(found["cut"]))
                     meet = partial(megatron.meet, mode, args.pp)
                     # Megatron's side has what a profile without copies needs.
@@ -298,6 +293,14 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
                     )
     report.finish()
     return report
+
+
+def _choose_norms(norms: str) -> None:
+    """Set the environment variables of the norms' kernels, which the ranks inherit."""
+    for name in CUDNN_NORMS:
+        os.environ.pop(name, None)
+        if norms == "cudnn":
+            os.environ[name] = "1"
 
 
 def _measure_megatron(
@@ -366,9 +369,7 @@ def _measure(args: argparse.Namespace, rows: Sequence[ModelRow], findings: Findi
                 parts = {"cut": cut, "parts_ms": attrs.asdict(times)}
             if not parts:
                 raise RuntimeError("the times of the model's parts could not be measured")
-            divided = attrs.evolve(row, cut=parts["cut"])
-            profiled = args.profile_last and row is rows[-1]
-            found, left = _measure_row(member, args, divided, native, profiled=profiled)
+            found, left = _measure_row(member, args, attrs.evolve(row, cut=parts["cut"]), native)
         except SIDE_ERRORS as error:
             return {**row.name, "error": first_line(error)}
         if row.side == "native":
@@ -384,18 +385,10 @@ def _shape(row: ModelRow) -> dict[str, int]:
 
 
 def _measure_row(
-    member: Member,
-    args: argparse.Namespace,
-    row: ModelRow,
-    native: dict[str, str],
-    *,
-    profiled: bool = False,
+    member: Member, args: argparse.Namespace, row: ModelRow, native: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """
-    Measure one row (one model under one schedule), with digests of this rank's state after its
-    first steps. If `profiled`, the row is profiled after it was timed; its process may then time no
-    other row.
-    """
+    """Measure one row (one model under one schedule), with digests of this rank's state after its
+    first steps."""
     run = RankRun.of(member, row.make)
     side = run.side
     run.settle(row.settling_steps)
@@ -416,7 +409,5 @@ def _measure_row(
     found["loss"] = loss
     found["compared"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
     found["first"] = [name for rank in ranks for name in rank[2]]
-    if profiled:
-        found |= profile_side(member, side)
     side.close()
     return found, left
