@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -378,6 +378,13 @@ def _stated(register: Register) -> Iterator[str]:
     return (f"[`{path}`]({path})" for path in paths)
 
 
+def _at(function: Callable[..., Any]) -> str:
+    """Return words for the predicate of a promise, with a link to its first line."""
+    path = function.__module__.rpartition("spec.")[2].replace(".", "/")
+    code = function.__code__
+    return f" *Stated by* [`{code.co_name}`]({path}.py#L{code.co_firstlineno})."
+
+
 def _parts(names: Sequence[str]) -> str:
     if len(names) == 1:
         return f"the part {names[0]}"
@@ -431,7 +438,8 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         "rely on. The promises use the columns of the chapter *State* and words for the world",
         "outside the contract (the table at the end of this chapter), never the contract's guards.",
         "All promises are proved, except the assumptions and the conditions of a legal check",
-        "(*Used by*). `verification/induction/` states how an action changes the world, and",
+        "(*Used by*). *Stated by* links to the predicate of a promise.",
+        "`verification/induction/` states how an action changes the world, and",
         "further lemmas of the proofs. Promise P *relies on* the guards of clause C if P fails",
         "once a guard of C is deleted. A promise is made only if its own part of the contract, and",
         "every other part that its line names, is in force.",
@@ -446,7 +454,8 @@ def _promises(keeping: Mapping[str, Any]) -> str:
             others = ", ".join(f"`{name}`" for name in sorted(p.needs - {p.name.partition(".")[0]}))
             claimed = f" Promised only if these parts are in force: {others}." if others else ""
             line = f"- {_own(p.name)}{_apart(p.name)}{_where(p.transitions)}: {p.text}"
-            lines.append(f"{line}{claimed}{kept_by}{_proved_by(p.name, keeping)}")
+            behind = f"{_at(p.function)}{claimed}{kept_by}{_proved_by(p.name, keeping)}"
+            lines.append(line + behind)
         lines.append("")
     words = [
         (f"`{w.name}`" if w.index == "one" else f"`{w.name}[{w.index}]`", w.meaning)
