@@ -31,7 +31,6 @@ __all__ = [
     "TokenEmbedding",
     "cross_entropy",
     "mean_cross_entropy",
-    "overwriting_cross_entropy",
     "part_seed",
     "stage_ends",
     "tie_head",
@@ -195,8 +194,8 @@ class _Rows(torch.autograd.Function):
     host.
 
     torch's own backward of an embedding rounds each addition to the table's type, and may add in
-    any order or wait for the device. Only the rows that were looked up are summed in fp32: a table
-    can have 30 times as many rows.
+    any order or wait for the device. The fp32 sums have one row for each token, not one for each
+    row of the table, which may have 30 times as many.
     """
 
     @staticmethod
@@ -213,20 +212,20 @@ class _Rows(torch.autograd.Function):
         shape, dtype = ctx.form
         flat, rows = indices.reshape(-1), gradient.reshape(-1, shape[1]).float()
         places = torch.arange(flat.numel(), device=flat.device)
-        # For each place: the first place with the same index.
-        first = places.new_full(shape[:1], flat.numel()).scatter_reduce_(0, flat, places, "amin")
-        place = first[flat]
+        # For each row of the table: the first place that looks it up.
+        firsts = places.new_full(shape[:1], flat.numel()).scatter_reduce_(0, flat, places, "amin")
+        first = firsts[flat]  # for each place: the first place with the same index
         sums, total = torch.zeros_like(rows), gradient.new_zeros(shape, dtype=dtype)
         if total.is_cuda:
             # Sorts the indices, then adds the terms of each row one after another. "Unsafe" means
             # unchecked: a range check would wait for the device, which no graph can hold. The range
             # is right, because F has read the same rows.
             put = torch.ops.aten._index_put_impl_
-            put(sums, [place], rows, True, True)
-            put(total, [flat], sums.to(dtype)[place], False, True)  # equal rows for equal indices
+            put(sums, [first], rows, True, True)
+            put(total, [flat], sums.to(dtype)[first], False, True)  # equal rows for equal indices
         else:
-            sums.index_add_(0, place, rows)  # row by row in the order of the indices
-            total[flat] = sums.to(dtype)[place]
+            sums.index_add_(0, first, rows)  # row by row in the order of the indices
+            total[flat] = sums.to(dtype)[first]
         return total, None
 
 
@@ -298,13 +297,6 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor, *, overwrite: bool = Fal
         return by_the_library(logits, targets, overwrite=overwrite)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     return functional.cross_entropy(flat, targets.reshape(-1))
-
-
-def overwriting_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """
-    Compute `mean_cross_entropy`, whose backward may write the logits' gradient over the logits.
-    """
-    return mean_cross_entropy(logits, targets, overwrite=True)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, parts: int) -> Tensor:

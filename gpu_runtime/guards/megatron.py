@@ -41,7 +41,7 @@ from qeffect.text import shown
 from .advice import MEGATRON_ADVICE
 from .evidence import Weights
 from .judging import ContractLogs, Judge
-from .megatron_buckets import buckets_of
+from .megatron_buckets import reduced_and_gathered
 from .megatron_cache_values import CacheValues
 from .megatron_caches import Caches, is_plain
 from .megatron_library import Library, Patches, library
@@ -345,7 +345,7 @@ class GuardedMegatron:
         quantizes = [*map(bool, quantizing)]
         if self.values.every:
             self._add_quantized(chunks, quantizes)
-        buckets, gathers = zip(*map(buckets_of, chunks), strict=True)
+        buckets, gathers = zip(*map(reduced_and_gathered, chunks), strict=True)
         numbers = [*map(len, buckets)]
         shape = plan, quantizes, numbers
         fresh = self._recurring is None or shape != self._shape or self._left
@@ -371,7 +371,8 @@ class GuardedMegatron:
             # Some microbatches are recomputed, and others are not.
             scales=getattr(config, _PARTIAL, None) is None,
             norms=self._norms,
-            scattered=before is not None and self._updates.wrote,
+            # An update before the first loop may be of another model.
+            wrote=before is not None and self._updates.wrote,
         )
         self._updates.begin(chunks)
         self._judge("the beginning of the loop", self._check_beginning, plan, chunks, buffers)

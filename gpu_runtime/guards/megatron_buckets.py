@@ -16,14 +16,14 @@ from qeffect.schedule.pairing import Work
 
 from .evidence import leaves, work_name
 
-__all__ = ["buckets_of", "check_gathered", "check_ungathered"]
+__all__ = ["check_gathered", "check_not_early", "reduced_and_gathered"]
 
 #: Cause and remedy if a forward did not gather the parameters that it reads.
-_UNGATHERED = (
+_MISSING = (
     "The hooks that gather parameters before a forward were off, as after "
     "`disable_forward_pre_hook(param_sync=False)`, or did not wait.",
-    "Call `enable_forward_pre_hook()` before the loop, or "
-    "`disable_forward_pre_hook(param_sync=True)`, which gathers at once.",
+    "Call `enable_forward_pre_hook()` before the loop, or switch the hooks off with "
+    "`param_sync=True` (the default), which gathers at once.",
 )
 #: Cause and remedy if parameters were gathered before the update.
 _EARLY = (
@@ -33,7 +33,7 @@ _EARLY = (
 )
 
 
-def buckets_of(chunk: Any) -> tuple[list[Any], list[Any]]:
+def reduced_and_gathered(chunk: Any) -> tuple[list[Any], list[Any]]:
     """
     Return the buckets of a chunk that are reduced over more than one rank, and those that hooks
     before a forward gather from more than one rank.
@@ -71,22 +71,22 @@ def check_gathered(groups: Sequence[Any], work: Work, output: Any) -> None:
     judged.
 
     Args:
-        groups: The chunk's buckets that hooks gather (`buckets_of`).
+        groups: The chunk's buckets that hooks gather (`reduced_and_gathered`).
         work: The forward's stage and microbatch.
         output: What the forward returned.
 
     Raises:
         Refused: ``version.wrong-epoch``.
     """
-    found = [
+    ungathered = [
         group
         for group in groups
         if not group.param_gather_dispatched or group.param_gather_handle is not None
     ]
-    if not found:
+    if not ungathered:
         return  # nearly always
     read = {node.variable for node in leaves(output)}
-    found = [group for group in found if not read.isdisjoint(group.params)]
+    found = [group for group in ungathered if not read.isdisjoint(group.params)]
     if found:
         missing = sum(not group.param_gather_dispatched for group in found)
         raise refused(
@@ -96,12 +96,17 @@ def check_gathered(groups: Sequence[Any], work: Work, output: Any) -> None:
             f"parameters, {missing} not gathered since the update, {len(found) - missing} whose "
             "gather was not waited for",
             "every bucket gathered before a forward reads its parameters",
-        ).advise(*_UNGATHERED)
+        ).advise(*_MISSING)
 
 
-def check_ungathered(groups: Sequence[Any], stage: int) -> None:
+def check_not_early(groups: Sequence[Any], stage: int) -> None:
     """
-    Check before an update that no parameters were gathered since the reduction of gradients.
+    Check before an update that no bucket was gathered since its reduction: the hooks would not
+    gather this bucket again after the update.
+
+    Args:
+        groups: The buckets whose reduction has ended.
+        stage: The stage.
 
     Raises:
         Refused: ``version.wrong-epoch``.

@@ -20,7 +20,7 @@ from qeffect.schedule.pairing import Work
 
 from .evidence import VERSION, BackwardPasses, Weights, another_work, not_once, work_name
 from .judging import Judge
-from .megatron_buckets import check_gathered, check_ungathered
+from .megatron_buckets import check_gathered, check_not_early
 from .megatron_caches import Caches
 from .megatron_plan import LoopPlan
 from .megatron_updates import BufferWrites
@@ -67,7 +67,7 @@ class LoopStep:
         gathers: For each chunk, the buckets whose parameters its forwards gather.
         scales: Whether all F of a stage must update the scaling state equally often, and all B too.
         norms: Number of scaling updates per action in earlier steps, for each `Norm`.
-        scattered: Whether an update has written weights since the last loop.
+        wrote: Whether an update wrote weights since the last loop.
 
     Attributes:
         buckets: By the identity of a bucket that is reduced: its name and its stage.
@@ -93,7 +93,7 @@ class LoopStep:
         *,
         scales: bool = True,
         norms: dict[Norm, int] | None = None,
-        scattered: bool = False,
+        wrote: bool = False,
     ) -> None:
         stages = plan.stages
         self.plan, self._works, self._passes = plan, Works(steps), BackwardPasses()
@@ -103,7 +103,7 @@ class LoopStep:
         self._quantizing = dict(zip(stages, quantizing, strict=True))
         self._weights = dict(zip(stages, weights, strict=True))
         self._writes = dict(zip(stages, map(BufferWrites, buffers), strict=True))
-        self._gathers, self._scattered = dict(zip(stages, gathers, strict=True)), scattered
+        self._gathers, self._wrote = dict(zip(stages, gathers, strict=True)), wrote
         #: The weights of the stages whose first forward has run.
         self._watched: dict[int, Weights] = {}
         self._outputs: Made = {}
@@ -179,7 +179,7 @@ class LoopStep:
             raise not_once("commit_forward", f"F of {work_name(work)}", runs)
         first = self.first
         if first:
-            if self._scattered and self._gathers[stage]:
+            if self._wrote:
                 check_gathered(self._gathers[stage], work, output)
             self._check_caches(work)
         if self._scales and self._norms.get(("F", stage, self._modes[stage])) != updates:
@@ -472,8 +472,9 @@ class LoopStep:
         for stage in self.plan.stages:
             if stage in self._watched:
                 self._watched[stage].check("check_update", stage)
-            if self._gathers[stage]:
-                check_ungathered(self._gathers[stage], stage)
+            # The bucket of a reduction that has not ended does not say when it was gathered.
+            reduced = [g for g in self._gathers[stage] if self.buckets[id(g)][0] in self._reduced]
+            check_not_early(reduced, stage)
         self._works.check_update()
         return True
 

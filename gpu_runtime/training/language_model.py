@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..backends.ends import EMBEDDED, PROJECTED, Ends, LossShare, overwriting_cross_entropy
+from ..backends.ends import EMBEDDED, PROJECTED, Ends, LossShare, mean_cross_entropy
 from ..backends.heads import HEADS
 from ..backends.protocol import BackendError, StageBackend
 from ..ranks.feed import to_device
@@ -30,6 +30,8 @@ from .rates import Rate
 __all__ = ["LanguageJob", "balanced_cut", "decays", "even_cut", "name_of"]
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_MEAN = functools.partial(mean_cross_entropy, overwrite=True)
+"""A microbatch's mean loss; the backward may overwrite the logits, which nothing else reads."""
 
 
 def even_cut(layers: int, stages: int) -> tuple[int, ...]:
@@ -272,8 +274,7 @@ class LanguageJob(Job):
     @property
     def loss(self) -> LossShare:
         """The function that computes a microbatch's share of a step's mean loss."""
-        # Nothing else reads a step's logits.
-        return LossShare(overwriting_cross_entropy, self.microbatches * self.dp)
+        return LossShare(_MEAN, self.microbatches * self.dp)
 
     @property
     def windows_a_step(self) -> int:

@@ -6,8 +6,8 @@ Gathers of FP8 parameters under Megatron-core's guard: one command, one report.
 Two ranks, Transformer Engine's layers with FP8 parameters, delayed scaling, the distributed
 optimizer, reductions and gathers that overlap. Each run has its own processes:
 
-* legal runs: two replicas, a pipeline with two virtual stages a rank, and a pipeline under each of
-  Megatron-core's modes of graphs, with a guard that reports;
+* legal runs with a guard that reports: two replicas; and pipelines of one replica, which gather
+  nothing, with two virtual stages a rank and under each of Megatron-core's modes of graphs;
 * two replicas whose hooks do not gather the parameters in one step, with and without the guard;
 * two replicas without the guard, whose bits the other runs of two replicas are compared with.
 
@@ -90,8 +90,8 @@ def train(name: str, guard: str, what: str) -> dict[str, Any]:
         said["violations"] = [[v.clause, v.step, v.action, v.found] for v in guarded.violations]
         said["epochs"] = guarded.epochs
     said["bits"] = {key: digest(value) for key, value in run.parameters().items()}
-    said["quantized"] = sum(hasattr(value, "dequantize") and value.dim() > 1
-                            for value in run.named.values())  # fmt: skip
+    weights = [value for value in run.named.values() if value.dim() > 1]
+    said["quantized"] = sum(hasattr(value, "dequantize") for value in weights)
     return said
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qeffect.guards import megatron
-from qeffect.guards.megatron_buckets import check_gathered
+from qeffect.guards.megatron_buckets import check_gathered, reduced_and_gathered
 from qeffect.refusals import Refused
 from tests.megatron.stand_in import StandIn, installed
 
@@ -81,24 +81,54 @@ def test_an_update_that_was_skipped_scatters_nothing(made: dict[str, ModuleType]
     assert guarded.epochs == 3
 
 
-@pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize(("dispatched", "handle"), [(False, None), (True, object())])
-def test_a_module_that_the_forward_does_not_use_may_be_gathered_later(
-    read: bool, dispatched: bool, handle: Any
+def two_buckets(dispatched: bool, handle: Any) -> tuple[list[Any], list[torch.nn.Parameter]]:
+    """A bucket that was gathered, and another one, each with one parameter."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    states = (True, None), (dispatched, handle)
+    groups = [
+        SimpleNamespace(params={p}, param_gather_dispatched=started, param_gather_handle=runs)
+        for p, (started, runs) in zip(parameters, states, strict=True)
+    ]
+    return groups, parameters
+
+
+UNGATHERED = pytest.mark.parametrize(("dispatched", "handle"), [(False, None), (True, object())])
+
+
+@UNGATHERED
+def test_a_bucket_that_the_forward_did_not_read_may_be_gathered_later(
+    dispatched: bool, handle: Any
 ) -> None:
     """The hook of one module starts the gather of the next, and the next module waits for it."""
-    used, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    groups = [
-        SimpleNamespace(params={one}, param_gather_dispatched=started, param_gather_handle=runs)
-        for one, started, runs in ((used, True, None), (other, dispatched, handle))
-    ]
-    output = [None, (used * other if read else used * 2).sum()]
-    if not read:
-        check_gathered(groups, (0, 0), output)
-        return
+    groups, (used, _) = two_buckets(dispatched, handle)
+    check_gathered(groups, (0, 0), [None, (used * 2).sum()])
+
+
+@UNGATHERED
+def test_a_bucket_that_the_forward_read_was_gathered(dispatched: bool, handle: Any) -> None:
+    groups, (used, other) = two_buckets(dispatched, handle)
     with pytest.raises(Refused, match="of 2 buckets of parameters") as refused:
-        check_gathered(groups, (0, 0), output)
+        check_gathered(groups, (0, 0), [None, (used * other).sum()])
     assert refused.value.clause == "version.wrong-epoch"
+
+
+def test_one_replica_gathers_nothing(made: dict[str, ModuleType]) -> None:
+    """Each rank has the whole parameters after an update."""
+    chunk = StandIn(made, {**CASE, "stages": 2}, 0).model[0]
+    assert chunk.use_forward_hook
+    assert reduced_and_gathered(chunk) == ([], [])
+
+
+def test_a_reduction_that_did_not_end_is_named_first(made: dict[str, ModuleType]) -> None:
+    """Its buckets still say that the step's own forward gathered them."""
+    megatron.guard(manner="refuse")
+    run = StandIn(made, CASE, 0)
+    for _ in range(3):
+        run.step()
+    run.config.finalize_model_grads_func = lambda *_: None
+    with pytest.raises(Refused) as refused:
+        run.step()
+    assert refused.value.clause == "reduction.in-flight"
 
 
 def test_a_gather_before_the_update(made: dict[str, ModuleType]) -> None:
@@ -123,7 +153,7 @@ def test_a_gather_before_the_update(made: dict[str, ModuleType]) -> None:
 def test_gathers_that_the_update_makes_itself_are_not_looked_at(
     made: dict[str, ModuleType],
 ) -> None:
-    """Without overlap, `optimizer.step()` gathers, and an update that is skipped does not."""
+    """Without `overlap_param_gather`, `optimizer.step()` gathers, and buckets do not say so."""
     guarded = megatron.guard(manner="refuse")
     run = StandIn(made, {**CASE, "gather": False}, 0)
     for _ in range(3):

@@ -667,12 +667,10 @@ class CrossEntropy:
     """
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.asked: list[bool] = []
 
     def of(self, version: str) -> Any:
-        """
-        The function of a version; 2.18 has no `overwrite_input`, and needs an option for graphs.
-        """
+        """The function of a version; 2.18 has no `overwrite_input`."""
         old = version.startswith("2.18")
 
         def function(
@@ -685,9 +683,9 @@ class CrossEntropy:
             is_cg_capturable: bool = False,
             overwrite_input: bool = False,
         ) -> Tensor:
-            self.asked.append({"overwrite_input": overwrite_input, "inp": inp})
+            self.asked.append(overwrite_input)
             assert reduce_loss
-            if is_cg_capturable and not old:
+            if is_cg_capturable:
                 warnings.warn("deprecated", FutureWarning, stacklevel=2)
             saved = inp.detach() if overwrite_input else inp.detach().clone()
             found: Tensor = _Overwriting.apply(inp, target, ignore_idx, saved)
@@ -729,7 +727,7 @@ def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
     cross_entropies.asked.clear()
     te.parallel_cross_entropy = cross_entropies.of(version)
     kernels: Any = made["transformer_engine.pytorch.triton.cross_entropy"]
-    kernels.cross_entropy_forward = cross_entropy_forward
+    kernels.cross_entropy_forward = cross_entropy_forward if version.startswith("2.18") else None
     optimizers: Any = made["transformer_engine.pytorch.optimizers"]
     optimizers.multi_tensor_scale_tensor = multi_tensor_scale_tensor
     recipe = made["transformer_engine.common.recipe"]

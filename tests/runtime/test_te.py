@@ -120,7 +120,7 @@ def test_the_librarys_cross_entropy_computes_mean_and_gradient(
     assert wanted.grad is not None
     assert torch.equal(gradient, wanted.grad)
     new = version != "2.18.0"
-    assert [each["overwrite_input"] for each in fake_te.cross_entropies.asked] == [overwrite] * new
+    assert fake_te.cross_entropies.asked == ([overwrite] if new else [])
     assert torch.equal(given, before) != (new and overwrite)
     assert (gradient.data_ptr() == given.data_ptr()) == (new and overwrite)
 

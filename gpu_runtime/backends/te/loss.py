@@ -23,18 +23,18 @@ _CHUNK = 1 << 18
 
 @cache
 def _overwrites(function: Callable[..., Tensor]) -> bool:
-    """Whether the library's function can overwrite the logits: 2.20 can, 2.18 cannot."""
+    """Whether the library's function can overwrite the logits: 2.20 can; 2.18 and 2.19 cannot."""
     return "overwrite_input" in inspect.signature(function).parameters
 
 
 class _Mean(torch.autograd.Function):
     """
-    The mean with the kernels of Transformer Engine 2.18, whose F computes the gradient in fp32.
+    The mean, with the kernels of Transformer Engine 2.18: F also computes the logits' gradient, in
+    fp32.
 
-    In the library's own function, the backward multiplies this gradient by the loss's gradient in
-    one pass over the logits, and autograd rounds the product to their type in a second pass. Here
-    one pass does both, with the same bits for normal numbers; the library's product takes subnormal
-    numbers for zero.
+    The library's own backward multiplies this gradient by the loss's gradient in one pass, and
+    autograd rounds the product in a second pass. Here one pass does both. The bits are the same,
+    except that the library's product takes subnormal numbers for zero.
     """
 
     @staticmethod

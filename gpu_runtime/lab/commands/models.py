@@ -113,7 +113,8 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("library", "cudnn"),
         default="library",
         help="which kernels compute Transformer Engine's norms, in the runs of this runtime, of "
-        "native and of Megatron: its own (library) or cuDNN's (default library)",
+        "native and of Megatron: its own (library) or cuDNN's (default library); the variables "
+        "NVTE_NORM_FWD_USE_CUDNN and NVTE_NORM_BWD_USE_CUDNN of your environment have no effect",
     )
     parser.add_argument(
         "--megatron",
@@ -296,7 +297,10 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
 
 
 def _choose_norms(norms: str) -> None:
-    """Set the environment variables of the norms' kernels, which the ranks inherit."""
+    """
+    Set or remove the environment variables of the norms' kernels, whatever the caller has set; the
+    ranks inherit them.
+    """
     for name in CUDNN_NORMS:
         os.environ.pop(name, None)
         if norms == "cudnn":
