@@ -19,19 +19,17 @@ minutes. If there is one GPU, both ranks share it (`NCCL_HOSTID`). Outside a git
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .guard_megatron import CELL, PRICED, make, take_loop, workspaces
-from .two_ranks import machine, report_rank, run_ranks
+from .two_ranks import begin, run_ranks
 
 #: The kept report.
 KEPT = Path(__file__).parents[1] / "megatron" / "cache_values.json"
@@ -159,16 +157,9 @@ def costs(ranks: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 def main() -> int:
     """Run everything, and write the report."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("out", type=Path, help="the report, as JSON")
-    arguments.add_argument("--commit", help="the commit, outside a git checkout")
-    arguments.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.rank:
-        report_rank(partial(rank, *given.rank), str(given.out))
     import torch
 
-    where = machine(given.commit, given.out)
+    out, where = begin(__doc__, rank)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         names = [" ".join(run) for run in RUNS]
         untimed = pool.map(lambda run: start(run, Path(folder)), RUNS[:-1])
@@ -180,7 +171,7 @@ def main() -> int:
     except KeyError as error:  # a rank did not say what it found
         report |= {"found": {f"a rank did not report {error}": False}, "costs": []}
     report["runs"] = runs
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({"found": report["found"], "costs": report["costs"]}, indent=1))
     return 0 if all(report["found"].values()) else 1
 

@@ -18,18 +18,16 @@ If there is one GPU, both ranks share it (`NCCL_HOSTID`). Outside a git checkout
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .two_ranks import machine, report_rank, run_ranks
+from .two_ranks import begin, run_ranks
 
 #: The kept report.
 KEPT = Path(__file__).parents[1] / "megatron" / "gathers.json"
@@ -126,16 +124,9 @@ def found(runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, bool]:
 
 def main() -> int:
     """Run everything, and write the report."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("out", type=Path, help="the report, as JSON")
-    arguments.add_argument("--commit", help="the commit, outside a git checkout")
-    arguments.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.rank:
-        report_rank(partial(train, *given.rank), str(given.out))
     import torch
 
-    where = machine(given.commit, given.out)
+    out, where = begin(__doc__, train)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         said = pool.map(lambda run: start(run, Path(folder)), RUNS)
         runs = dict(zip((" ".join(run) for run in RUNS), said, strict=True))
@@ -145,7 +136,7 @@ def main() -> int:
     except KeyError as error:  # a rank did not say what it found
         report["found"] = {f"a rank did not report {error}": False}
     report["runs"] = runs
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["found"], indent=1))
     return 0 if all(report["found"].values()) else 1
 

@@ -21,7 +21,6 @@ else 1.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -34,7 +33,7 @@ from typing import Any
 import attrs
 
 from .guard_megatron import ACTIONS, PRICED, make, take_loop
-from .two_ranks import machine, report_rank, run_ranks
+from .two_ranks import begin, run_ranks
 
 #: The kept report.
 KEPT = Path(__file__).parents[1] / "megatron" / "host_time.json"
@@ -214,17 +213,10 @@ def per_action(said: dict[str, Any]) -> dict[str, float]:
 
 def main() -> int:
     """Start two ranks, and write the report."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("out", type=Path, help="the report, as JSON")
-    arguments.add_argument("--commit", help="the commit, outside a git checkout")
-    arguments.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.rank:
-        report_rank(measure, str(given.out))
     import torch
 
-    where = machine(given.commit, given.out)
-    ranks = run_ranks("tests.gpu.guard_host_time", given.out, limit_s=LIMIT_S)
+    out, where = begin(__doc__, measure)
+    ranks = run_ranks("tests.gpu.guard_host_time", out, limit_s=LIMIT_S)
     costs = [per_action(said) for said in ranks if said.get("on")]
     report = {
         "environment": where,
@@ -233,7 +225,7 @@ def main() -> int:
         "costs": costs,
         "ranks": ranks,
     }
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(costs, indent=1))
     return 0 if len(costs) == len(ranks) else 1
 

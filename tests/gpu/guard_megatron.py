@@ -25,7 +25,6 @@ The exit code is 0 if every run ended as listed, else 1.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -34,14 +33,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from .two_ranks import machine, report_rank, run_ranks
+from .two_ranks import begin, run_ranks
 
 #: The kept report of a run on two GPUs.
 KEPT = Path(__file__).parents[1] / "megatron" / "two_gpus.json"
@@ -424,14 +422,7 @@ def ran(folder: Path, mode: str, manner: str, what: str) -> list[dict[str, Any]]
 
 def main() -> int:
     """Run everything; write the report."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("out", type=Path, help="the report, as JSON")
-    arguments.add_argument("--commit", help="the commit, outside a git checkout")
-    arguments.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.rank is not None:
-        report_rank(partial(rank, *given.rank), str(given.out))
-    where = machine(given.commit, given.out)
+    out, where = begin(__doc__, rank)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
 
@@ -444,7 +435,7 @@ def main() -> int:
     verdicts = found(runs)
     seconds = time.perf_counter() - began
     report = {"environment": where, "seconds": seconds, "found": verdicts, "runs": runs}
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(verdicts, indent=1))
     return 0 if all(verdicts.values()) else 1
 

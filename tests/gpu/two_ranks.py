@@ -6,6 +6,7 @@ The script is started again in each rank as ``MODULE OUT --rank WORDS``, and cal
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -14,25 +15,39 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from qeffect.gpu_runtime.report import environment
 
-__all__ = ["machine", "report_rank", "run_ranks"]
+__all__ = ["begin", "report_rank", "run_ranks"]
 
 WORLD, LINES = 2, 12
 
 
-def machine(commit: str | None, out: Path) -> dict[str, Any]:
+def begin(
+    description: str | None, measure: Callable[..., dict[str, Any]]
+) -> tuple[Path, dict[str, Any]]:
     """
-    What a report records of the machine, with the version of Megatron-core; called before the ranks
-    start, so that a wrong ``--commit`` costs no run.
+    Read the command line of a script that writes a report. In a rank, report what `measure` says
+    for the words behind ``--rank``, and end the process.
+
+    Returns:
+        The report's path, and what the report records of the machine, with the version of
+        Megatron-core. A wrong ``--commit`` is refused here, before a rank starts.
     """
-    found = environment(commit, out)
-    found["packages"]["megatron-core"] = version("megatron-core")
-    return found
+    arguments = argparse.ArgumentParser(description=description)
+    arguments.add_argument("out", type=Path, help="the report, as JSON")
+    arguments.add_argument("--commit", help="the commit, outside a git checkout")
+    arguments.add_argument("--rank", nargs="*", help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.rank is not None:
+        report_rank(partial(measure, *given.rank), str(given.out))
+    where = environment(given.commit, given.out)
+    where["packages"]["megatron-core"] = version("megatron-core")
+    return given.out, where
 
 
 def run_ranks(

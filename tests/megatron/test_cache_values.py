@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,17 +16,10 @@ from qeffect.refusals import Refused
 from tests.docs.blocks import load
 from tests.gpu import guard_caches
 from tests.megatron.model import QuantizedLinear, Workspace
-from tests.megatron.stand_in import StandIn, installed
+from tests.megatron.stand_in import StandIn
 from tests.megatron.test_guard import steps
 
 QUANTIZED = {"quantized": True}
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    yield installed(monkeypatch)
-    for guarded in list(megatron._active):
-        guarded.remove()
 
 
 def keeps_its_cache(monkeypatch: pytest.MonkeyPatch, run: StandIn, after: int) -> None:

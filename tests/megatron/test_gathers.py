@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,16 +13,9 @@ import torch
 from qeffect.guards import megatron
 from qeffect.guards.megatron_buckets import check_gathered, reduced_and_gathered
 from qeffect.refusals import Refused
-from tests.megatron.stand_in import StandIn, installed
+from tests.megatron.stand_in import StandIn
 
 CASE = {"stages": 1, "overlap": True, "gather": True}
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    yield installed(monkeypatch)
-    for guarded in list(megatron._active):
-        guarded.remove()
 
 
 def hooks_off(chunk: Any) -> None:

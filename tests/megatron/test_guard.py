@@ -23,7 +23,7 @@ from qeffect.refusals import Refused
 from tests.megatron import stand_in_parts
 from tests.megatron.faults import CASES, FAULTS, FAULTY_STEP, STEPS, Undo, around
 from tests.megatron.model import QuantizedLinear
-from tests.megatron.stand_in import StandIn, installed
+from tests.megatron.stand_in import StandIn
 
 #: Legal runs, by name: the set-ups of the faults, and others.
 LEGAL = {
@@ -33,13 +33,6 @@ LEGAL = {
     "interleaved, quantized": {"chunks": 2, "quantized": True},
     "four ranks, interleaved": {"stages": 4, "chunks": 2, "microbatches": 8},
 }
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    yield installed(monkeypatch)
-    for guarded in list(megatron._active):
-        guarded.remove()
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from types import FrameType, ModuleType
@@ -29,19 +28,12 @@ from qeffect.refusals import Refused
 from qeffect.stage_config import Bucket, StageConfig
 from tests.megatron.faults import FAULTS, STEPS
 from tests.megatron.model import Layer
-from tests.megatron.stand_in import StandIn, installed
+from tests.megatron.stand_in import StandIn
 from tests.megatron.test_guard import LEGAL, put, steps
 
 #: The most frames of Python for each F and each B, with their messages and their part of the
 #: step's beginning and end.
 FRAMES = 18
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    yield installed(monkeypatch)
-    for guarded in list(megatron._active):
-        guarded.remove()
 
 
 class Local:

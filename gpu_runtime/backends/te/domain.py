@@ -100,13 +100,17 @@ def library() -> SimpleNamespace:
         raise BackendError(problem)
     refuse_missing(version, missing_imports())
     from transformer_engine.pytorch.module._common import WeightGradStore, noop_cat
+    from transformer_engine.pytorch.optimizers import multi_tensor_scale_tensor
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
 
     return SimpleNamespace(
         te=te,
         recipe=recipe,
         WeightGradStore=WeightGradStore,
         noop_cat=noop_cat,
+        cross_entropy_forward=cross_entropy_forward,
+        multi_tensor_scale_tensor=multi_tensor_scale_tensor,
         manager=FP8GlobalStateManager,
         version=version,
     )

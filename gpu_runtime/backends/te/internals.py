@@ -23,8 +23,6 @@ __all__ = [
     "EPOCH",
     "IMPORTED",
     "LAYER",
-    "LOSS_KERNELS",
-    "OPTIMIZERS",
     "STATE",
     "STORES",
     "ImportedName",
@@ -80,10 +78,6 @@ class MemberName:
 
 
 _PYTORCH = "transformer_engine.pytorch"
-LOSS_KERNELS = f"{_PYTORCH}.triton.cross_entropy"
-"""The module of the kernels of the cross entropy."""
-OPTIMIZERS = f"{_PYTORCH}.optimizers"
-"""The module of optimizers, and of operations on many tensors."""
 _RECIPE = "transformer_engine.common.recipe"
 _COMMON = f"{_PYTORCH}.module._common"
 _QUANTIZATION = f"{_PYTORCH}.quantization"
@@ -119,8 +113,8 @@ IMPORTED = (
     ),
     ImportedName(_PYTORCH, "autocast", ("enabled", "recipe")),
     ImportedName(_PYTORCH, "parallel_cross_entropy", ("reduce_loss",)),
-    ImportedName(LOSS_KERNELS, "cross_entropy_forward"),
-    ImportedName(OPTIMIZERS, "multi_tensor_scale_tensor"),
+    ImportedName(f"{_PYTORCH}.triton.cross_entropy", "cross_entropy_forward"),
+    ImportedName(f"{_PYTORCH}.optimizers", "multi_tensor_scale_tensor"),
     ImportedName(
         _RECIPE,
         "DelayedScaling",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .domain import library
-from .internals import LOSS_KERNELS, OPTIMIZERS
 
 __all__ = ["mean_cross_entropy"]
 
@@ -39,8 +37,8 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        kernels = import_module(LOSS_KERNELS)
-        mean, gradient = kernels.cross_entropy_forward(logits, targets, 0.0, True, None, -100)
+        run = library().cross_entropy_forward
+        mean, gradient = run(logits, targets, 0.0, True, None, -100)
         ctx.save_for_backward(gradient)
         ctx.dtype = logits.dtype
         found: Tensor = mean
@@ -53,8 +51,8 @@ class _Mean(torch.autograd.Function):
         product = torch.empty_like(gradient, dtype=ctx.dtype)
         # The flag would tell of values that are not finite; they are multiplied too.
         flag = torch.zeros(1, dtype=torch.int32, device=gradient.device)
-        scale = import_module(OPTIMIZERS).multi_tensor_scale_tensor
-        scale(_CHUNK, flag, [[gradient], [product]], output_gradients[0])
+        tensors = [[gradient], [product]]
+        library().multi_tensor_scale_tensor(_CHUNK, flag, tensors, output_gradients[0])
         return product, None
 
 
