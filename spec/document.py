@@ -192,7 +192,8 @@ def _part(number: int, part: Part, keeping: Mapping[str, Any]) -> str:
 
 def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
     where = clause.section if clause.section == "design" else f"paper, {clause.section}"
-    same = f" This is the clause; [a promise](#{_anchor(clause.id)}) has the same name."
+    promise = f"[a promise](#{_anchor(clause.id)})"
+    same = f" This is the clause; {promise} of the same name states something else."
     apart = same if clause.id in _promised() else ""
     kind = "the argument" if clause.transitions != ("replay",) else "the refused line's field"
     look = f". After a refusal, look at {kind} `{clause.argument}`" if clause.argument else ""
@@ -443,7 +444,7 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         "further lemmas of the proofs. Promise P *relies on* the guards of clause C if P fails",
         "once a guard of C is deleted. A promise is made only if its own part of the contract, and",
         "every other part that its line names, is in force.",
-        "`qeffect prove --promise P` proves one promise alone, in seconds.",
+        "The command under *Repeated by* proves one promise alone, in seconds.",
         "",
     ]
     for title, register in _registers():
@@ -592,8 +593,8 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
         f"{_functions([place.removeprefix(_PROOFS)], _PROOFS)} ({', '.join(kinds)})"
         for place, kinds in row["obligations"].items()
     ]
-    how = "Used by" if any(name == legal.name for legal in LEGAL) else "Proved by"
-    said = f" *{how}* {'; '.join(made)}"
+    used_only = any(name == legal.name for legal in LEGAL)
+    said = f" *{'Used by' if used_only else 'Proved by'}* {'; '.join(made)}"
     used: list[str] = []
     lemmas: dict[str, list[str]] = {}
     for other in row.get("from", ()):
@@ -606,7 +607,9 @@ def _proved_by(name: str, keeping: Mapping[str, Any]) -> str:
         said += f"; the proof may use {', '.join(used)}"
     if beside := row.get("beside"):
         said += f"; transitions and lemmas in {', '.join(map(_proof_file, beside))}"
-    return f"{said}."
+    if used_only or name not in _promised():
+        return f"{said}."
+    return f"{said}. *Repeated by* `qeffect prove --promise {name}`."
 
 
 def _apart(name: str) -> str:

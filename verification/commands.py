@@ -335,6 +335,7 @@ def _promise(name: str) -> Outcome:
         f"{counted(len(found), 'obligation')} proved in {time.perf_counter() - began:.1f} s, "
         f"{asked} by the solver; each line below is one obligation, and unsat means proved",
         *(one.text for one in found),
+        *([f"{name} is also a clause{_clause_of(name)}"] if name in CLAUSES else []),
     ]
     data: dict[str, Any] = {
         "promise": name,

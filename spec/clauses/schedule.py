@@ -111,8 +111,8 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Messages go between neighbours",
         "Messages go between neighbour stages on different ranks.",
         "A message was placed at the pipeline's end, or between two chunks of one rank.",
-        "Remove the message: beyond the pipeline's ends there is no stage, and stages on one rank "
-        "need no messages.",
+        "Remove the message. A stage at the pipeline's end has one neighbour, and stages on one "
+        "rank need no messages.",
     ),
     (
         "message-order",

@@ -332,8 +332,11 @@ def filled_just_before(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.threaded", "check_forward", "check_dgrad")
 def threaded(st: State, h: History, a: Args) -> Truth:
-    """The token presented with an F or a dI counts every F and dI that has succeeded in the domain
-    since the last restore."""
+    """
+    The token presented with an F or a dI counts every F and dI that has succeeded in the domain
+    since the last restore: each as often as it updated scales, or once if scales move once an
+    epoch.
+    """
     d = st.domain_of[a.key.stage]
     return a.token == h.updates[d]
 

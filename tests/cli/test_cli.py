@@ -507,6 +507,22 @@ def test_an_unknown_promise_is_answered_with_the_nearest(
     assert "did you mean version.one-fill?" in err
 
 
+@pytest.mark.parametrize(("name", "told"), [("order.token", True), ("order.threaded", False)])
+def test_a_promise_with_the_name_of_a_clause_is_told_apart(
+    name: str,
+    told: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The promise of this name states something else than the clause."""
+    proved = SimpleNamespace(proved=True, solver="z3", text="unsat", asdict=dict)
+    monkeypatch.setattr(prove, "named", lambda _: ([proved], [name]))
+    code, out, _ = run(capsys, "prove", "--promise", name)
+
+    assert 0 == code
+    assert (f"{name} is also a clause; the line 'Raised by' of the clause" in out) == told
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_says_where(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str

@@ -80,8 +80,9 @@ def test_a_clause_leads_to_its_code_its_tests_and_its_promises(clause: str) -> N
 @pytest.mark.parametrize("promise", PROVED, ids=lambda promise: promise.name)
 def test_a_promise_leads_to_its_proof(promise: Predicate) -> None:
     """
-    Its entry names the functions that make its obligations, each with a link to its module. A
-    condition of a legal check is not proved, but used.
+    Its entry names the functions that make its obligations, each with a link to its module, and
+    the command that proves it alone, unless it is about several ranks. A condition of a legal check
+    is not proved, but used.
     """
     entry = entry_of(promise.name)
     how = "Used by" if promise.name in {legal.name for legal in LEGAL} else "Proved by"
@@ -91,6 +92,9 @@ def test_a_promise_leads_to_its_proof(promise: Predicate) -> None:
     made = r"`\w+` in \[`(?:proofs|ranks)/\w+\.py`\]\(\.\./verification/\w+/\w+\.py\) \([a-z, ]+\)"
     more = "; the proof may use |; transitions "
     assert re.match(rf"{made}(?:; {made})*(?:{more}|\.)", proof)
+    repeated = f" *Repeated by* `qeffect prove --promise {promise.name}`."
+    of_ranks = promise.name.startswith(("ranks.", "launches."))
+    assert proof.endswith(repeated) == (how == "Proved by" and not of_ranks)
 
 
 def test_the_proved_promise_of_a_step_leads_to_its_proof() -> None:
