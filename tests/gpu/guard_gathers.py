@@ -6,12 +6,14 @@ Gathers of FP8 parameters under Megatron-core's guard: one command, one report.
 Two ranks, Transformer Engine's layers with FP8 parameters, delayed scaling, the distributed
 optimizer, reductions and gathers that overlap. Each run has its own processes:
 
-* legal runs with a guard that reports: two replicas; and pipelines of one replica, which gather
-  nothing, with two virtual stages a rank and under each of Megatron-core's modes of graphs;
+* legal runs with a guard that reports: two replicas, without graphs and under each of
+  Megatron-core's modes of graphs; and pipelines of one replica, which gather nothing, with two
+  virtual stages a rank and under each of the modes;
 * two replicas whose hooks do not gather the parameters in one step, with and without the guard;
 * two replicas without the guard, whose bits the other runs of two replicas are compared with.
 
-It needs Megatron-core 0.19.2 (``pip install --no-deps megatron-core==0.19.2``) and takes a minute.
+It takes two minutes and needs Megatron-core 0.19.2
+(``pip install --no-deps megatron-core==0.19.2``).
 If there is one GPU, both ranks share it (`NCCL_HOSTID`). Outside a git checkout give
 ``--commit SHA``. The exit code is 0 if every run ended as listed, else 1.
 """
@@ -49,6 +51,9 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "local": {"graphs": "local"},
     "transformer_engine": {"graphs": "transformer_engine"},
     "full_iteration": {"graphs": "full_iteration"},
+    "replicas, local": {"layout": "pp1 dp2", "graphs": "local"},
+    "replicas, transformer_engine": {"layout": "pp1 dp2", "graphs": "transformer_engine"},
+    "replicas, full_iteration": {"layout": "pp1 dp2", "graphs": "full_iteration"},
 }
 #: Runs: the row, the guard, and what happens.
 RUNS = (
@@ -95,7 +100,7 @@ def train(name: str, guard: str, what: str) -> dict[str, Any]:
 
 def start(run: tuple[str, str, str], folder: Path) -> list[dict[str, Any]]:
     """Run two ranks; return what each of them says."""
-    out = folder / "-".join(run).replace(" ", "_")
+    out = folder / "-".join(run).replace(" ", "_").replace(",", "")
     return run_ranks("tests.gpu.guard_gathers", out, run, limit_s=LIMIT_S)
 
 
