@@ -75,6 +75,10 @@ REMARKS = {
     ("models_izb.json", "feb7937984fd"): (
         "Only izb was timed, on another day than the other schedules. Nothing was profiled."
     ),
+    ("models_8b_kinds.json", "19be4c0204aa"): (
+        "Only one launch under zbv was run. The column *messages* includes the time of waiting for "
+        "messages."
+    ),
     ("peers_4096.json", "0ffef18a5552"): (
         "Of Megatron's modes only full_iteration was run, and nothing was profiled."
     ),
