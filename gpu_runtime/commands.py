@@ -87,27 +87,44 @@ PARTS = (
     ("bench", "measure step time, memory, set-up, copies and guards"),
     (
         "scale",
-        "time a guarded pipeline and torch's own over the ranks that torchrun started, and compare "
-        "their bits",
+        "time a guarded pipeline and torch's own pipeline over the ranks that torchrun started, "
+        "and compare their results bit for bit",
     ),
     ("tables", "measure steps for the tables of the paper, over the ranks that torchrun started"),
     ("models", "measure TFLOP/s of whole decoders over the ranks that torchrun started"),
-    ("groups", "measure steps that compute dW of several microbatches as one product"),
+    (
+        "groups",
+        "measure steps that compute the weight gradients (dW) of several microbatches as one "
+        "matrix product",
+    ),
     ("peers", "measure torch's own pipeline and Megatron-core beside the guarded pipeline"),
-    ("curves", "train guarded and native runs alternately, and report their loss curves"),
-    ("restarts", "stop training, resume it from a checkpoint and compare every bit"),
-    ("kills", "kill a training run again and again, resume it and compare every bit"),
-    ("modes", "run a framework under many sets of options; compare bits, list guard reports"),
-    ("guards", "measure the host time of the guard of torch's pipeline"),
+    ("curves", "train guarded and native runs one after another, and report their loss curves"),
+    (
+        "restarts",
+        "stop training, resume it from a checkpoint, and compare every bit with a run without a "
+        "stop",
+    ),
+    (
+        "kills",
+        "kill a training run repeatedly, resume it each time, and compare every bit with an "
+        "undisturbed run",
+    ),
+    (
+        "modes",
+        "run a framework under many combinations of options; compare bits and list the guard's "
+        "reports",
+    ),
+    ("guards", "measure the host time that QEffect's guard adds to torch's pipeline"),
     (
         "scales",
         "compare the losses of two ways to update FP8 scales: at every action, or once per step",
     ),
     (
         "second_runs",
-        "run steps twice, flip bits, check that no flipped bit reaches an update; measure the time",
+        "run steps twice and flip bits in one of the two runs; check that no flipped bit "
+        "reaches an update, and measure the cost",
     ),
-    ("streams", "count stale reads with one-way and two-way waits between streams"),
+    ("streams", "count stale reads after one-way and two-way waits between CUDA streams"),
     ("pools", "show which data CUDA graphs corrupt if they share one memory pool"),
     ("probes", "check the documentation's statements about Transformer Engine on this machine"),
     ("plots", "draw the figures of the reports"),
@@ -120,7 +137,7 @@ class ReportCommands:
     """The subcommands of ``qeffect runtime report``."""
 
     name = "report"
-    help = "measure the runtime, part by part, and write, merge and draw the JSON reports"
+    help = "measure parts of the runtime; write, merge and plot the JSON reports"
 
     def commands(self) -> Iterator[RuntimeCommand]:
         """Yield the subcommands."""
@@ -149,7 +166,8 @@ class RuntimeCommands:
             ),
             (
                 "compare",
-                "compare steps bit for bit: native (no graphs, no guards), eager and captured",
+                "compare steps bit for bit: native (without guards and CUDA graphs), guarded "
+                "without graphs, and guarded with graphs",
                 "lab.commands.compare",
             ),
             (
@@ -169,7 +187,8 @@ class RuntimeCommands:
             ),
             (
                 "times",
-                "measure a model's parts on this device, and compare group sizes for grouped dW",
+                "measure the times of a model's parts on this device, and compare group sizes "
+                "for weight gradients (dW)",
                 "training.times_command",
             ),
             (

@@ -52,15 +52,15 @@ class Guards(Protocol):
 
     @property
     def check_forward(self) -> Callable[..., Ticket]:
-        """Reserve a slot and the state domain (shared FP8 scaling state) for F."""
+        """Reserve a slot (set of buffers) and the state domain (shared FP8 scaling state) for F."""
 
     @property
     def check_dgrad(self) -> Callable[..., Ticket]:
-        """Reserve a tape and the state domain (shared FP8 scaling state) for dI."""
+        """Reserve a tape (what F left) and the state domain (shared FP8 scaling state) for dI."""
 
     @property
     def check_wgrad(self) -> Callable[..., Ticket]:
-        """Reserve a tape and its destinations for dW."""
+        """Reserve a tape (what F left) and the gradient buffers that dW writes."""
 
     @property
     def check_update(self) -> Callable[..., Ticket]:
@@ -83,7 +83,7 @@ class Guards(Protocol):
         """Redeem a ticket (an action's reservation) after the action failed."""
 
     def move_scales(self, stage: int, updates: int | None = None) -> None:
-        """Record that the scales of a stage's domain moved in the update."""
+        """Record that the update also updated the scales of a stage's state domain."""
 
 
 class Actions(Protocol):
@@ -144,8 +144,8 @@ class Refresh(_Guarded):
     """
     A guarded refresh of a stage's quantized weight cache.
 
-    If the backend reports which caches it filled, set ``filled``: for each matrix, the weight epoch
-    that it was quantized from.
+    If the backend reports which caches it filled, set ``filled`` to a mapping: for each matrix, the
+    weight epoch (number of optimizer steps) of the quantized weights.
     """
 
     __slots__ = ("filled", "link", "stage")
@@ -185,7 +185,8 @@ class Evaluation(_Guarded):
 
 class Forward(_Guarded):
     """
-    A guarded F; read ``slot`` inside the block, and ``ref`` after the block.
+    A guarded F (forward); read ``slot`` (the set of buffers to use) inside the block, and ``ref``
+    after the block.
 
     Set the values that the backend reports: ``filled`` as in `Refresh`, ``updates`` to the number
     of scaling updates, ``draws`` to the position of the random generator when F began.
@@ -209,13 +210,13 @@ class Forward(_Guarded):
 
     @property
     def slot(self) -> int:
-        """The slot that the check reserved."""
+        """The slot (set of buffers) that the check reserved."""
         return self.ticket.slot
 
     @property
     def ref(self) -> TapeRef:
         """
-        Reference of the tape, after the block has ended.
+        Reference of the tape (what F left), after the block has ended.
 
         Raises:
             RuntimeError: The block has not ended, or its action failed.
@@ -229,14 +230,14 @@ class Forward(_Guarded):
 
 class Dgrad(_Guarded):
     """
-    A guarded dI; set ``queued`` to the matrices whose gradient work dI deferred.
+    A guarded dI (input gradient); set ``queued`` to the matrices whose gradient work dI deferred.
 
-    Set the values that the backend reports: ``updates`` to the number of scaling updates, and
-    ``scales`` to the effect token (the state domain's count of F and dI) of the F whose scales dI
-    used. If scales move once an epoch, set ``scales`` to the domain's token at the last movement of
-    the scales. If dI recomputes F, set ``draws`` to the position of the random generator when the
-    recomputation began. Set ``weight`` to the factor by which the microbatch's gradient is
-    weighted, as (numerator, denominator).
+    Set the values that the backend reports. ``updates`` is the number of scaling updates.
+    ``scales`` identifies the scales that dI used: the effect token (the state domain's count of F
+    and dI) of the F that used the same scales. If scales are updated once an epoch, ``scales`` is
+    the domain's token at their last update. If dI recomputes F, ``draws`` is the position of the
+    random generator when the recomputation began. ``weight`` is the factor by which the
+    microbatch's gradient is weighted, as (numerator, denominator).
     """
 
     __slots__ = ("draws", "key", "options", "queued", "ref", "scales", "updates", "weight")
@@ -267,9 +268,10 @@ class Dgrad(_Guarded):
 
 class Wgrad(_Guarded):
     """
-    A guarded dW; set ``covered`` to the matrices whose gradient was written.
+    A guarded dW (weight gradient); set ``covered`` to the matrices whose gradient was written.
 
-    For a grouped dW (``group=[(key, ref), ...]``), ``covered`` applies to each tape of the group.
+    For a grouped dW (``group=[(key, ref), ...]``), ``covered`` applies to each tape (what one F
+    left) of the group.
     """
 
     __slots__ = ("covered", "key", "options", "ref")
@@ -291,8 +293,8 @@ class Update(_Guarded):
     """
     A guarded update of the weights; if the block raises, the weights count as half updated.
 
-    If scales move once an epoch (`StageConfig.scales`), move them in the block, once for each
-    domain, and call `move_scales` after each movement.
+    If scales are updated once an epoch (`StageConfig.scales`), update them in the block, once for
+    each state domain, and call `move_scales` after each domain's update.
     """
 
     __slots__ = ("options",)
@@ -304,7 +306,7 @@ class Update(_Guarded):
         return self.contract.check_update(**self.options)
 
     def move_scales(self, stage: int, updates: int | None = None) -> None:
-        """Record that the scales of a stage's domain moved; see `Contract.move_scales`."""
+        """Record an update of the scales of a stage's domain; see `Contract.move_scales`."""
         self.contract.move_scales(stage, updates)
 
     def commit(self) -> None:
@@ -315,21 +317,22 @@ def guarded(
     contract: Actions, action: Literal["F", "dI", "dW"]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
-    Decorate a physical action so that every call is checked, then committed or aborted.
+    Decorate a physical action (a function that does the device work) so that every call is checked,
+    then committed or aborted.
 
     The decorated F is called as ``f(key, ...)`` and returns ``(ref, result)``; the undecorated
     function returns only ``result``. The decorated dI and dW are called as ``f(key, ref, ...)`` and
-    return ``result``; the undecorated function must return ``(matrices, result)``: the matrices
-    whose gradient work it queued (dI) or whose gradient it wrote (dW), and the result.
+    return ``result``. The undecorated function must return ``(matrices, result)``. For dI,
+    ``matrices`` are those whose gradient work was queued; for dW, those whose gradient was written.
 
-    The action must have happened when the function returns. A coroutine or a generator has not
-    started by then, and is rejected.
+    The action must have happened when the function returns. A coroutine or a generator only starts
+    later, and is therefore rejected.
 
     Raises:
         ValueError: The action is not F, dI or dW.
-        TypeError: The function is an ``async def`` or a generator. A call also raises it, and
-            aborts the action, if the function returned a coroutine or generator, or if a dI or dW
-            did not return a pair.
+        TypeError: The function is an ``async def`` or a generator. A call raises the same error,
+            and aborts the action, if the function returned a coroutine or generator, or if a dI or
+            dW did not return a pair.
         Refused: ``Contract.check_*`` or ``Contract.commit`` refused the action.
 
     >>> from qeffect import Contract, StageConfig

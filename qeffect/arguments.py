@@ -1,5 +1,6 @@
 """
-Checks of a caller's arguments: stages, slots, links and keys must be configured.
+Checks of a caller's arguments: stages, slots (sets of buffers), links (pairs of streams) and keys
+must be configured.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ _INTEGERS = frozenset({"slot", "stage", "link", "domain", "token", "epoch"})
 @frozen
 class Arguments:
     """
-    The stages, slots, links and keys of a process, and clear errors for all others.
+    The configured stages, slots, links and keys of a process; all others are rejected with clear
+    errors.
 
-    Frequent calls do not check first whether a stage, slot, link or key is configured: a wrong
-    argument fails in the transition's guards, which write nothing, and `unusable` then finds it.
-    Only the type of an argument and negative indices are checked first. A list would count a
-    negative index from its end. An object that merely equals an integer or resembles a key would
-    pass every guard and be stored.
+    Frequent calls do not check in advance whether a stage, slot, link or key is configured. A wrong
+    argument makes the call's guards fail before anything is written, and `unusable` then finds the
+    argument. Only types and negative indices are checked in advance. An object of another type that
+    equals an integer (such as ``True``) would pass every guard and be stored. Python would count a
+    negative index from the end of a list.
 
     Args:
         cells: Every configured cell (a key without its epoch).
-        slots: By stage, the indices of its slots.
-        num_links: Number of links (pairs of a caller's stream and a domain's graph stream).
+        slots: For each stage, the indices of its slots.
+        num_links: Number of links (pairs of a caller's stream and a graph stream).
     """
 
     cells: Collection[Cell]
@@ -79,7 +81,7 @@ class Arguments:
 
     def link(self, transition: str, link: Any) -> None:
         """
-        Require a configured link.
+        Require a configured link (pair of a caller's stream and a graph stream).
 
         Raises:
             TypeError: The link is not an ``int``.
@@ -94,7 +96,7 @@ class Arguments:
 
     def slot(self, transition: str, key: Any, slot: Any) -> None:
         """
-        Require a slot of the pool.
+        Require the index of a configured slot (set of buffers).
 
         Raises:
             TypeError: The slot is not an ``int``.
@@ -106,7 +108,7 @@ class Arguments:
 
     def tape(self, transition: str, key: Any, ref: Any) -> None:
         """
-        Require a key, and a reference to a slot of the pool.
+        Require a key, and a reference to a configured slot (set of buffers).
 
         Raises:
             TypeError: The key is not a `TapeKey` or the reference not a `TapeRef`.
@@ -130,7 +132,7 @@ class Arguments:
 
     def tape_key(self, call: str, key: Any) -> None:
         """
-        Require a `TapeKey`; the process need not be configured with it.
+        Require a `TapeKey`; its stage or microbatch may be unknown to this process.
 
         Raises:
             TypeError: The value is not a `TapeKey`.
@@ -139,7 +141,7 @@ class Arguments:
 
     def of_process(self, call: str, key: Any) -> None:
         """
-        Require a configured key, in a call that only reads and therefore raises no refusal.
+        Require a configured key, for calls that only read and therefore never raise `Refused`.
 
         Raises:
             TypeError: The value is not a `TapeKey`.
@@ -154,12 +156,14 @@ class Arguments:
 
     def ticket(self, transition: str, ticket: Any, incarnation: int) -> Exception:
         """
-        Return the exception for a ticket that this contract cannot have issued.
+        Return the exception for a ticket (an action's reservation) that this contract cannot have
+        issued.
 
         Args:
             transition: ``commit`` or ``abort``.
             ticket: The ticket that the caller passed.
-            incarnation: The contract's current incarnation.
+            incarnation: The random number of the contract's current life, since construction or the
+                last restore.
         """
         missing = [n for n in ("action", "slot", "serial", "incarnation") if not hasattr(ticket, n)]
         if missing:
@@ -183,7 +187,7 @@ class Arguments:
         Return the exception for a transition that could not run.
 
         Args:
-            error: Python's exception; returned if no argument is at fault.
+            error: The exception that Python raised; returned if no argument is at fault.
             transition: Name of the transition (contract call).
             arguments: The transition's arguments; None for an argument that the contract chooses
                 itself.

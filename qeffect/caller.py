@@ -1,8 +1,8 @@
 """
-Call the contract of one process correctly: each method makes all calls that its action needs.
+Drive the contract of one process: each method makes every contract call that one action needs.
 
-The fault table and the example logs say *what* runs, by stage and microbatch. This module calls the
-contract as a runtime does. No device is used.
+The fault table and the example logs name only the action, stage and microbatch. This module then
+calls the contract as a training runtime does. No device is used.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["Caller"]
 
 class Caller:
     """
-    A contract, and the references of its live tapes.
+    A contract, and the references of its live tapes (data that F keeps for dI and dW).
 
     Args:
         contract: The contract that the calls go to.
 
     Attributes:
         contract: The contract that the calls go to.
-        refs: By cell (a key without its epoch), the reference of its latest forward.
-        scales: By cell, the effect token (count of F and dI) that identifies the scales of its
-            latest forward.
-        draws: By cell, the position of the random generator when its latest forward began.
+        refs: For each cell (a key without its epoch), the reference of its latest forward.
+        scales: For each cell, the effect token (count of F and dI) that identifies the scales of
+            its latest forward.
+        draws: For each cell, the position of the random generator when its latest forward began.
         walks: Number of walks (passes over all microbatches) per epoch. The weights of a stage's
             gradients from all walks add up to `StageConfig.weights_sum`.
 
@@ -82,7 +82,8 @@ class Caller:
 
     def draw(self, key: TapeKey) -> int | None:
         """
-        Return the next position for the random draws of a key's F; None if the stage reports none.
+        Return the random generator's position for a key's next F; None if the stage does not report
+        positions.
         """
         if not self._configs[key.stage].reports_draws:
             return None
@@ -112,7 +113,7 @@ class Caller:
         """
         Return the weight of one microbatch's gradient; None if the stage reports no weights.
 
-        Every microbatch has the same weight in each of the epoch's `walks` passes.
+        Every microbatch has the same weight, in each of the epoch's `walks` (passes).
         """
         config = self._configs[stage]
         if config.weights_sum is None:

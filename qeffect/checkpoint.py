@@ -1,5 +1,5 @@
 """
-The persistent part of a contract: what a checkpoint holds, and what it never holds (paper, III-E).
+The persistent part of a contract, which a checkpoint holds (paper, III-E).
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ class Checkpoint:
     """
     The persistent part of a contract.
 
-    A checkpoint has no tokens, streams, events, generations, addresses or cache contents: these
-    belong to one process, and each process rebuilds them.
+    A checkpoint does not contain the state that each process rebuilds: counters (effect tokens,
+    slot generations), streams, events, addresses and cache contents.
 
     Args:
         epoch: Weight epoch of the process.
         configuration: The contract's configuration, without addresses and devices of destinations,
             which each process sets.
-        state: Handle of the numerical state, for example a file name; the caller saves that state.
+        state: Handle of the numerical state (weights, optimizer, scales), for example a file name.
+            The caller saves that state.
         recipe: Precision recipe of the run, any JSON value.
         caches: State of weight caches after a restore; by default derived from the configuration.
 
@@ -88,12 +89,12 @@ class Checkpoint:
 
     @property
     def relations(self) -> tuple[str, ...]:
-        """Names of the relations that the contract checks."""
+        """Names of the relations (groups of guards) that the contract checks."""
         return self.configuration.relations
 
     def summary(self) -> str:
         """
-        Return one line that names the stages and relations.
+        Return one line that names the stages and the relations (groups of guards).
 
         >>> from qeffect import Contract, StageConfig
         >>> Contract([StageConfig(0, microbatches=2, slots=1)]).checkpoint().summary()
@@ -104,7 +105,8 @@ class Checkpoint:
 
 def require_same(checkpoint: Checkpoint, own: Configuration) -> None:
     """
-    Require that a checkpoint has a contract's configuration and cache semantics.
+    Require that a checkpoint has the same configuration as a contract, and the same state of weight
+    caches after a restore.
 
     Raises:
         Refused: ``persistence.configuration``, naming the first part that differs.

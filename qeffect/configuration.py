@@ -35,13 +35,14 @@ class Configuration:
         relations: Names of the relations (groups of guards) in force, in the order in which the
             contract runs their guards.
         callers: Names of the callers' CUDA streams, which enqueue work for the graph streams.
-        capture_order: Order of capture; empty for the default order, in which the refreshes with a
-            ``refresh_pool`` come first, then all F, then all dI, then all dW, stage by stage and
-            slot by slot.
-        declared: For each state domain that declares an order, the order of its F and dI.
-        generation_max: The last generation (count of releases) that a slot may reach.
-        reductions: Names of all buckets in the declared order of their reductions; empty if no
-            order is declared.
+        capture_order: Order in which the graphs of a shared memory pool were captured; empty for
+            the default order (`process_layout.default_capture_order`).
+        declared: For each state domain (stages whose FP8 scales are updated together) that declares
+            an order, the order of its F and dI.
+        generation_max: The last generation (count of releases) that a slot (set of buffers) may
+            reach.
+        reductions: Names of all buckets (gradients that are reduced together) in the declared order
+            of their reductions; empty if no order is declared.
 
     >>> from qeffect import Contract, StageConfig
     >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], callers=("a", "b"))
@@ -70,7 +71,7 @@ class Configuration:
 
         Args:
             stages: The stages of the process.
-            relations: Names of the relations in force.
+            relations: Names of the relations (groups of guards) in force.
             callers: Names of the callers' CUDA streams, which enqueue work for the graph streams.
             st: The contract's state, which gives the rest of the configuration.
         """
@@ -128,7 +129,7 @@ class Configuration:
         return None
 
     def summary(self) -> str:
-        """Return one line that names the stages and relations."""
+        """Return one line that names the stages and the relations (groups of guards)."""
         stages = ", ".join(
             f"{c.stage} (M={c.microbatches}, {counted(c.slots, 'slot')})" for c in self.stages
         )
@@ -141,7 +142,8 @@ class Configuration:
         Return the configuration as plain data, with the default capture order written out.
 
         Raises:
-            ValueError: A domain, pool or caller has a name that JSON cannot hold.
+            ValueError: A state domain, capture-memory pool or caller has a name that JSON cannot
+                hold.
         """
         order = self.capture_order or default_capture_order(self.stages)
         return {

@@ -43,12 +43,12 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
     The state and resource contract of one process (paper, Section III).
 
     ``check_*`` runs every guard (a check before an action), reserves what the action will touch,
-    and returns a ticket, which stands for the reservation. ``commit`` redeems the ticket after the
-    physical action succeeded, ``abort`` after it failed. ``forward`` (F), ``dgrad`` (dI), ``wgrad``
-    (dW), ``refresh`` and ``update`` are context managers: they check on entry, and commit or abort
-    on exit. A refused call changes nothing, with one exception. A commit presents evidence (what
-    the backend reports after the action). If this evidence is refused, the action has already run,
-    and the contract aborts the action.
+    and returns a ticket for this reservation. ``commit`` redeems the ticket after the physical
+    action (the device work) succeeded, ``abort`` after it failed. ``forward`` (F), ``dgrad`` (dI),
+    ``wgrad`` (dW), ``refresh`` and ``update`` are context managers: they check on entry, and commit
+    or abort on exit. A refused call changes nothing, with one exception. A commit presents evidence
+    (what the backend reports after the action). If the contract refuses this evidence, it also
+    aborts the action, because the action has already run.
 
     Calls may come from any thread, one after another. A call that comes while another call is under
     way raises `ConcurrentCallError` and does nothing.
@@ -66,19 +66,21 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
             together); see ``process_layout.lay_out``.
         reductions: Declared order of the reductions of all buckets (gradients that are reduced
             together), the same for all replicas; see ``process_layout.lay_out``.
-        generation_max: The last generation (count of releases) that a slot may reach.
+        generation_max: The last generation (count of releases) that a slot (set of buffers) may
+            reach.
         epoch: Weight epoch (number of optimizer steps) in which the contract starts.
-        observer: Called after every accepted transition. If the observer raises, the call has
-            happened and the caller gets the observer's exception; see `outstanding`.
+        observer: Called after every accepted transition (state change). If the observer raises, the
+            transition stays in effect, and the caller gets the observer's exception; see
+            `outstanding`.
         counted: If True, an update requires the devices' own counts of the actions that ran; see
             `qeffect.counts`. If False, no counts are compared.
-        late: Says when the counts are presented. If False, they are presented with the update
-            (`check_update`, `commit_epoch`). If True, `present_counts` presents them after the
-            commit, and the device itself must skip the update if the counts differ. True requires
-            ``counted=True``.
-        registry: The gradient destinations of other contracts of the process, which must not
-            overlap this contract's destinations. By default, destinations are not compared with
-            those of other contracts.
+        late: When the counts are presented. If False, they are presented with the update
+            (`check_update`, `commit_epoch`). If True, they are presented after the commit
+            (`present_counts`), and the device itself must skip the update if the counts differ.
+            True requires ``counted=True``.
+        registry: A registry of the gradient destinations of the process's other contracts, which
+            must not overlap this contract's destinations. By default, destinations are not compared
+            with those of other contracts.
 
     Raises:
         TypeError, ValueError: The configuration is unusable.

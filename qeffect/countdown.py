@@ -31,7 +31,9 @@ class Countdown:
         self._began = clock()
 
     def __call__(self, done: int) -> str:
-        """Return text: how many things are done, and how long the rest takes at the same rate."""
+        """
+        Return, as text, how many things are done and how long the rest takes at the same rate.
+        """
         said = f"{done:,} of {self._total:,} {self._things}"
         if not 0 < done < self._total:
             return said

@@ -1,12 +1,12 @@
 """
 Device counts: a device's own counts of the actions that it ran, compared with committed actions.
 
-With every F, dI, dW and refresh, in the same captured graph, the device adds one to the counter of
-that stage and kind of action. The device also folds the action's mark (a number) into a digest of
-the state domain. The counters show actions that were skipped or ran twice. The digest, which
-depends on the order, shows swapped actions, a dW that added where it should have overwritten, and a
-dW that wrote to another destination. The contract computes the same numbers from the committed
-actions, and refuses a commit if these numbers differ from the device's.
+The captured graph of each F, dI, dW and refresh also adds one to a counter of its stage and kind of
+action. The graph then folds the action's mark (a number) into a digest of its state domain (stages
+whose FP8 scales are updated together). The counters show actions that were skipped or ran twice.
+The digest depends on the order of the actions. It shows swapped actions, a dW that added where it
+should have overwritten, and a dW that wrote to another destination. The contract computes the same
+numbers from the committed actions, and refuses a commit if the device's numbers differ.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0
     Args:
         action: One of `COUNTED`.
         place: For an F, dI or dW: the index of its slot (set of buffers). For a refresh: the stage.
-        writes: How a dW writes, one of `WAYS`: ``JOINS`` overwrites its stage's own destinations
-            and adds to those shared with another stage; ``OPENS`` adds to its own and overwrites
-            the shared ones. Leave the default for other actions.
+        writes: How a dW writes its destinations, one of `WAYS`. ``OVERWRITES`` and ``ADDS`` hold
+            for all destinations. ``JOINS`` overwrites its stage's own destinations and adds to
+            those shared with another stage; ``OPENS`` adds to its own destinations and overwrites
+            the shared destinations. Other actions keep the default.
         destination: Number of a dW's memory location, from `located`; 0 for other actions.
 
     >>> mark("refresh", 0), mark("dW", 0), mark("F", 1), mark("dW", 0, writes=ADDS)
@@ -95,7 +96,7 @@ def located(destinations: Iterable[Sequence[Destination]]) -> list[int]:
 
 
 def ways_of(action: str) -> tuple[int, ...]:
-    """Return the ways in which an action writes; only dW has more than one."""
+    """Return the ways in which an action can write (see `mark`); only dW has more than one."""
     return WAYS if action == "dW" else WAYS[:1]
 
 
@@ -173,7 +174,8 @@ def _stages(counts: Any, attribute: Attribute[Any], value: Any) -> None:
 @frozen
 class DeviceCounts:
     """
-    The counts of one state domain's device since the contract's start or last restore.
+    The counts of the device of one state domain (stages whose FP8 scales are updated together),
+    since the contract's start or last restore.
 
     Args:
         digest: One number that combines the marks (numbers) of all actions in the order in which

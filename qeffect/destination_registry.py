@@ -27,10 +27,10 @@ class DestinationRegistry:
     """
     The gradient destinations of all contracts that share the registry.
 
-    Two contracts of one process do not know each other: if both write one gradient buffer, each
-    overwrites what the other has summed. If two contracts get the same registry, the second refuses
-    destinations that overlap the first contract's. To replay an event log, or to compare runs over
-    the same memory, make a contract without the registry.
+    Two contracts of one process do not know each other. If both write to the same gradient buffer,
+    each overwrites the other's sums. If both are constructed with one registry, the second contract
+    refuses destinations that overlap the first contract's. To replay an event log, or to compare
+    runs over the same memory, construct a contract without the registry.
 
     A contract holds its destinations until `release`, or until it is no longer referenced.
 

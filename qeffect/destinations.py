@@ -44,7 +44,7 @@ class Destination:
     """
     One buffer that receives a matrix gradient.
 
-    The kernel compares destinations for equality and their ranges for overlap, nothing else.
+    The kernel only compares destinations for equality, and their address ranges for overlap.
 
     Args:
         matrix: Name of the weight matrix.
@@ -100,13 +100,13 @@ def first_overlap(destinations: Iterable[Destination]) -> tuple[Destination, Des
 
 def overlap_refused(before: Destination, after: Destination, whose: str = "") -> Refused:
     """
-    Return the refusal of two destinations that overlap.
+    Return the refusal for two destinations that overlap.
 
     Args:
         before: The destination that begins first.
         after: The other destination.
-        whose: Words for the other contract that owns one of the two; empty if one contract owns
-            both.
+        whose: Text that names the other contract, which owns one of the two; empty if one contract
+            owns both.
     """
     return refused(
         "arena.overlapping-destinations",

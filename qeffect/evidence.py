@@ -51,7 +51,9 @@ def sorted_names(evidence: Iterable[str]) -> tuple[Any, ...]:
 
 
 def readable_count(reported: Any) -> int:
-    """Return a reported count or token; `NEVER` for a missing report or one that cannot be read."""
+    """
+    Return a reported count or effect token; `NEVER` if the report is missing or cannot be read.
+    """
     return reported if type(reported) is int and reported >= 0 else NEVER
 
 
@@ -99,7 +101,7 @@ def commit_arguments(
     Return the arguments of the transition that commits a ticket's action.
 
     Args:
-        ticket: The ticket of the action.
+        ticket: The ticket (reservation) of the action.
         names: Matrices whose weight cache was filled; given for a refresh and for F.
         of: Weight epoch that the caches were filled from; for a refresh, an evaluation and F.
         evidence: Matrices that were queued or covered; for dI and dW.

@@ -1,5 +1,5 @@
 """
-The texts of refusals: for every clause, the value found and the value expected.
+The texts of refusals: for every clause, the value that was found and the value that was expected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .text import shown
 
 __all__ = ["EXPLANATIONS", "explain"]
 
-#: By clause, the function that returns what was found and what was expected.
+#: For each clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     **ownership.EXPLANATIONS,
     **version.EXPLANATIONS,

@@ -1,9 +1,9 @@
 """
 Run the paper's fault table: seven injections in six families, each through the public API.
 
-Every injection does some valid work and makes one invalid call. The injection then takes the tape,
-the epoch or the reduction to its regular end, which shows that the call preserved the state that
-the table names. No device is used.
+Every injection does some valid work, and then makes one invalid call. Afterwards the injection
+completes the tape (a forward's dI and dW), epoch or reduction normally. This shows that the invalid
+call preserved the state that the table names. No device is used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class FaultRow:
         detected_at: The place of detection, in the paper's words.
         transition: The contract call that refused the violation; empty without a refusal.
         clause: The clause of the refusal; empty without a refusal.
-        refused: Whether the table's clause refused the first invalid operation, and the state was
-            the same before and after it.
-        result: The result in the paper's table, or a note that the violation was not refused in
-            that way.
-        preserved: The state that was preserved, as its later use shows; or a note that this state
-            was lost.
+        refused: Whether the table's clause refused the first invalid operation, and the state did
+            not change.
+        result: The result in the paper's table, or a note that the violation was not refused as
+            the table says.
+        preserved: The state that the injection's later calls found preserved; or a note that this
+            state was lost.
         holds: Whether the violation was refused and the state preserved.
         accepted: Number of contract calls accepted before the violation.
     """

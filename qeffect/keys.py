@@ -1,6 +1,6 @@
 """
-Names of a tape (the data that one forward leaves for its backward): the key says which forward, the
-reference says in which slot.
+Names of a tape (the data that one forward leaves for its backward). The key says which forward made
+the tape; the reference says which slot (set of buffers) holds the tape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _cells: dict[Cell, Cell] = {}
 
 def cell_of(stage: int, microbatch: int, block: int, invocation: int) -> Cell:
     """
-    Return the one object that stands for a cell (a key without its epoch).
+    Return a cell (a key without its epoch); equal cells are always the same object.
 
     Raises:
         TypeError: A field is not a plain ``int``.
@@ -76,15 +76,16 @@ class TapeKey:
     """
     The logical name of one stage execution (paper, III-A).
 
-    A key has no address: one slot serves many keys. A key is forwarded at most once per walk (one
-    pass over all microbatches).
+    A key says nothing about memory: one slot holds the tapes of many keys, one after another. Each
+    key has at most one forward per walk (one pass over all microbatches).
 
     Args:
-        epoch: Optimizer epoch, that is, the weight version the execution must see.
+        epoch: Weight epoch (number of optimizer steps so far): the version of the weights that the
+            execution must use.
         stage: Global stage index of the pipeline.
         microbatch: Microbatch index within the optimizer step.
-        block: Sub-layer block of the stage, if its blocks have tapes of their own.
-        invocation: Invocation counter within the block.
+        block: Index of the sub-layer block; 0 unless each block of the stage has a tape of its own.
+        invocation: Number of the block's invocation, from 0.
 
     Raises:
         TypeError: A field is not a plain ``int``; a bool or a NumPy integer is rejected.
@@ -124,12 +125,12 @@ class TapeRef(Unfrozen):
     generation, and the issuer (paper, III-A).
 
     Args:
-        slot: Index of the slot in the pool.
-        generation: The slot's generation when the tape was bound. The generation rises at every
+        slot: Index of the slot (set of buffers).
+        generation: The slot's generation when the tape took the slot. The generation rises at every
             release, so a reference to an earlier tape of the slot never matches again.
         incarnation: Random 64-bit number drawn by the contract that issued the reference. This
-            number is logged and never persisted: after a restart generations begin again at zero,
-            and only the incarnation tells an old reference from a new one.
+            number is logged, but never saved in a checkpoint. After a restart generations begin
+            again at zero, so only the incarnation distinguishes an old reference from a new one.
 
     Raises:
         TypeError: A field is not a plain ``int``.
@@ -148,11 +149,11 @@ class TapeRef(Unfrozen):
 
 def reference(slot: int, generation: int, incarnation: int) -> TapeRef:
     """
-    Return ``TapeRef(slot, generation, incarnation)`` in less than half of the time.
+    Return ``TapeRef(slot, generation, incarnation)``, in less than half of the constructor's time.
 
     Every forward makes a reference, and setting attributes of a frozen class is slow. So the
-    reference is made unfrozen, in the same layout, and frozen when complete. The commit of F
-    contains the same lines, to save the call.
+    reference is made as an object of an unfrozen class with the same layout, and frozen when
+    complete. The commit of F contains a copy of these lines, to avoid a function call.
 
     >>> reference(2, 5, 0x1F) == TapeRef(slot=2, generation=5, incarnation=0x1F)
     True

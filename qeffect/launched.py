@@ -2,9 +2,9 @@
 Report why torchrun ended a rank during its start, that is, before its first step.
 
 If a rank dies, torchrun sends SIGTERM to the other ranks. During its start a rank imports
-libraries, or waits inside them for the other ranks, and Python cannot run a signal handler then. So
-the signal wakes a thread, which finds out which ranks of this host have ended. The thread is set up
-before anything else is imported (`qeffect.startup`), and ends with the start.
+libraries, or waits inside them for the other ranks, and Python cannot run a signal handler then.
+Therefore the signal wakes a thread, which finds out which ranks of this host have ended. The thread
+is set up before anything else is imported (`qeffect.startup`), and ends at the first step.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Start:
 
     def gone(self) -> tuple[int, str] | None:
         """
-        Find out, after a connection broke during the start, which rank of this host has ended.
+        Find out which rank of this host has ended, after a broken connection during the start.
 
         Returns:
             The first rank that ended, and how it ended, in words. None if no rank of this host has
@@ -106,7 +106,7 @@ class Start:
         return None
 
     def leave(self) -> None:
-        """Note that this rank ends by itself and reports why; other ranks then report nothing."""
+        """Tell the host's other ranks that this rank reports its own end, so that they do not."""
         self._speak_here()
         self._spoke = True
         self.disarm()
@@ -214,13 +214,13 @@ def may_be_launcher(pid: int, proc: Path = Path("/proc")) -> bool:
     """
     Whether a process may have started this rank, rather than adopted the rank as an orphan.
 
-    torchrun's agent is Python. A script that the agent started, and that starts the rank, has the
-    agent's environment variables. If something about the process cannot be read, the answer is yes,
-    because a running launcher must never be taken for an ended one.
+    torchrun's agent is a Python process. A wrapper script between agent and rank has the agent's
+    environment variables. If the process cannot be inspected, the result is True, so that a running
+    launcher never counts as ended.
 
     Args:
         pid: The parent of this process.
-        proc: The folder in which the system describes processes.
+        proc: The folder of the proc file system, which describes processes.
     """
     place = proc / str(pid)
     try:

@@ -20,8 +20,9 @@ class LocalEdges(NamedTuple):
     For each stage, the stage of the process that feeds it, and the stage that it feeds.
 
     Args:
-        sources: By stage, the stage that feeds it; the stage itself if no stage feeds it.
-        targets: By stage, the stage that it feeds; the stage itself if it feeds none.
+        sources: For each stage, the stage that feeds it (its output is the stage's input); the
+            stage itself if no stage feeds it.
+        targets: For each stage, the stage that it feeds; the stage itself if it feeds no stage.
     """
 
     sources: Mapping[int, int]
@@ -29,22 +30,23 @@ class LocalEdges(NamedTuple):
 
     def needs(self, stage: int) -> int:
         """
-        Return, as a bit mask, which inputs of a stage's F and dI come from stages of this process.
+        Return, as a bit mask, whether the input of a stage's F, and the gradient for its dI, come
+        from stages of this process.
         """
         fed, feeds = self.sources[stage] != stage, self.targets[stage] != stage
         return (SOURCE_BIT if fed else 0) | (TARGET_BIT if feeds else 0)
 
     def inputs(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
         """
-        Return, for each cell, the cell whose F makes its input; the cell itself if no such F
-        exists.
+        Return, for each cell (a key without its epoch), the cell whose F makes its input; or the
+        cell itself if no such F exists.
         """
         return _joined(cells, self.sources)
 
     def gradients(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
         """
-        Return, for each cell, the cell whose dI makes the gradient of its output, or else the cell
-        itself.
+        Return, for each cell (a key without its epoch), the cell whose dI makes the gradient of its
+        output; or the cell itself if no such dI exists.
         """
         return _joined(cells, self.targets)
 
@@ -62,10 +64,10 @@ def local_edges(stages: Sequence[StageConfig]) -> LocalEdges:
 
     Raises:
         ValueError: A stage feeds itself or a stage of another process; two stages feed the same
-            stage; the edges form a circle; the two stages of an edge have different numbers of
-            microbatches, or several blocks or invocations; the target has ``copies_input``; one
+            stage; the edges form a cycle; the two stages of an edge have different numbers of
+            microbatches, or several blocks or invocations; the fed stage has ``copies_input``; one
             stage receives a message that the other stage does not send; or two stages of different
-            state domains exchange no messages.
+            state domains (with separate FP8 scaling state) exchange no messages.
 
     >>> stages = [StageConfig(0, 1, 1, feeds=3), StageConfig(3, 1, 1)]
     >>> local_edges(stages)
@@ -120,7 +122,7 @@ def _require_carried(source: StageConfig, target: StageConfig) -> None:
         (source.receives_gradient, target.sends_gradient, "receives_gradient and sends_gradient"),
     ):
         if receives and not sends:
-            raise ValueError(f"{edge}: a message is received that no stage reads; set {what}")
+            raise ValueError(f"{edge}: a message is received but not sent; set {what}")
         if not receives and source.domain != target.domain:
             raise ValueError(
                 f"{edge} in another state domain, so on another graph stream; the two stages "
@@ -143,7 +145,8 @@ def require_edges_kept(
     domain: Hashable, order: Sequence[tuple[str, Cell]], edges: LocalEdges
 ) -> None:
     """
-    Require that a declared order follows the edges: F runs downstream, dI upstream.
+    Require that a declared order follows the edges: F runs first in the feeding stage, dI first in
+    the fed stage.
 
     Args:
         domain: Name of the state domain, for the error message.

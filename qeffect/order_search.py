@@ -22,12 +22,13 @@ _BESIDE: Final = 20_000
 
 class SlotPlaces(NamedTuple):
     """
-    The slots of each stage, with the pool and the capture order of their graphs.
+    The slots (sets of buffers) of each stage, with the memory pool and the capture order of their
+    graphs.
 
     Args:
-        slots: Slot indices of each stage.
-        pool_of: Capture pool of each slot.
-        ranks: By "F", "dI" and "dW", the capture rank (position in the order of capture) of each
+        slots: For each stage, the indices of its slots.
+        pool_of: For each slot, the memory pool in which its graphs were captured.
+        ranks: For "F", "dI" and "dW", the capture rank (position in the order of capture) of each
             slot's graph.
     """
 
@@ -48,22 +49,23 @@ def require_feasible(
     domain: Hashable, order: Sequence[tuple[str, Cell]], places: SlotPlaces
 ) -> None:
     """
-    Require that some choice of slots, and of times for dW, lets a declared order run to its end.
+    Require that a declared order can run to its end, with some choice of slots and of times for dW.
 
-    A declared order leaves open when dW and the readers of a tape run: any time after the dI is
-    allowed. So the search frees each slot as early as possible. The order also leaves open when
-    refreshes run, since a stage's first F may contain the refresh. So the search ignores the
-    capture order of refreshes in a shared pool.
+    A declared order leaves open when dW and a tape's readers (such as sends) run: any time after dI
+    is allowed. So the search frees each slot as early as possible. The order also leaves open when
+    weight caches are refreshed, since a stage's first F may contain the refresh. So the search
+    ignores the capture order of refreshes in a shared pool.
 
     Args:
-        domain: Name of the state domain, for the error message.
+        domain: Name of the state domain (stages whose FP8 scales are updated together), for the
+            error message.
         order: The domain's F and dI in declared order, each once per cell (a key without its
             epoch).
         places: Slots, pools and capture ranks.
 
     Raises:
-        ValueError: The order cannot run to its end; the message names the first action that no
-            choice reaches.
+        ValueError: The order cannot run to its end; the message names the first action that cannot
+            run with any choice.
 
     >>> cells = [(0, m, 0, 0) for m in (0, 1)]
     >>> order = [("F", cells[0]), ("F", cells[1]), ("dI", cells[0]), ("dI", cells[1])]

@@ -1,6 +1,6 @@
 """
-The layout of a process: the contract's state (its memory), and the index of each configured name in
-it.
+The layout of a process: the memory that holds the contract's state, and each configured name's
+index in this memory.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ __all__ = [
 @frozen
 class ProcessLayout:
     """
-    The state of a process's contract, and the dense indices of the configured names.
+    The state of a process's contract, and the index (0, 1, ...) of each configured name.
 
     Args:
         memory: The contract's state, with its initial values.
-        slots: Slot indices of each stage.
-        domains: Domain index by name.
-        links: Link index by (caller, domain name).
+        slots: For each stage, the indices of its slots (sets of buffers).
+        domains: For each state domain's name, its index.
+        links: For each (caller, domain name), the index of the link between their two streams.
         cells: Every configured cell (a key without its epoch), in the order of the stages.
-        buckets: Bucket index by name, in the order of the stages.
+        buckets: For each bucket's name (gradients reduced together), its index; in the order of the
+            stages.
     """
 
     memory: Memory
@@ -83,21 +84,21 @@ def lay_out(
         callers: Names of the callers' CUDA streams, which enqueue work for the graph streams.
         capture_order: (stage, local slot, "F" | "dI" | "dW") of every captured graph of a slot, and
             (stage, "refresh") of every stage with a ``refresh_pool``, in the order of capture;
-            needed only for shared pools. By default these refreshes, then all F, then all dI, then
-            all dW, stage by stage and slot by slot.
-        declared: For a domain, the order of its F and dI within an epoch as
-            ("F" | "dI", cell) pairs. Any other order is then refused.
+            needed only if slots share a capture-memory pool. The default order is: these refreshes,
+            all F, all dI, all dW; each stage by stage and slot by slot.
+        declared: For a state domain, the order of its F and dI within an epoch, as ("F" | "dI",
+            cell) pairs; a cell is a key without its epoch. Any other order is then refused.
         reductions: Names of all buckets in the order in which every replica starts their
             reductions. Any other order is then refused.
         generation_max: The last generation (count of releases) that a slot may reach.
 
     Raises:
-        TypeError, ValueError: A stage is configured twice; a declared order is not a permutation
-            or is infeasible with the slots and pools; or the configuration needs a relation that
-            was left out; or stages feed each other in a way that cannot run.
-        Refused: A declared order contradicts an edge (one stage of the process feeds another);
-            destinations overlap; two matrices share a destination without being declared tied; or a
-            matrix of a microbatch has no destination or two destinations.
+        TypeError, ValueError: A stage is configured twice; a declared order does not name each F
+            and dI once, or cannot run with the slots and pools; the configuration needs a relation
+            (group of guards) that was left out; or stages feed each other in a way that cannot run.
+        Refused: A declared order contradicts an edge (one stage feeds another); destinations
+            overlap; two matrices share a destination without being declared tied; or a matrix of a
+            microbatch has no destination or two destinations.
     """
     for config in stages:
         if not isinstance(config, StageConfig):
@@ -241,11 +242,13 @@ def _epoch_scales(stages: Sequence[StageConfig], domains: Mapping[Hashable, int]
 
 def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, int]]:
     """
-    Return the two stages that write each bucket, by name; a single stage is returned twice.
+    Return, for each bucket (gradients that are reduced together), the two stages that write the
+    bucket; a single stage appears twice.
 
     Raises:
         ValueError: More than two stages share a bucket, or the two stages are of different domains,
-            or only one of them names the bucket in `buckets` (the other has this name by default).
+            or only one of the two names the bucket in `buckets` (the other uses the name by
+            default).
 
     >>> share_buckets([StageConfig(4, microbatches=1, slots=1, reduces=True)])
     {4: (4, 4)}
@@ -263,8 +266,8 @@ def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, i
             )
         if len({config.domain for config in sharing}) > 1:
             raise ValueError(
-                f"bucket {name!r} is shared by the stages {indices}, whose state domains differ: "
-                f"one stream cannot wait for both with one link"
+                f"bucket {name!r} is shared by the stages {indices}, whose state domains differ; "
+                "name one bucket per stage, or give both stages the same domain"
             )
         if len(sharing) > 1 and not all(config.buckets for config in sharing):
             raise ValueError(
@@ -317,7 +320,7 @@ def _require_relations(
 
 def default_capture_order(stages: Sequence[StageConfig]) -> tuple[Graph, ...]:
     """
-    Return the default capture order.
+    Return the default order in which the graphs of a shared memory pool are captured.
 
     >>> default_capture_order([StageConfig(3, microbatches=1, slots=1, pool="p", refresh_pool="p")])
     ((3, 'refresh'), (3, 0, 'F'), (3, 0, 'dI'), (3, 0, 'dW'))
@@ -434,7 +437,8 @@ def _positions(
 
 def require_layout(config: StageConfig) -> None:
     """
-    Refuse destinations that do not give every matrix of every microbatch exactly one buffer.
+    Refuse gradient destinations that do not give every matrix of every microbatch exactly one
+    buffer.
 
     Raises:
         Refused: ``arena.duplicate-destination``, ``arena.missing-destination`` or
@@ -477,11 +481,12 @@ def placements(
     stages: Sequence[StageConfig],
 ) -> tuple[dict[Cell, tuple[Destination, ...]], dict[Cell, int], int]:
     """
-    Return each cell's destinations, the index of their buffer, and the number of buffers.
+    Return the destinations of each cell (a key without its epoch), the index of their buffer, and
+    the number of buffers.
 
     A buffer is a set of destinations that are written together: one per stage if they accumulate,
     otherwise one per microbatch. All blocks and invocations of a microbatch share a buffer; the
-    first dW of the buffer overwrites it.
+    first dW that writes the buffer overwrites its content.
     """
     destination_of: dict[Cell, tuple[Destination, ...]] = {}
     buffer_of: dict[Cell, int] = {}
@@ -512,8 +517,9 @@ def shared_buffers(
     """
     Return, for each buffer of a stage, the buffer that the stage shares with another stage.
 
-    Two sharing stages have one shared buffer, or one per microbatch; shared buffers come after all
-    others. A shared buffer, and the buffer of a stage that shares nothing, maps to itself.
+    Two sharing stages have one shared buffer, or one per microbatch. Shared buffers are numbered
+    after all others. A shared buffer maps to itself, as does the buffer of a stage that shares
+    nothing.
     """
     shared_of = list(range(buffers))
     known: dict[tuple[int, int | None], int] = {}

@@ -1,8 +1,8 @@
 """
 The pytest plugin: check schedules and contracts in a project's own tests.
 
-An installed QEffect gives pytest two fixtures and an option; nothing is loaded before a test uses
-one of them.
+Installing QEffect gives pytest two fixtures and an option. The rest of QEffect is imported only
+when a test uses one of the fixtures, or when the option is given.
 
 * ``check_schedule(schedule)`` checks a table and fails the test with the refused entry.
 * ``guarded_contract(stages)`` makes a contract. A ticket (an action's reservation) that is still
@@ -37,7 +37,7 @@ _SHOWN = 12
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that asks for a report."""
+    """Add the option ``--qeffect-report``."""
     parser.getgroup("qeffect", "schedules and contracts").addoption(
         _OPTION,
         metavar="FILE",
@@ -198,8 +198,9 @@ def guarded_contract(request: pytest.FixtureRequest) -> Iterator[Callable[..., C
     """
     Return a function that makes contracts; its arguments are those of `qeffect.Contract`.
 
-    Each contract records its event log; a failing test shows the last events. If a ticket is still
-    open at the end of the test (not committed, not aborted), the test fails.
+    Each contract records its event log; a failing test shows the last events. If a ticket (an
+    action's reservation) is still open at the end of the test, neither committed nor aborted, the
+    test fails.
     """
     made: list[tuple[Contract, Recorder]] = []
 

@@ -18,7 +18,7 @@ class Refusal:
 
     Args:
         clause: Stable id of the clause that was violated, for example ``order.token``.
-        transition: The transition that refused, for example ``check_forward``.
+        transition: The contract call that refused, for example ``check_forward``.
         found: The value that the guard found.
         expected: The value that the contract requires.
         cause: The likely cause: the clause's text, or the text given to `Refused.advise`.
@@ -47,20 +47,20 @@ class Refusal:
 
 class Refused(Exception):  # noqa: N818 - the contract's own word, not an error of ours
     """
-    A call was refused. The call changed no state. Only refused evidence (an action's report at its
-    commit) also aborts the action.
+    The contract refused a call. The call changed no state, with one exception: if the evidence of a
+    commit (the action's report) is refused, the action is also aborted.
 
     A guard raises this exception with the clause only. The public API adds what was found and what
-    was expected before the exception reaches the caller. The guards of other frameworks also add
-    advice, because the clause's own advice is written for code that calls the contract itself.
+    was expected before the exception reaches the caller. The guards for other frameworks also
+    replace the advice, because the clause's own advice addresses code that calls the contract.
 
     Attributes:
         clause: Stable id of the clause that was violated.
-        transition: The transition that refused.
+        transition: The contract call that refused.
         found: The value that the guard found.
         expected: The value that the contract requires.
-        advice: The cause and the remedy that were given to `advise`, and that replace the clause's
-            texts; None if `advise` was not called.
+        advice: The cause and the remedy that were given to `advise`; they replace the clause's
+            texts. None if `advise` was not called.
 
     >>> raise Refused("order.token")
     Traceback (most recent call last):
@@ -79,7 +79,9 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
 
     @property
     def relation(self) -> str:
-        """The relation whose clause was violated: the clause id before the dot."""
+        """
+        The relation (group of guards) whose clause was violated: the clause id before the dot.
+        """
         return self.clause.partition(".")[0]
 
     def advise(self, cause: str, remedy: str) -> Refused:

@@ -21,8 +21,8 @@ import attrs
 
 __all__ = ["MODULES", "NAMES", "install", "old_names", "whole"]
 
-#: Renamed modules of the kernel and the guards that pages showed: new names by old names, below
-#: `qeffect`.
+#: Renamed modules of the kernel and the guards that documentation pages showed: for each old name,
+#: the new name; both are relative to `qeffect`.
 MODULES: Mapping[str, str] = {
     "calls.reading": "calls.queries",
     "config": "stage_config",
@@ -49,10 +49,10 @@ def install(package: str, modules: Mapping[str, str], names: Mapping[str, str]) 
 
     Args:
         package: The package that all names below are relative to.
-        modules: By old module name, the new module name. An empty new name stands for a removed
-            folder; a new name that begins with ``qeffect.`` is already full.
-        names: By old ``module.name``, the new ``module.name``, for objects that were renamed, or
-            that moved to another module than the rest of their old module.
+        modules: For each old module name, the new module name. An empty new name marks a removed
+            folder; a new name that begins with ``qeffect.`` is already complete.
+        names: For each old ``module.name``, the new ``module.name``. Only for objects that were
+            renamed, or that moved to another module than the rest of their old module.
     """
     if not any(isinstance(f, _Finder) and f.package == package for f in sys.meta_path):
         sys.meta_path.insert(0, _Finder(package, modules, names))
@@ -74,7 +74,7 @@ def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         module: Full name of the module.
-        names: By old name, the new name.
+        names: For each old name, the new name.
     """
 
     def find(name: str) -> Any:

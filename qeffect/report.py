@@ -64,12 +64,12 @@ def environment(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """
-    Record the hardware, the versions and the commit for a report.
+    Record the hardware, the software versions and the commit for a report.
 
     Args:
         argv: The command's arguments, by default those of this process; folders are left out.
         commit_given: The commit, for code outside a git checkout.
-        device: Entries about the device, which the runtime adds to the record.
+        device: Entries about the device, given by the runtime and added to the record.
         out: The report's file. If the commit is unknown, a line on standard error reports this.
 
     Raises:
@@ -100,10 +100,12 @@ def sources() -> str:
     """
     Return a digest of the modules of this package, as they are now.
 
-    A report has the digest beside the commit; `tests/docs/test_sources.py` computes it from git.
+    A report contains this digest and the commit. `tests/docs/test_sources.py` compares the digest
+    with the commit's files in git.
 
     Returns:
-        The SHA-256 of a line for each module: its path in the package, and git's hash of the file.
+        The SHA-256 of a text with one line per module: the path in the package, and git's hash of
+        the file.
     """
     root = Path(__file__).resolve().parent
     lines = []

@@ -20,13 +20,14 @@ Writer = tuple[StageConfig, str]
 
 def share_destinations(stages: Sequence[StageConfig]) -> dict[int, int]:
     """
-    Return, by stage, the stage that shares its tied destinations; the stage itself if none does.
+    Return, for each stage, the stage that shares its tied destinations, or the stage itself if no
+    stage does.
 
     Raises:
         Refused: ``arena.overlapping-destinations``: two matrices name one destination without
             both being declared tied.
-        ValueError: More than two stages share a destination; the two stages differ in domain,
-            number of microbatches, bucket, or their description of the destination; or a tied
+        ValueError: More than two stages share a destination; the two stages have different state
+            domains, numbers of microbatches, buckets or descriptions of the destination; or a tied
             matrix has neither a partner in this process nor a bucket.
 
     >>> tied = {"microbatches": 1, "slots": 1, "tied": ("w",), "buffers": {"w": "table"}}
@@ -63,7 +64,7 @@ def share_destinations(stages: Sequence[StageConfig]) -> dict[int, int]:
 
 
 def written_once(stages: Sequence[StageConfig]) -> Iterable[Destination]:
-    """Yield every destination of a process once, even if several tied matrices write it."""
+    """Yield every gradient destination of a process once, even if two tied matrices write it."""
     seen: set[tuple[str, int | None]] = set()
     for config in stages:
         named = dict(config.buffers)
@@ -80,17 +81,17 @@ def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tupl
     """
     Require that weights tied across ranks are reduced together, and return their ranks.
 
-    Each rank has a copy of such a weight and of its gradient. A rank's contract sees that the
-    rank's own copy is reduced in a bucket (gradients that are reduced together). The contract does
-    not see the other ranks' copies. So the configurations of all ranks are compared once, before
-    the first step: every copy must be declared tied under the same name, and must be reduced in a
+    Each rank has a copy of such a weight and of its gradient. A rank's contract only sees that the
+    rank's own copy is reduced in a bucket (gradients that are reduced together), and does not see
+    the other ranks' copies. So this function compares the configurations of all ranks once, before
+    the first step. Every copy must be declared tied under the same name, and must be reduced in a
     bucket of the same name.
 
     Args:
         ranks: The stages of each rank of a pipeline.
 
     Returns:
-        By the name of each tied destination, the ranks that have a copy.
+        For each tied destination's name, the ranks that have a copy.
 
     Raises:
         Refused: ``arena.overlapping-destinations``: a copy is not declared tied.

@@ -165,31 +165,34 @@ class StageConfig:
     Args:
         stage: Global stage index.
         microbatches: Microbatches of one optimizer step, M.
-        slots: Number of slots (sets of buffers) of the stage. A slot holds one tape at a time: what
-            one F leaves for its dI and dW. The schedule's peak number of live tapes is enough.
-        domain: Name of the state domain. Stages share a domain if one update may advance (roll) the
-            scaling state of both, as an update of Transformer Engine does for all modules of a
+        slots: Number of slots (sets of buffers) of the stage. A slot holds one tape (what one F
+            leaves for its dI and dW) at a time, so the schedule's peak number of live tapes is
+            enough.
+        domain: Name of the state domain. Stages share a domain if one scaling update may change the
+            FP8 scaling state of both, as an update of Transformer Engine does for all modules of a
             process.
         blocks: Number of sub-layer blocks per stage execution; each block has tapes of its own.
         invocations: How often one stage execution runs each block.
-        matrices: Names of the weight matrices whose gradients dW must write, each once.
+        matrices: Names of the weight matrices; dW must write the gradient of each matrix once.
         destinations: The buffer of each matrix gradient of each microbatch; see
             ``qeffect.destinations``. If empty, each matrix gets a symbolic buffer (one without an
             address) into which all microbatches accumulate.
-        sends_output: The forward's output has a reader (a send, or the next local stage) that
-            must finish before the slot is free.
-        sends_gradient: The input gradient has a reader that must finish before the slot is free.
-        receives_input: A message brings the forward's input into the slot; F runs only after the
-            receive was posted and the message has arrived.
-        receives_gradient: A message brings the output's gradient into the slot; dI runs only after
-            the receive was posted and the message has arrived.
-        reduces: The stage's gradients are reduced over data-parallel ranks before the commit.
-        reports_fills: The backend reports, at the commit of a refresh and of F, which matrices'
-            caches were filled and from which weight epoch. Otherwise the contract trusts that a
-            refresh filled the cache.
-        reports_updates: The backend reports, at the commit of F and dI, how often the domain's
-            scaling state was updated. Otherwise the contract trusts that one update ran (with
-            ``scales="epoch"``, no update).
+        sends_output: Whether the forward's output has a reader (a send, or the next local stage)
+            that must finish before the slot is free.
+        sends_gradient: Whether the input gradient has a reader that must finish before the slot is
+            free.
+        receives_input: Whether a message brings the forward's input into the slot. F then runs only
+            after the receive was posted and the message has arrived.
+        receives_gradient: Whether a message brings the output's gradient into the slot. dI then
+            runs only after the receive was posted and the message has arrived.
+        reduces: Whether the stage's gradients are reduced over data-parallel ranks before the
+            commit.
+        reports_fills: Whether the backend reports, at the commit of a refresh and of F, which
+            matrices' weight caches were filled, and from which weight epoch. Otherwise the contract
+            trusts that a refresh filled the cache.
+        reports_updates: Whether the backend reports, at the commit of F and dI, how often the
+            domain's scaling state was updated. Otherwise the contract trusts that one update ran
+            (with ``scales="epoch"``, no update).
         tape_scales: The scales with which dI dequantizes its tape. With ``carried``, the tape keeps
             the scales of its F, and dI reports which scales it used. With ``live``, dI reads the
             domain's current scales. With None, the backend cannot tell which scales dI used, and
@@ -198,29 +201,32 @@ class StageConfig:
             slot a pool of its own.
         buckets: The gradients that are reduced together, each matrix in one bucket; requires
             ``reduces``. By default one bucket with all matrices, named by the stage's index.
-        buffers: For each matrix, the name of the destination of its gradient. Two matrices, also of
-            different stages, may name the same destination. A matrix that is left out has memory of
-            its own.
+        buffers: For each matrix, the name of its gradient's destination. Two matrices, even of
+            different stages, may name the same destination. A matrix that is left out has its own
+            memory.
         tied: Matrices that share their named destination with another matrix, as tied weights do.
             Both matrices must be declared tied, otherwise sharing is refused. See
             ``qeffect.sharing``.
-        copies_input: A caller's stream copies the forward's input into the slot, for example from
-            the host. Call `Contract.reserve` before the copy, with the link of this stream: the
-            contract then records the copy as work of the stream. F runs only in a slot that its key
-            has reserved, and only after the graph stream has waited for the copy.
+        copies_input: Whether a caller's stream copies the forward's input into the slot, for
+            example from the host. If so, call `Contract.reserve` before the copy, with this
+            stream's link (its pair with the graph stream). The contract then records the copy as
+            work of the stream. F runs only in a slot that its key has reserved, and only after the
+            graph stream has waited for the copy.
         feeds: The stage of this process whose input is this stage's output, as in interleaved and
             V-shaped schedules. F of the target stage then runs after F of this stage with the same
-            microbatch, and dI of this stage after dI of the target. Without messages
+            microbatch, and dI of this stage runs after dI of the target. Without messages
             (`receives_input` of the target, `receives_gradient` of this stage) both stages need the
             same state domain. One case has no guard: without messages, dI of this stage reads the
             gradient that dI of the target left in the target's slot. Copy this gradient, or read it
             through `sends_gradient`, before the target's slot is used again.
-        reports_draws: The stage draws random numbers, as dropout does, and the backend reports at
-            the commit of F the position of the random generator at which F began to draw.
-            Otherwise the contract trusts that no replay draws the same numbers again.
-        recomputes_draws: dI recomputes the forward, and the backend reports at the commit of dI
-            the position at which the recomputation began to draw; requires ``reports_draws``.
-        weights_sum: What the weights (factors) of one epoch's gradients add up to, as (numerator,
+        reports_draws: Whether the stage draws random numbers, as dropout does, and reports their
+            position: at the commit of F, the backend reports the random generator's position at
+            which F began to draw. Otherwise the contract trusts that no replay repeats the numbers
+            of another.
+        recomputes_draws: Whether dI recomputes the forward, and reports the position of its random
+            numbers: at the commit of dI, the backend reports the position at which the
+            recomputation began to draw. Requires ``reports_draws``.
+        weights_sum: The sum of the weights (factors) of one epoch's gradients, as (numerator,
             denominator). The backend then reports each weight at the commit of dI. Give (1, 1) if
             each microbatch's loss is divided, for example by M, so that the epoch's gradient is a
             mean. Give (1, R) if the gradients of R replicas are then summed. With None, nothing is
@@ -229,9 +235,9 @@ class StageConfig:
             number.
         scales: When the scaling state of the stage's domain moves (is updated). With ``action``,
             each F and dI moves the scales, as delayed scaling does by default. With ``epoch``, F
-            and dI only gather amaxes, and the optimizer's update moves the scales once
-            (`Contract.move_scales`). F and dI then report 0 scaling updates, and the optimizer's
-            update reports 1. All stages of a domain have the same value.
+            and dI only gather amaxes (maxima of absolute values), and the optimizer's update moves
+            the scales once (`Contract.move_scales`). F and dI then report 0 scaling updates, and
+            the optimizer's update reports 1. All stages of a domain have the same value.
         refresh_pool: Name of the capture-memory pool in which the graph of the stage's refresh was
             captured, if slots share that pool (`pool` of this or another stage). The refresh must
             then keep the pool's order of capture; ``capture_order`` names the graph of the refresh
@@ -324,7 +330,7 @@ class StageConfig:
 
     def reductions(self) -> tuple[Bucket, ...]:
         """
-        Return the buckets of the stage that are reduced.
+        Return the stage's buckets (gradients that are reduced together); empty without ``reduces``.
 
         >>> StageConfig(3, microbatches=1, slots=1, matrices=("w",), reduces=True).reductions()
         (Bucket(name=3, matrices=('w',)),)
@@ -349,15 +355,16 @@ class StageConfig:
 
     def counted(self, weight: Any) -> tuple[int, int]:
         """
-        Return the weight of a microbatch's gradient as a whole number of equal parts.
+        Return a microbatch's weight as a number of equal parts, so that weights can be added
+        exactly.
 
         Args:
-            weight: (numerator, denominator) of the factor by which the gradient of one microbatch
-                is weighted, a numerator of at least 0 over a denominator of at least 1.
+            weight: The factor by which one microbatch's gradient is weighted, as (numerator,
+                denominator); the numerator is at least 0, the denominator at least 1.
 
         Returns:
-            How many parts the weight has, and how many parts the epoch's weights must have in all;
-            (-1, -1) if the weight cannot be read or `weights_sum` is None.
+            The weight's number of parts, and the number of parts that the epoch's weights must add
+            up to; (-1, -1) if the weight cannot be read or `weights_sum` is None.
 
         >>> StageConfig(0, microbatches=4, slots=1, weights_sum=(1, 2)).counted((1, 8))
         (2, 8)
@@ -374,7 +381,7 @@ class StageConfig:
 
     def on_trust(self) -> tuple[str, ...]:
         """
-        Return the facts that the stage's backend does not report and the contract trusts.
+        Return the facts that the stage's backend does not report, and that the contract must trust.
 
         >>> told = {"reports_fills": True, "tape_scales": "live"}
         >>> StageConfig(0, microbatches=1, slots=1, matrices=("w",), **told).on_trust()
@@ -388,7 +395,10 @@ class StageConfig:
         return tuple(claim for reported, claim in claims if not reported)
 
     def consumers(self) -> int:
-        """Return the bit mask of the consumers that must finish before a tape's slot is free."""
+        """
+        Return the bit mask of a tape's consumers (dI, dW and sends), which must finish before its
+        slot is free.
+        """
         return (
             DGRAD_BIT
             | WGRAD_BIT
@@ -397,7 +407,7 @@ class StageConfig:
         )
 
     def messages(self) -> int:
-        """Return the bit mask of the messages and the copy that F and dI of a tape wait for."""
+        """Return the bit mask of the messages and the input copy that F and dI wait for."""
         return (
             (IN_BIT if self.receives_input else 0)
             | (BACK_BIT if self.receives_gradient else 0)

@@ -1,10 +1,10 @@
 """
-Ctrl-C during the command's imports: SIGINT waits until the command line can answer it.
+Ctrl-C during the command's imports: SIGINT is blocked until the command line can handle it.
 
-Importing the package takes a fifth of a second, in which Python would answer Ctrl-C with a
-traceback. In the process of the ``qeffect`` command SIGINT is therefore blocked before anything
-else is imported; ``Interrupts.run`` then takes the signal that waited. A process that imports
-QEffect as a library keeps its signals as they are.
+Importing the package takes a fifth of a second. In this time Python would answer Ctrl-C with a
+traceback. The ``qeffect`` command therefore blocks SIGINT before anything else is imported, and
+``Interrupts.run`` later handles the blocked signal. A process that imports QEffect as a library
+keeps its signal handling.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def block_interrupts() -> None:
 
 
 def unblock_interrupts() -> None:
-    """Let SIGINT reach this thread; a signal that waited arrives at once."""
+    """Let SIGINT reach this thread; a signal that was blocked arrives at once."""
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

@@ -53,7 +53,7 @@ def escaped(text: str) -> str:
 
 def decoded(text: str) -> str:
     r"""
-    Decode the bytes in a text that the locale could not decode, as in a file's name.
+    Decode, as UTF-8, the bytes in a text (such as a file name) that the locale could not decode.
 
     >>> decoded("\udcc3\udca9.csv"), decoded("\udce9.csv")
     ('é.csv', '\\xe9.csv')
@@ -102,11 +102,11 @@ def near(word: object, names: Iterable[str]) -> str:
 
 def within(text: str, most: int = _LONGEST) -> str:
     """
-    Return text on one line; text that is too long loses its middle.
+    Return text on one line; the middle of a text that is too long is left out.
 
     Args:
         text: The text.
-        most: Longest result, in characters.
+        most: Maximum length of the result, in characters.
     """
     # Cut first, so that a line of megabytes costs no more to show than a short one.
     cut = text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 3) :]}"
@@ -137,7 +137,7 @@ def shown(value: Any) -> str:
 
 
 def unreadable(error: OSError | ValueError) -> str:
-    """Return text: why a file cannot be read, and what to do."""
+    """Return, as text, why a file cannot be read and what to do."""
     remedies: dict[type[Exception], str] = {
         FileNotFoundError: "check its name",
         IsADirectoryError: "name a file in it",

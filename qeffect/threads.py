@@ -1,5 +1,6 @@
 """
-One call at a time: a second thread inside one contract is refused before it changes anything.
+One call at a time: a call from a second thread into the same contract is refused before it changes
+anything.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class ConcurrentCallError(RuntimeError):
     A call came while another call of the same contract was under way; the later call did nothing.
 
     Different threads may call, for example autograd's threads, but only one after another. With two
-    calls at once, it is undecided which action comes first on the device. A lock could not decide
-    the order, so the caller must order its threads. A call from within a call, by an observer or a
-    finalizer, raises this error too.
+    calls at once, it is undefined which action comes first on the device. A lock would not define
+    the order, so the caller must order its threads. A call by an observer or a finalizer, from
+    within another call, raises this error too.
 
     Args:
         call: Name of the contract's method that was called.
@@ -51,10 +52,9 @@ def exclusive_call(method: Callable[Concatenate[S, P], R]) -> Callable[Concatena
     """
     Decorate a method so that no other call of its contract can overlap it.
 
-    The interpreter switches threads only at calls and loop turns. No call and no loop turn comes
-    between reading the flag and setting it, so a flag suffices, at a tenth of a lock's cost. The
-    most frequent calls of a step contain the same lines themselves, since a decorator would cost a
-    call.
+    Python switches threads only at calls and loop iterations, and neither comes between reading and
+    setting the flag. So a flag suffices, at a tenth of a lock's cost. The most frequent calls of a
+    step contain a copy of these lines, because a decorator would cost a function call.
     """
     name = getattr(method, "__name__", "a call")
 

@@ -1,5 +1,5 @@
 """
-Tickets: what a check reserved, until a commit or an abort redeems it.
+Tickets: reservations that a check makes, and that a commit or an abort ends (redeems).
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ ABORTS = {action: name.replace("commit", "abort") for action, name in COMMITS.it
 @define(slots=True)
 class Ticket:
     """
-    The reservation that a check made for one action; a commit or an abort redeems it, once.
+    The reservation that a check made for one action; one commit or abort ends the reservation
+    (redeems the ticket).
 
     Args:
         action: ``F``, ``dI``, ``dW``, ``refresh``, ``evaluation`` or ``update``.
         key: Key of the tape; None for a refresh, an evaluation or an update.
-        slot: For F, dI and dW, the slot of the tape. For a refresh or an evaluation, the stage. For
-            an update, the epoch that the update ends.
+        slot: For F, dI and dW, the slot (set of buffers) of the tape. For a refresh or an
+            evaluation, the stage. For an update, the epoch that the update ends.
         serial: Serial number of the check that issued the ticket.
         incarnation: The contract's incarnation (its life since construction or the last restore)
-            that issued the ticket; no other incarnation redeems it.
+            that issued the ticket; no other incarnation accepts the ticket.
         ref: Reference of the tape that the action uses; None before a forward's commit.
 
     >>> from qeffect import Contract, StageConfig
@@ -73,10 +74,11 @@ def issue(
     ref: TapeRef | None,
 ) -> Ticket:
     """
-    Return ``Ticket(action, key, slot, serial, incarnation, ref)`` in two thirds of the time.
+    Return ``Ticket(action, key, slot, serial, incarnation, ref)``, in two thirds of the
+    constructor's time.
 
     Every check issues a ticket, and a plain function avoids the call of ``__init__``. The checks of
-    F, dI and dW contain the same lines themselves, since a call would cost more than the ticket.
+    F, dI and dW contain a copy of these lines, because a call would cost more than the ticket.
 
     >>> issue("F", None, 0, 1, 5, None) == Ticket("F", None, 0, 1, 5)
     True

@@ -1,10 +1,10 @@
 """
 The columns of the contract's memory: their meanings, and the transitions that write them.
 
-The memory consists of columns only. Each column belongs to one relation, and only that relation's
-functions write the column. No transition writes a configured column. Every transition
-may read every column. The relations declare the same columns for the kernel; a test compares the
-two declarations.
+The memory consists of columns only. Each column belongs to one relation (part of the contract), and
+only that relation's functions write the column. The configuration gives the configured columns, and
+no transition writes them. Every transition may read every column. The kernel's modules of relations
+declare the same columns again; a test compares the two declarations.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ __all__ = ["COLUMNS", "CONFIGURED", "SORTS", "StateColumn"]
 
 #: Meaning of each sort of index and of value.
 SORTS: Final = {
-    "one": "nothing: the column has one entry",
+    "one": "no index: the column has one entry",
     "slot": "a place for one tape, with captured graphs and buffers of its own",
     "cell": "a key without its epoch: stage, microbatch, block, invocation",
     "stage": "a pipeline stage, or virtual chunk, of this process",
     "domain": "a state domain: stages that share scaling state and one graph stream",
     "link": "a pair of a caller's stream and a domain's graph stream",
-    "caller": "a stream whose work prepares the inputs of replays and uses their results",
+    "caller": "a stream of the training loop: its work prepares the inputs of replays and uses "
+    "their results",
     "pool": "a capture memory pool",
     "buffer": "a gradient buffer",
     "bucket": "gradients that are reduced together",
     "int": "a count, or an epoch",
     "flag": "0 or 1",
-    "mask": "a set of bits: consumers, transfers or messages",
-    "generation": "a slot's count of releases",
+    "mask": "a set of bits, one per consumer, transfer or message",
+    "generation": "how often a slot was released",
     "ticket": "the serial number of a check, or 0 for none",
     "opaque": "something that is only compared for equality",
 }
@@ -48,10 +49,10 @@ class StateColumn:
         relation: The relation that owns the column; empty for a configured column.
         index: Sort (type) of the index, a key of ``SORTS``.
         values: Sort (type) of the values, a key of ``SORTS``.
-        initial: Initial value of every entry; None if the configuration gives the value, or if
-            every read of an entry follows a write.
-        meaning: Meaning of an entry.
-        writers: The transitions that write the column, in that relation's functions.
+        initial: Initial value of every entry; None if the configuration gives the value, or if no
+            entry is read before it is written.
+        meaning: Meaning of an entry, in words.
+        writers: Names of the transitions that write the column.
     """
 
     name: str
@@ -83,9 +84,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "consumers",
         "slot -> mask",
         0,
-        "consumers that have not finished with the tape: 1 dI, 2 dW, 4 a reader of the output, 8 a "
-        "reader of the input gradient; 16 alone while the slot is claimed and its F has not "
-        "committed; 0 when the slot is free",
+        "consumers that have not finished with the tape: 1 dI, 2 dW, 4 a reader of the output, 8 "
+        "a reader of the input gradient; only 16 from the claim of the slot until its F commits; "
+        "0 while the slot is free",
         "reserve check_forward commit_forward abort_forward commit_dgrad abort_dgrad "
         "commit_wgrad abort_wgrad ungroup_wgrad finish_read drop restore",
     ),
@@ -95,8 +96,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "slot -> mask",
         0,
         "transfers under way: 1 a receive of the input, 2 a receive of the output's gradient, 4 a "
-        "read of the output, 8 a read of the input gradient, 32 a grouped dW of another tape, "
-        "which takes this tape too; a transfer of an aborted tape keeps the slot",
+        "read of the output, 8 a read of the input gradient, 32 a grouped dW (one product for "
+        "several tapes) that was checked for another tape; a transfer of an aborted tape keeps "
+        "the slot occupied",
         "group_wgrad ungroup_wgrad post_receive finish_receive read finish_read restore",
     ),
     _state(
@@ -104,8 +106,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "arrived",
         "slot -> mask",
         0,
-        "mask of messages that a live tape has received: 1 the input, 2 the output's gradient; 16 "
-        "if a copy of the input was enqueued",
+        "messages that a live tape has received: 1 the input, 2 the output's gradient; 16 if a "
+        "copy of the input was enqueued",
         "reserve abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad finish_receive "
         "finish_read drop restore",
     ),
@@ -138,7 +140,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "held",
         "slot -> ticket",
         0,
-        "ticket of the F, dI or dW in flight on the slot, or 0",
+        "ticket of the F, dI or dW in flight on the slot; 0 if none is",
         "check_forward commit_forward abort_forward check_dgrad commit_dgrad abort_dgrad "
         "check_wgrad commit_wgrad abort_wgrad",
     ),
@@ -147,7 +149,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "slot_of",
         "cell -> slot",
         NO_SLOT,
-        "slot of the cell's live tape, or -1",
+        "slot of the cell's live tape; -1 if no tape of the cell is live",
         "reserve check_forward abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad "
         "finish_read drop restore",
     ),
@@ -156,8 +158,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "forwarded",
         "cell -> int",
         NEVER,
-        "epoch of the cell's forward in this walk over the microbatches, set by the check of that "
-        "forward; -1 before that check",
+        "epoch in which the cell's F was checked in this walk over the microbatches; -1 before "
+        "that check",
         "check_forward next_walk commit_update restore",
     ),
     _state(
@@ -165,8 +167,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "skipped",
         "cell -> int",
         NEVER,
-        "epoch of the last walk that left the cell out; -1 if none did since `next_walk` or a "
-        "restore",
+        "epoch in which a walk over the microbatches last left the cell out; -1 if none did since "
+        "the latest `next_walk` or restore",
         "skip next_walk restore",
     ),
     _state(
@@ -183,7 +185,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "cache_epoch",
         "stage -> int",
         NEVER,
-        "weight epoch of the stage's quantized cache; -1 when stale",
+        "weight epoch of the weights in the stage's quantized cache; -1 if the cache is stale",
         "commit_refresh commit_forward invalidate restore",
     ),
     _state(
@@ -191,7 +193,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "refreshed",
         "domain -> stage",
         NO_STAGE,
-        "stage that was refreshed and whose first F must come next in the domain, or -1",
+        "stage whose cache was refreshed and whose first F must come next in the domain; -1 if "
+        "there is none",
         "commit_refresh commit_forward restore",
     ),
     _state(
@@ -199,7 +202,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "refreshing",
         "stage -> ticket",
         0,
-        "ticket of the refresh in flight, or 0",
+        "ticket of the refresh in flight; 0 if none is",
         "check_refresh commit_refresh abort_refresh",
     ),
     _state(
@@ -207,7 +210,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "filling",
         "stage -> ticket",
         0,
-        "ticket of the F in flight that refreshes the cache itself, or 0",
+        "ticket of an F in flight that refreshes the cache itself; 0 if there is none",
         "check_forward commit_forward abort_forward",
     ),
     # order
@@ -224,8 +227,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "position",
         "domain -> int",
         0,
-        "number of F and dI committed in the domain in this walk over the microbatches, which is "
-        "the position in the declared order",
+        "number of F and dI committed in the domain in this walk over the microbatches; this "
+        "number is the current position in the declared order",
         "commit_forward commit_dgrad next_walk commit_update restore",
     ),
     _state(
@@ -233,7 +236,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "busy",
         "domain -> ticket",
         0,
-        "ticket of the F, dI, refresh or evaluation in flight in the domain, or 0",
+        "ticket of the F, dI, refresh or evaluation in flight in the domain; 0 if none is",
         "check_refresh commit_refresh abort_refresh check_forward commit_forward abort_forward "
         "check_evaluation commit_evaluation abort_evaluation check_dgrad commit_dgrad abort_dgrad",
     ),
@@ -242,7 +245,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "poisoned",
         "domain -> flag",
         0,
-        "1 from a failed F, dI, refresh or evaluation until the next restore",
+        "1 after an F, dI, refresh or evaluation failed, until the next restore",
         "abort_refresh abort_forward abort_evaluation abort_dgrad restore",
     ),
     _state(
@@ -250,7 +253,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "forwards",
         "stage -> int",
         0,
-        "F of the stage committed in this epoch",
+        "number of F of the stage committed in this epoch",
         "commit_forward commit_update restore",
     ),
     _state(
@@ -267,8 +270,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "scaled_at",
         "slot -> int",
         0,
-        "value of `rolled_at` just after F of the slot's latest tape; the value identifies the "
-        "scales that this tape's dI must use",
+        "value of the domain's `rolled_at` just after F of the slot's latest tape; this value "
+        "identifies the scales that the tape's dI must use",
         "commit_forward",
     ),
     _state(
@@ -276,8 +279,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "rolled_at",
         "domain -> int",
         0,
-        "token at which the domain's latest F ran, whose scales are live now; if scales move once "
-        "an epoch, the token at which the scales moved last since a restore",
+        "token at which the domain's current scales came into use: the token of the latest F or, "
+        "if scales change once an epoch, the token at their latest change since a restore",
         "commit_forward move_scales restore",
     ),
     _state(
@@ -293,8 +296,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "drawn",
         "domain -> int",
         NEVER,
-        "position at which the domain's latest F began to draw; -1 if none did since the last "
-        "restore",
+        "position of the random generator at which the domain's latest F began to draw; -1 if no "
+        "F reported a position since the last restore",
         "commit_forward restore",
     ),
     _state(
@@ -302,8 +305,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "gathered",
         "domain -> flag",
         0,
-        "if the domain's scales move once an epoch: 1 from an F that succeeded until the scales "
-        "move",
+        "if the domain's scales change once an epoch: 1 from the commit of an F until the scales "
+        "change",
         "commit_forward move_scales restore",
     ),
     # arena
@@ -312,8 +315,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "bound",
         "cell -> int",
         NEVER,
-        "epoch in which the cell's destination was last bound; -1 if it was not bound since "
-        "`next_walk` or a restore",
+        "epoch in which the cell's destination was last bound; -1 if it was not bound since the "
+        "latest `next_walk` or restore",
         "bind next_walk restore",
     ),
     _state(
@@ -321,7 +324,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "opened",
         "buffer -> int",
         NEVER,
-        "epoch whose gradients the buffer holds; -1 for none",
+        "epoch whose gradients the buffer holds; -1 if it holds none",
         "commit_wgrad restore",
     ),
     _state(
@@ -329,7 +332,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "writing",
         "buffer -> ticket",
         0,
-        "ticket of the dW in flight on the buffer, or 0",
+        "ticket of the dW in flight on the buffer; 0 if none is",
         "check_wgrad commit_wgrad abort_wgrad",
     ),
     # capture
@@ -346,8 +349,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "tenants",
         "pool -> int",
         0,
-        "number of tapes that keep memory in the pool: live tapes from the check of their F on, "
-        "and aborted tapes while they are read or while another tape's dW takes them",
+        "number of tapes that keep memory in the pool: a live tape counts from the check of its "
+        "F, and an aborted tape counts while it is read or while another tape's dW uses it",
         "check_forward abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad "
         "finish_read drop restore",
     ),
@@ -357,8 +360,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "submitted",
         "link -> int",
         0,
-        "number of pieces of work that the caller enqueued, plus the ends of transfers and the "
-        "copies of inputs that were reported on the link; a replay must come after all of these",
+        "number of pieces of work that a replay must wait for: work that the caller enqueued, and "
+        "ends of transfers and copies of inputs that were reported on the link",
         "reserve finish_receive finish_read submit restore",
     ),
     _state(
@@ -366,7 +369,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "joined",
         "link -> int",
         0,
-        "how many of the pieces counted in `submitted` the graph stream has waited for",
+        "value of `submitted` when the graph stream last waited for the caller",
         "join restore",
     ),
     _state(
@@ -374,7 +377,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "waited",
         "link -> int",
         0,
-        "number of replays of the graph stream that the caller has waited for",
+        "value of `replays` when the caller last waited for the graph stream",
         "wait restore",
     ),
     _state(
@@ -392,7 +395,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "undrained",
         "domain -> flag",
         0,
-        "1 while the host has not seen the domain's device work finish",
+        "1 while the host has not yet seen all device work of the domain finish",
         "reserve commit_refresh abort_refresh commit_forward abort_forward commit_evaluation "
         "abort_evaluation commit_dgrad abort_dgrad commit_wgrad abort_wgrad post_receive read "
         "drain start_reduction start_weights_read start_gradients_read check_update commit_update "
@@ -403,8 +406,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "produced",
         "slot -> int",
         0,
-        "number (counted per domain) of the replay that last wrote the slot's output or input "
-        "gradient",
+        "number of the replay (as counted in `replays`) that last wrote the slot's output or "
+        "input gradient",
         "commit_forward commit_dgrad restore",
     ),
     _state(
@@ -412,7 +415,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "landed",
         "stage -> int",
         0,
-        "number (counted per domain) of the replay of the stage's latest dW",
+        "number of the replay (as counted in `replays`) of the stage's latest dW",
         "commit_wgrad restore",
     ),
     _state(
@@ -420,7 +423,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "vacated",
         "slot -> int",
         0,
-        "number (counted per domain) of the last replay that may use the slot's last tape",
+        "number of the last replay (as counted in `replays`) that may use the slot's last tape",
         "abort_forward abort_dgrad commit_wgrad abort_wgrad ungroup_wgrad drop restore",
     ),
     _state(
@@ -428,8 +431,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "ended_on",
         "slot -> link",
         None,
-        "link on which the slot's latest end of a transfer, or copy of its input, was reported; "
-        "arbitrary before the first",
+        "link on which the end of the slot's latest transfer, or its latest input copy, was "
+        "reported; meaningless before the first report",
         "reserve finish_receive finish_read",
     ),
     _state(
@@ -437,8 +440,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "ended_at",
         "slot -> int",
         0,
-        "value of `submitted`, for the link in `ended_on`, just after the slot's latest end of a "
-        "transfer or copy was counted",
+        "value of `submitted` of the link in `ended_on`, just after that end or copy was counted",
         "reserve finish_receive finish_read restore",
     ),
     _state(
@@ -446,7 +448,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "named",
         "one -> int",
         NEVER,
-        "last epoch in which a call named the stream that reads the gradients; -1 for none",
+        "last epoch in which a call named the stream that reads the gradients; -1 if no call did",
         "finalize finish_reduction finish_weights_read restore",
     ),
     _state(
@@ -454,7 +456,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "consumer",
         "one -> caller",
         None,
-        "the stream that reads the gradients, as last named; arbitrary before the first",
+        "the stream that was last named as the reader of the gradients; meaningless before the "
+        "first such call",
         "finalize finish_reduction finish_weights_read",
     ),
     _state(
@@ -462,7 +465,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "updater",
         "one -> caller",
         None,
-        "the stream that the optimizer's latest update ran on; arbitrary before the first",
+        "the stream that the optimizer's latest update ran on; meaningless before the first update",
         "check_update",
     ),
     _state(
@@ -470,8 +473,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "unawaited",
         "domain -> flag",
         0,
-        "1 from the optimizer's latest update until the graph stream has waited for it, or the "
-        "host has seen it finish",
+        "1 from the optimizer's latest update until the graph stream has waited for the update, "
+        "or the host has seen the update finish",
         "join drain check_update commit_update abort_update",
     ),
     _state(
@@ -505,8 +508,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "unwaited",
         "domain -> flag",
         0,
-        "1 from an evaluation until the stream that reads the gradients has waited for the graph "
-        "stream; also 1 from a finalize on a stream that has not yet waited for the latest replay",
+        "1 after an evaluation, until the stream that reads the gradients has waited for the "
+        "graph stream; also 1 after a finalize on a stream that has not yet waited for the latest "
+        "replay",
         "commit_evaluation wait finalize",
     ),
     # reduction
@@ -523,7 +527,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "reduced",
         "bucket -> int",
         NEVER,
-        "last epoch in which the bucket's reduction finished; -1 for none",
+        "last epoch in which the bucket's reduction finished; -1 if none did",
         "finish_reduction restore",
     ),
     _state(
@@ -540,7 +544,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "weight_epoch",
         "stage -> int",
         0,
-        "optimizer updates of the stage's weights",
+        "number of optimizer updates that the stage's weights have had",
         "commit_update restore",
     ),
     _state(
@@ -548,8 +552,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "walk",
         "one -> int",
         0,
-        "number of finished walks over the microbatches in this epoch; the buffers hold their "
-        "gradients",
+        "number of finished walks over the microbatches in this epoch; the buffers hold the "
+        "gradients of these walks",
         "next_walk commit_update restore",
     ),
     _state(
@@ -567,7 +571,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "stage -> int",
         NEVER,
         "last epoch that was spoiled for the stage, by a failure or by the loss of a weight cache "
-        "in use; -1 for none",
+        "in use; -1 if none was",
         "abort_forward abort_evaluation abort_dgrad abort_wgrad drop invalidate fail_reduction "
         "fail restore",
     ),
@@ -576,8 +580,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "final",
         "stage -> int",
         NEVER,
-        "last epoch in which the stage's gradients were declared complete (`finalize`); -1 if they "
-        "were not in this walk over the microbatches",
+        "last epoch in which `finalize` declared the stage's gradients complete; -1 if they are "
+        "not complete in this walk over the microbatches",
         "abort_evaluation drop finalize fail_reduction next_walk fail restore",
     ),
     _state(
@@ -585,7 +589,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "optimizing",
         "one -> ticket",
         0,
-        "ticket of the optimizer's update in flight, or 0",
+        "ticket of the optimizer's update in flight; 0 if none is",
         "check_update commit_update abort_update",
     ),
     _state(
@@ -593,9 +597,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "half_updated",
         "one -> flag",
         0,
-        "1 from a failed update, or from a late fault of an epoch whose update began, until the "
-        "next restore: some weights are updated and others not, or wrong gradients updated the "
-        "weights",
+        "1 if some weights are updated and others not, or if wrong gradients updated the weights; "
+        "set by a failed update or by a late fault of an epoch whose update had begun, and "
+        "cleared by the next restore",
         "abort_update fail restore",
     ),
     _state(
@@ -603,7 +607,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "evaluating",
         "stage -> ticket",
         0,
-        "ticket of the evaluation in flight, or 0",
+        "ticket of the evaluation in flight; 0 if none is",
         "check_evaluation commit_evaluation abort_evaluation",
     ),
     _state(
@@ -611,8 +615,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "parts",
         "stage -> int",
         0,
-        "number of equal parts that the weights of the epoch's gradients must add up to; 0 before "
-        "the epoch's first dI",
+        "total number of parts that the gradient weights of the epoch's microbatches must add up "
+        "to; 0 before the epoch's first dI",
         "commit_dgrad commit_update restore",
     ),
     _state(
@@ -620,8 +624,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "unweighed",
         "stage -> int",
         0,
-        "`parts` minus the sum of the reported gradient weights; negative if the weights add up to "
-        "too much",
+        "`parts` minus the sum of the gradient weights reported so far; negative if the sum is "
+        "too large",
         "commit_dgrad restore",
     ),
     # persistence
@@ -630,7 +634,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "incarnation",
         "one -> int",
         0,
-        "the random number in every reference that this incarnation issues",
+        "the random number that every reference of this incarnation carries",
         "restore",
     ),
     # tickets
@@ -663,33 +667,34 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "receives",
         "stage -> mask",
-        "messages, or the copy of the input, that F and dI of a tape need, with bits as in "
-        "`arrived`; 4 if another stage of the process makes the input, 8 if another stage of the "
-        "process makes the output's gradient",
+        "messages, or the copy of the input, that a tape's F and dI need, with bits as in "
+        "`arrived`; also 4 if another stage of the process makes the input, and 8 if another "
+        "stage of the process makes the output's gradient",
     ),
     _configured("matrices", "stage -> opaque", "matrices that a dW must cover, each exactly once"),
     _configured(
         "cells",
         "stage -> int",
-        "number of the stage's cells, and so of its tapes per walk over the microbatches",
+        "number of the stage's cells, which is also the number of its tapes per walk over the "
+        "microbatches",
     ),
     _configured(
         "target_of",
         "stage -> stage",
-        "the stage of this process whose input is the stage's output; the stage itself without "
-        "such a stage",
+        "the target: the stage of this process whose input is this stage's output; the stage "
+        "itself if there is no target",
     ),
     _configured(
         "input_of",
         "cell -> cell",
-        "the cell of the source whose F makes the input of the cell's F; the cell itself if the "
-        "stage has no source",
+        "cell of the source stage whose F makes the input of this cell's F; the cell itself if "
+        "the stage has no source in this process",
     ),
     _configured(
         "gradient_of",
         "cell -> cell",
-        "the cell of the target whose dI makes the gradient that the cell's dI uses; the cell "
-        "itself if the stage has no target",
+        "cell of the target stage (`target_of`) whose dI makes the gradient that this cell's dI "
+        "uses; the cell itself if there is no target",
     ),
     _configured(
         "declared", "domain -> flag", "1 if the order of the domain's F and dI is declared"
@@ -697,7 +702,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "epoch_scales",
         "domain -> flag",
-        "1 if the domain's scales move once an epoch, in the update, and not with F and dI",
+        "1 if the domain's scales change once an epoch, in the update, and not with F and dI",
     ),
     _configured("forward_at", "cell -> int", "declared position of the cell's F"),
     _configured("dgrad_at", "cell -> int", "declared position of the cell's dI"),
@@ -716,14 +721,14 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "shared_of",
         "buffer -> buffer",
-        "buffer of the tied destinations, which the dW of the stage and of its sharer both write; "
-        "the buffer itself if the stage has no sharer",
+        "buffer of the tied destinations: dW of the stage and dW of its sharer both write this "
+        "buffer; the buffer itself if the stage has no sharer",
     ),
     _configured(
         "sharer_of",
         "stage -> stage",
-        "the other stage that writes the stage's tied destinations; the stage itself without such "
-        "a stage",
+        "the sharer: the other stage that writes the stage's tied destinations; the stage itself "
+        "if there is no sharer",
     ),
     _configured("pool_of", "slot -> pool", "capture pool of the slot's graphs"),
     _configured(
@@ -766,7 +771,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "live_scales",
         "stage -> flag",
-        "1 if dI reads the scales that are live in its domain when it runs",
+        "1 if dI reads live scales: the scales that its domain has when dI runs",
     ),
     _configured(
         "carried_scales",
@@ -791,12 +796,12 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "stage_at",
         "bucket -> stage",
-        "stage whose gradients the bucket holds; only reduced buckets are indexed",
+        "stage whose gradients the bucket holds; buckets that are never reduced have no entry",
     ),
     _configured(
         "tied_at",
         "bucket -> stage",
-        "the other stage that writes the bucket; without another stage, the stage in `stage_at`",
+        "the other stage that writes the bucket; the stage in `stage_at` if there is no other",
     ),
     _configured(
         "reduce_at",

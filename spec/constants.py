@@ -42,7 +42,7 @@ NEVER: Final = -1
 #: No capture rank: the graph of the stage's refresh was captured in a pool of its own.
 NO_RANK: Final = -1
 
-#: Consumer bits of a tape's mask: the consumers that have not finished with the slot.
+#: Bits of a tape's consumer mask: the consumers that have not finished with the tape.
 DGRAD_BIT: Final = 1
 WGRAD_BIT: Final = 2
 OUT_BIT: Final = 4  # a reader of the forward's output: a send, or the next local stage

@@ -3,10 +3,9 @@ The order of the guards: for each transition, the clauses that it checks, in the
 
 The order is normative. The first guard that fails names the refusal, so a refusal has the same name
 in every implementation. A clause that is listed twice is checked twice, on different parts of the
-state. If a stage leaves out a part of the contract, the guards of that part are left out and the
-other guards keep their order. A key or slot that was never configured is refused when a transition
-looks it up (`ownership.unknown-key`, `ownership.unknown-slot`); the lists below omit these two
-clauses.
+state. If a stage leaves out a part of the contract, the guards of that part are left out, and the
+other guards keep their order. A transition also refuses a key or slot that was never configured
+(`ownership.unknown-key`, `ownership.unknown-slot`). The lists below omit these two clauses.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """
-Launches: promises about ranks whose steps are one launch each, with updates decided on the devices.
+Launches: promises about ranks that run each step as one launch and decide updates on the devices.
 
-A host launches a step before it knows whether the device applied the previous step's update. The
-rank's contract is one step ahead of the votes that the host has read. A rank's *round* begins when
-the rank starts from a checkpoint or rebuilds in place. Epochs are counted from the epoch in which
-the job first launched. `spec/ranks.py` states how the ranks of an attempt meet. ``r`` and ``q`` are
-any ranks.
+A *launch* replays a whole step, which was captured as one CUDA graph. A host launches a step before
+it knows whether the device applied the previous step's update. So the rank's contract is one step
+ahead of the votes that the host has read. A rank's *round* begins when the rank starts from a
+checkpoint or rebuilds in place. Epochs are counted from the epoch in which the job first launched.
+`spec/ranks.py` states how the ranks of an attempt meet. ``r`` and ``q`` are any ranks.
 
-A launch replays the graph that its rank captured in the round. The graph has the rank's sends and
-receives of one step, in a fixed order for each channel. A message is named by its stage, microbatch
-and direction.
+The graph of a launch was captured in the same round. The graph has the rank's sends and receives of
+one step, in a fixed order for each channel. Each message is named by its stage, microbatch and
+direction.
 """
 
 from __future__ import annotations
@@ -31,28 +31,33 @@ _OF_STOPS: Final = (
 LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "round": (
         ("rank",),
-        "the rank's round, counted over rebuilds in place and starts from a checkpoint",
+        "the number of the rank's round; each start from a checkpoint and each rebuild in place "
+        "begins a round",
     ),
     "newest": (("one",), "the newest round that a rank has begun"),
-    "opened": (("one",), "the round in which the launcher's newest attempt began"),
+    "opened": (("one",), "the first round of the launcher's newest attempt"),
     "born": (("rank",), "the round in which the rank's process started"),
     "begin": (("rank",), "the epoch in which the rank's round began"),
     "booked": (("rank",), "the epoch of the rank's contract"),
-    "launched": (("rank",), "the epoch that follows the last step launched"),
-    "known": (("rank",), "the epoch up to which the host has read the devices' votes"),
-    "voted": (("rank",), "the epoch up to which the rank's device has voted, yes or no"),
-    "vote": (("rank",), "the epoch to which the device's last yes vote moves the weights"),
+    "launched": (("rank",), "the epoch that follows the step launched last"),
+    "known": (("rank",), "the epoch after the last step whose votes the host has read"),
+    "voted": (
+        ("rank",),
+        "the epoch after the last step on which the rank's device has voted, yes or no",
+    ),
+    "vote": (("rank",), "the epoch after the last step to which the rank's device has voted yes"),
     "heard": (
         ("rank", "rank"),
-        "the epoch of the vote (yes or no) that the first device last received from the second",
+        "the epoch after the step of the latest vote (yes or no) that the first device received "
+        "from the second",
     ),
     "word": (
         ("rank", "rank"),
-        "the epoch of the latest yes that the first device received from the second",
+        "the epoch after the step of the latest yes that the first device received from the second",
     ),
     "ran": (
         ("rank",),
-        "the epoch up to which the device has ended its steps, with or without an update",
+        "the epoch after the last step that the device has ended, with or without an update",
     ),
     "weights": (("rank",), "the epoch of the weights on the device"),
     "quits": (("rank",), "1 once the host cannot continue"),
@@ -60,7 +65,8 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "dead": (("rank",), "1 once the rank's process has ended"),
     "report": (
         ("attempt", "rank"),
-        "the epoch that the rank reported for the rebuild; the first index is the round",
+        "the epoch of its weights that the rank reported before a rebuild; the first index is the "
+        "round",
     ),
     "paused": (
         ("rank",),
@@ -102,32 +108,37 @@ LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("attempt",),
         "the first rank of the round that published that its host failed or its contract refused",
     ),
-    "cause_no": (("attempt",), "1 if the rank that the round's cause names only read a no vote"),
+    "cause_no": (
+        ("attempt",),
+        "1 if the rank that the round's cause names stopped only because it read a no vote",
+    ),
     "graph_sends": (
         ("rank", "rank"),
-        "sends to the second rank in the graph that the first rank captured in its round",
+        "number of sends to the second rank in the graph that the first rank captured in its round",
     ),
     "graph_receives": (
         ("rank", "rank"),
-        "receives from the second rank in the graph that the first rank captured in its round",
+        "number of receives from the second rank in the graph that the first rank captured in its "
+        "round",
     ),
     "graph_out": (
         ("rank", "rank", "entry"),
-        "the message that the graph of the first rank sends to the second (its stage, microbatch "
-        "and direction as one number); entry is the send's number in the graph",
+        "the message that the first rank's graph sends to the second rank; one number encodes its "
+        "stage, microbatch and direction; entry is the number of the send in the graph",
     ),
     "graph_into": (
         ("rank", "rank", "entry"),
-        "the message that the graph of the first rank expects from the second (its stage, "
-        "microbatch and direction as one number); entry is the receive's number in the graph",
+        "the message that the first rank's graph expects from the second rank; one number encodes "
+        "its stage, microbatch and direction; entry is the number of the receive in the graph",
     ),
     "sends_run": (
         ("rank", "rank"),
-        "sends to the second rank that have ended in the first rank's current launch",
+        "number of sends to the second rank that have ended in the first rank's current launch",
     ),
     "receives_run": (
         ("rank", "rank"),
-        "receives from the second rank that have ended in the first rank's current launch",
+        "number of receives from the second rank that have ended in the first rank's current "
+        "launch",
     ),
     "messages": RANK_COLUMNS["messages"],
     **{name: RANK_COLUMNS[name] for name in _OF_STOPS},
@@ -141,13 +152,14 @@ LAUNCH_STEPS: Final = Register()
 
 @LAUNCH_PROMISES("launches.moved-by-all", r="rank", q="rank")
 def moved_by_all(st: Any, r: Any, q: Any) -> Any:
-    """A device updates its weights in a step only if every rank's device voted yes to that step."""
+    """A device updates its weights in a step only if the devices of all ranks voted yes to that
+    step."""
     return implies(st.round[r] == st.round[q], st.weights[r] <= st.vote[q])
 
 
 @LAUNCH_PROMISES("launches.one-ahead", r="rank")
 def one_ahead(st: Any, r: Any) -> Any:
-    """The epochs of a rank's contract and of its weights are at most one apart."""
+    """The epoch of a rank's contract and the epoch of its weights differ by at most one."""
     return (st.booked[r] <= st.weights[r] + 1) & (st.weights[r] <= st.booked[r] + 1)
 
 
@@ -159,47 +171,49 @@ def one_apart(st: Any, r: Any, q: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.one-beginning", r="rank", q="rank")
 def one_beginning(st: Any, r: Any, q: Any) -> Any:
-    """Ranks in the same round (from a start or rebuild to the next) began this round in the same
-    epoch."""
+    """A round lasts from a start or rebuild to the next one. All ranks of a round began the round
+    in the same epoch."""
     return implies(st.round[r] == st.round[q], st.begin[r] == st.begin[q])
 
 
 @LAUNCH_PROMISES("launches.one-attempt", r="rank", q="rank")
 def one_attempt(st: Any, r: Any, q: Any) -> Any:
-    """All ranks that run belong to the same attempt."""
+    """All ranks whose processes run belong to the same attempt."""
     return implies((st.dead[r] == 0) & (st.dead[q] == 0), st.born[r] == st.born[q])
 
 
 @LAUNCH_PROMISES("launches.checkpoint-of-one-epoch", r="rank")
 def checkpoint_of_one_epoch(st: Any, r: Any) -> Any:
-    """Every rank's part of a whole checkpoint has the weights of the epoch that names the
-    checkpoint. So no step is in some parts and missing in others."""
+    """A whole checkpoint is named after an epoch. Every rank's part of it holds the weights of that
+    epoch. So no step is in some parts and missing in others."""
     return st.held[r] == st.named[0]
 
 
 @LAUNCH_PROMISES("launches.checkpoint-of-one-round", r="rank")
 def checkpoint_of_one_round(st: Any, r: Any) -> Any:
-    """Every rank wrote its part of a whole checkpoint in the same round."""
+    """All ranks wrote their parts of a whole checkpoint in the same round (the time from a start or
+    rebuild to the next)."""
     return st.held_round[r] == st.named_round[0]
 
 
 @LAUNCH_PROMISES("launches.checkpoint-kept", r="rank")
 def checkpoint_kept(st: Any, r: Any) -> Any:
-    """The weights of every rank of the newest attempt are at least as new as the newest whole
+    """In the newest attempt, every rank's weights are at least as new as the newest whole
     checkpoint."""
     return implies(st.round[r] >= st.opened[0], st.named[0] <= st.weights[r])
 
 
 @LAUNCH_PROMISES("launches.one-cause", r="rank", q="rank")
 def one_cause(st: Any, r: Any, q: Any) -> Any:
-    """All ranks that stop in a round name the same cause."""
+    """All ranks that stop in a round (from a start or rebuild to the next) name the same cause."""
     both = (st.ended[r] == 1) & (st.ended[q] == 1) & (st.round[r] == st.round[q])
     return implies(both, st.told[r] == st.told[q])
 
 
 @LAUNCH_PROMISES("launches.tells-the-cause", r="rank")
 def tells_the_cause(st: Any, r: Any) -> Any:
-    """A rank that stops by itself has published why, and names the cause of its round."""
+    """A rank that stops by itself has published its reason, and names the recorded cause of its
+    round."""
     n = st.round[r]
     told = (st.halted[n] == 1) & (st.told[r] == st.cause[n])
     return implies(st.ended[r] == 1, (st.said[r] == 1) & told)
@@ -216,8 +230,8 @@ def cause_before_loss(st: Any, n: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.cause-before-no", n="attempt")
 def cause_before_no(st: Any, n: Any) -> Any:
-    """If the cause names a rank that only read a no vote, then a device voted no, or some rank
-    died, ran into a deadline or was ended by the launcher."""
+    """A rank may stop only because it read a no vote. If the cause names such a rank, then a device
+    voted no, or some rank died, ran into a deadline or was ended by the launcher."""
     found = (st.miscounted[n] == 1) | (st.gone[n] == 1)
     return implies((st.halted[n] == 1) & (st.cause_no[n] == 1), found)
 
@@ -241,20 +255,17 @@ def messages_before_vote(st: Any, r: Any, q: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.messages-before-update", r="rank", q="rank")
 def messages_before_update(st: Any, r: Any, q: Any) -> Any:
-    """
-    When a device has received a rank's yes to the device's current step, the device has ended all
-    messages of that step with this rank. So no device updates its weights with a message missing.
-    """
+    """When a device has received a rank's yes to the current step, all messages of the step between
+    this device and that rank have ended. So no device updates its weights while a message is
+    missing."""
     yes = (st.word[r, q] == st.ran[r] + 1) & (st.round[r] == st.round[q])
     return implies(yes, _messages_ended(st, r, q))
 
 
 @LAUNCH_STEPS("launches.message-meets-its-own", "transfer_launched")
 def message_meets_its_own(st: Any, r: Any, q: Any) -> Any:
-    """
-    In a launch, every receive meets the send of the same stage, microbatch and direction, in the
-    same step and round.
-    """
+    """In a launch, every receive is paired with the right send: the send of the same stage,
+    microbatch and direction, in the same step and round."""
     k = st.sends_run[r, q]
     return (
         (st.graph_out[r, q, k] == st.graph_into[q, r, k])
@@ -266,13 +277,14 @@ def message_meets_its_own(st: Any, r: Any, q: Any) -> Any:
 
 @LAUNCH_STEPS("launches.commit-confirmed", "commit_launched")
 def commit_confirmed(st: Any, r: Any) -> Any:
-    """A contract commits a step only if the device applied the previous step's update."""
+    """A contract commits a launched step only if the rank's device has applied the previous step's
+    update."""
     return st.weights[r] >= st.booked[r]
 
 
 @LAUNCH_STEPS("launches.no-gap", "move")
 def no_gap(st: Any, r: Any) -> Any:
-    """A device updates its weights only if it applied every earlier update of its round."""
+    """A device updates its weights only if it has applied every earlier update of its round."""
     return st.weights[r] == st.ran[r]
 
 
@@ -291,17 +303,17 @@ def rebuilt_after_cause(st: Any, r: Any) -> Any:
 @LAUNCH_STEPS("launches.part-is-settled", "write_part")
 def part_is_settled(st: Any, r: Any) -> Any:
     """A rank writes its part of a checkpoint only when its device has ended every launch. The
-    device has then applied the update of every step that the contract committed."""
+    device has then applied the update of every step that the rank's contract committed."""
     return (st.ran[r] == st.launched[r]) & (st.weights[r] == st.booked[r])
 
 
 @LAUNCH_STEPS("launches.checkpoints-advance", "publish_parts")
 def checkpoints_advance(st: Any, r: Any) -> Any:
-    """No checkpoint replaces a checkpoint of a later epoch."""
+    """A checkpoint never replaces a checkpoint of a later epoch."""
     return st.named[0] <= st.part_epoch[r]
 
 
 @LAUNCH_STEPS("launches.starts-from-one-checkpoint", "start_anew")
 def starts_from_one_checkpoint(st: Any, r: Any) -> Any:
-    """Every rank starts an attempt from the checkpoint that the attempt began from."""
+    """If an attempt begins from a checkpoint, every rank starts from that checkpoint."""
     return st.held[r] == st.loaded[0]

@@ -1,11 +1,12 @@
 """
 Predicates of the specification, and the two operators that Python lacks.
 
-A predicate is a function of the contract's memory ``st``, in some cases of the history ``h``, and
-of variables. The predicate holds for all values of its variables. It uses only comparisons, ``+``,
-``&``, ``|``, ``implies`` and ``choose``, so it runs over plain memory and over symbolic terms. It
-never branches on a comparison. Reading an entry outside a column gives an unspecified value, as in
-``implies(slot != NO_SLOT, st.consumers[slot] != 0)``.
+A predicate is a function of the contract's memory ``st``, in some cases of the history ``h`` (what
+really happened), and of variables. The predicate holds for all values of its variables. It uses
+only comparisons, ``+``, ``&``, ``|``, ``implies`` and ``choose``, and never branches on a
+comparison. So it runs over plain memory and over symbolic terms. An index outside a column gives an
+unspecified value. In ``implies(slot != NO_SLOT, st.consumers[slot] != 0)``, for example, this value
+does not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["Predicate", "Register", "choose", "implies"]
 
 
 def implies(premise: Any, conclusion: Any) -> Any:
-    """Whether the premise fails or the conclusion holds; ``<=`` on truth values means just that."""
+    """Whether the premise is false or the conclusion is true (``<=`` on truth values)."""
     return premise <= conclusion
 
 
@@ -37,17 +38,17 @@ class Predicate:
     One predicate of the specification.
 
     Args:
-        name: ``relation.what-holds``.
-        function: Function of the memory, in some cases the history, in some cases the arguments,
-            then the variables.
-        variables: Sort (type) of each variable: an index sort of ``qeffect.relations.columns``, or
-            ``place``, a non-negative integer up to the number of members of some sort.
-        needs: Relations (groups of guards) that the predicate mentions; the predicate is claimed
-            only if all of them take part.
-        transitions: For a predicate that holds whenever a transition is accepted: these
-            transitions.
-        without: For an assumption, the relation that would check it; the predicate is assumed only
-            if that relation is left out.
+        name: Name of the predicate, as ``relation.what-holds``.
+        function: Function that states the predicate. Its parameters are the memory, the history if
+            needed, the transition's arguments if needed, then the variables.
+        variables: Sort (type) of each variable, by the variable's name: an index sort of
+            ``qeffect.relations.columns``, or ``place``, a non-negative integer.
+        needs: Relations (groups of guards) that the predicate mentions. The predicate is promised
+            only if all these relations are in force.
+        transitions: Names of the transitions at whose acceptance the predicate holds; empty if it
+            holds always.
+        without: For an assumption, the relation whose guards would check it. The predicate is
+            assumed only if this relation is left out.
     """
 
     name: str
@@ -59,17 +60,17 @@ class Predicate:
 
     @property
     def text(self) -> str:
-        """The predicate in a sentence: the docstring of its function."""
+        """The predicate in words: the docstring of its function, on one line."""
         return " ".join((self.function.__doc__ or "").split())
 
 
 class Register:
     """
-    A list of predicates in the order of their definition; each decorated function adds one
-    predicate.
+    A list of predicates in the order of their definition. A register is also a decorator, which
+    adds the decorated function as a predicate.
 
     Args:
-        parts: Registers whose predicates come first, in this order.
+        parts: Registers whose predicates the new register begins with, in this order.
 
     >>> invariants = Register()
     >>> @invariants("ownership.no-phantom", slot="slot")
@@ -109,12 +110,11 @@ class Register:
         Add the decorated function under a name.
 
         Args:
-            name: Name of the predicate; the relation before the dot is always needed.
-            transitions: For a predicate that holds whenever a transition is accepted: these
-                transitions.
-            needs: Other relations that the predicate needs, separated by spaces.
-            without: For an assumption, the relation that would check it.
-            variables: Sort (type) of each variable.
+            name: Name of the predicate; the predicate always needs the relation before the dot.
+            transitions: Names of the transitions at whose acceptance the predicate holds.
+            needs: Names of other relations that the predicate needs, separated by spaces.
+            without: For an assumption, the relation whose guards would check it.
+            variables: Sort (type) of each variable, by the variable's name.
 
         Raises:
             ValueError: Another predicate has this name.

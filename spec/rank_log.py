@@ -3,11 +3,11 @@ The fields of each line of a rank log.
 
 The log's writer, its reader and the generated ``spec/contract.md`` take these fields from here.
 
-A rank log has a header, then one line per event. Every line ends with a digest over all lines so
-far; every event has a number, ``seq``, from 1.
+A rank log has a header, then one line per event. Every line ends with a digest of the file up to
+this digest. Every event has a number, ``seq``, which counts from 1.
 
-A log may be written in several files, each with digests of its own. The header of a file that
-continues another file also has the field ``continues``: the rank's state after the commit that
+A rank may write its log in several files, each with digests of its own. A file that continues
+another file also has the field ``continues`` in its header: the rank's state after the commit that
 ended the previous file.
 """
 
@@ -62,12 +62,14 @@ def _channels(value: Any) -> bool:
 
 #: The kind of the field with the votes.
 _VOTES: Final = (
-    "by rank: 0 (yes), 1 (no), 2 (gradients unlike the first replica's) or more (its two runs "
-    "differ)"
+    "one number per rank: 0 (yes), 1 (no), 2 (its gradients differ from the first replica's), more "
+    "than 2 (its two runs differ)"
 )
 
 #: The kind of the field with the messages of a graph.
-_ORDERS: Final = "[peer, digest of the sends to it, digest of the receives from it], each"
+_ORDERS: Final = (
+    "a list of [peer, digest of the sends to the peer, digest of the receives from the peer]"
+)
 
 #: The kinds of fields, each with a function that tells whether a parsed value is of the kind.
 FIELD_KINDS: Final[Mapping[str, Any]] = {
@@ -78,9 +80,9 @@ FIELD_KINDS: Final[Mapping[str, Any]] = {
     "a name": _word,
     "a name, or null": _maybe_word,
     "true or false": _flag,
-    "[sending stage, microbatch, whether it is a gradient]": _message,
+    "[sending stage, microbatch, true for a gradient]": _message,
     _VOTES: _naturals,
-    "[sender, receiver, messages per step], each": _channels,
+    "a list of [sender, receiver, messages per step]": _channels,
     _ORDERS: _channels,
 }
 
@@ -90,7 +92,7 @@ _EPOCH: Final[_Fields] = {"epoch": _NUMBER}
 _NAMED: Final[_Fields] = {"name": _NAME}
 _POSTED: Final[_Fields] = {
     "peer": _NUMBER,
-    "message": "[sending stage, microbatch, whether it is a gradient]",
+    "message": "[sending stage, microbatch, true for a gradient]",
     "slot": _NUMBER,
     "generation": _NUMBER,
 }
@@ -102,13 +104,14 @@ RANK_HEADER: Final[Mapping[str, tuple[str, str]]] = {
     "world": (_NUMBER, "number of ranks of the job"),
     "attempt": (
         "a name, or null",
-        "the name that the ranks agreed on; null if another library connected the ranks",
+        "the name of the attempt that the ranks agreed on; null if another library connected the "
+        "ranks",
     ),
-    "worker": (_NUMBER, "the worker's number among the workers of its process"),
+    "worker": (_NUMBER, "the worker's number within its process"),
     "began": (_NUMBER, "when the worker began, in nanoseconds of the host's clock"),
     "epoch": (_NUMBER, "the weight epoch in which the worker began"),
     "channels": (
-        "[sender, receiver, messages per step], each",
+        "a list of [sender, receiver, messages per step]",
         "the job's connections between ranks",
     ),
 }
@@ -119,11 +122,14 @@ RANK_CONTINUES: Final[Mapping[str, tuple[str, str]]] = {
         _NUMBER,
         "the number of the file; the first file of a log has number 0 and no field `continues`",
     ),
-    "events": (_NUMBER, "number of events in the earlier files"),
-    "after": ("a digest", "the digest of the last line of the previous file"),
+    "events": (_NUMBER, "number of events in all earlier files"),
+    "after": ("a digest", "the digest at the end of the previous file's last line"),
     "epoch": (_NUMBER, "the weight epoch after the commit that ended the previous file"),
     "again": (_NUMBER, "how often the worker had restarted, in place or from a checkpoint"),
-    "launches": ("true or false", "whether the committed step was one launch"),
+    "launches": (
+        "true or false",
+        "whether the step that the previous file ends with was one launch",
+    ),
     "wrote": ("an epoch, or -1", "the epoch of the rank's newest part of a checkpoint"),
 }
 
@@ -131,31 +137,37 @@ RANK_CONTINUES: Final[Mapping[str, tuple[str, str]]] = {
 RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
     "offer": (_NAMED, "rank 0 drew a name for the attempt and offered it"),
     "take_seat": (_NAMED, "the rank took its seat under the name"),
-    "confirm": (_NAMED, "rank 0 saw every seat taken"),
+    "confirm": (_NAMED, "rank 0 saw that every rank had taken its seat, and confirmed the name"),
     "connect": (_NAMED, "the rank connected under the name"),
     "begin_step": (_EPOCH, "a guarded step began"),
     "post_send": (_POSTED, "the rank posted a send"),
     "post_receive": (_POSTED, "the rank posted a receive"),
     "sent": (_ENDED, "a send ended"),
     "received": (_ENDED, "a receive ended"),
-    "behind_send": (_ENDED, "device work that the rank queues after this event runs after a send"),
+    "behind_send": (
+        _ENDED,
+        "device work that the rank queues after this event runs only after a send has ended",
+    ),
     "behind_receive": (
         _ENDED,
-        "device work that the rank queues after this event runs after a receive",
+        "device work that the rank queues after this event runs only after a receive has ended",
     ),
-    "finish": (_EPOCH, "the gradients are final and the contract allows the commit"),
+    "finish": (_EPOCH, "the gradients are final, and the rank's contract would accept the commit"),
     "consent": (_EPOCH, "the rank consents to the commit"),
-    "commit": (_EPOCH, "the rank updated its weights, or launched its update, and committed"),
+    "commit": (
+        _EPOCH,
+        "the rank updated its weights (or launched the update) and committed the step",
+    ),
     "capture": (_EPOCH, "the rank begins to capture a step as one launch"),
     "second_run": (
         _EPOCH,
-        "the step runs twice, as a check; the two runs of a guarded step have ended with equal "
-        "digests, and the two launches of a launched step are enqueued and not yet compared",
+        "the step runs twice as a check; in a guarded step, both runs have ended with equal "
+        "digests; in a launched step, both launches are enqueued and not yet compared",
     ),
     "captured": (_EPOCH, "all ranks captured the step"),
     "order": (
         {**_EPOCH, "messages": _ORDERS},
-        "the messages that the next launch posts, in the order in which its graph was captured",
+        "digests of the messages that the next launch posts, in the order of their capture",
     ),
     "launch": (_EPOCH, "the host launches the step"),
     "votes": (
@@ -167,20 +179,22 @@ RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
     ),
     "leave": (_EPOCH, "the last launch ended; guarded steps or a checkpoint may follow"),
     "resume": (_EPOCH, "launches continue"),
-    "report": (_EPOCH, "after a stop: the epoch of the device's weights"),
+    "report": (_EPOCH, "after a stop: the rank reports the epoch of its device's weights"),
     "load": (_EPOCH, "the rank loaded a checkpoint of the epoch"),
     "write_shard": (_EPOCH, "the rank writes its part of a checkpoint"),
     "publish": (_EPOCH, "rank 0 gave the whole checkpoint its name"),
     "stop": (
         {"kind": _NAME, "peer": "a rank, or -1", "in_row": "true or false"},
-        "the rank stops: why, because of which rank, and whether inside its row of the schedule",
+        "the rank stops: `kind` is the reason, `peer` the rank that caused it, and `in_row` tells "
+        "whether the rank was inside its row of the schedule",
     ),
-    "say": ({}, "the rank published why it stops"),
+    "say": ({}, "the rank published its reason for stopping"),
     "close": ({}, "the rank closed its connections"),
     "end": (
         {"cause": _NUMBER, "kind": _NAME},
-        "the rank read the attempt's cause: which rank caused the stop, and how",
+        "the rank read the attempt's cause: `cause` is the rank that caused the stop, and `kind` "
+        "says how",
     ),
     "rebuilt": (_EPOCH, "the rank restarted in place"),
-    "closed": ({}, "the worker ended its work; the log is whole"),
+    "closed": ({}, "the worker ended its work; the log is complete"),
 }

@@ -1,11 +1,12 @@
 """
 Ranks: promises about several processes together, each with a contract of its own.
 
-The promises are predicates over the columns below, which record what happened on every rank and on
-every channel between two ranks. ``r``, ``q`` and ``p`` are any ranks, ``k`` and ``j`` any message
-numbers in a channel, ``n`` any attempt, ``a`` and ``b`` any names of attempts. Nothing here
-restates the guards of the protocol (`qeffect.verification.ranks.protocol`). The promises are proved
-of the protocol for any number of ranks.
+The promises are predicates over the columns below. The columns record what happened on every rank
+and on every channel (the messages from one rank to another). ``r``, ``q`` and ``p`` are any ranks,
+``k`` and ``j`` any message numbers in a channel, ``n`` any attempt, and ``a`` and ``b`` any names
+of attempts. Nothing here restates the guards of the protocol
+(`qeffect.verification.ranks.protocol`). Proofs show that the protocol keeps these promises for any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ NOBODY: Final = -1
 
 #: Sorts of the indices and meaning of an entry, by column.
 RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
-    "attempt": (("one",), "number of attempts (common starts of all ranks) that have begun"),
-    "base": (("one",), "the epoch that the newest attempt began from"),
+    "attempt": (("one",), "number of attempts (common runs of all ranks) that have begun"),
+    "base": (("one",), "the epoch from which the newest attempt began"),
     "again": (("one",), "1 if the newest attempt began in place, not from a checkpoint"),
     "saved": (("one",), "the epoch that the newest whole checkpoint is named after"),
     "saved_life": (
@@ -47,14 +48,18 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "lead": (("one",), "configured: the rank that draws an attempt's name"),
     "offered": (
         ("one",),
-        "the name that the launcher's store offers now, possibly of an earlier attempt",
+        "the name that the launcher's store offers now; it may belong to an earlier attempt",
     ),
     "drawn_in": (("name",), "the attempt in which the name was drawn"),
     "seat": (
         ("name", "rank"),
-        "the attempt in which the rank took its seat (its one entry in the store) under the name",
+        "the attempt in which the rank took its seat under the name, that is, the rank's one "
+        "entry in the store",
     ),
-    "confirmed": (("name",), "1 once every seat under the name was taken"),
+    "confirmed": (
+        ("name",),
+        "1 once every rank has taken its seat under the name and the name was confirmed",
+    ),
     "life": (("rank",), "the attempt in which the rank last started"),
     "drew": (("rank",), "the name that the rank drew in its attempt"),
     "name": (("rank",), "the name under which the rank connected"),
@@ -62,28 +67,36 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "open": (("rank",), "1 while the rank's connections are open"),
     "phase": (
         ("rank",),
-        "0 between steps, 1 in a step, 2 after the rank agreed to the step's commit",
+        "0 between steps, 1 in a step, 2 after the rank consented to the step's commit",
     ),
     "step": (("rank",), "number of steps that the rank has begun in its attempt"),
     "epoch": (("rank",), "the weight epoch of the rank's contract"),
-    "live": (("rank",), "how many tapes and actions of the rank's contract are live or in flight"),
-    "spoiled": (("rank",), "1 when a failure touched the rank's epoch"),
-    "whole": (("rank",), "1 when all gradients of the rank's epoch are final and reduced"),
-    "yes": (("rank",), "the epoch that the rank has consented to move to"),
+    "live": (("rank",), "number of live tapes and actions in flight in the rank's contract"),
+    "spoiled": (("rank",), "1 if a failure touched the rank's epoch"),
+    "whole": (("rank",), "1 if all gradients of the rank's epoch are final and reduced"),
+    "yes": (
+        ("rank",),
+        "the epoch to which the rank last consented to move its weights",
+    ),
     "refused": (("rank",), "the epoch whose commit the rank's contract refused"),
     "leaving": (("rank",), "1 once the rank cannot continue"),
-    "lost": (("rank",), "1 if the rank leaves because a connection closed"),
-    "said": (("rank",), "1 once the rank has published its reason"),
+    "lost": (("rank",), "1 if the rank stops because a connection closed"),
+    "said": (("rank",), "1 once the rank has published its reason for stopping"),
     "ended": (("rank",), "1 if the rank stopped by itself in its attempt"),
-    "told": (("rank",), "the rank that the stopping rank named as the cause"),
-    "reasoned": (("attempt",), "1 when a rank of the attempt published a reason of its own"),
+    "told": (("rank",), "the rank that this rank named as the cause when it stopped"),
+    "reasoned": (
+        ("attempt",),
+        "1 once a rank of the attempt has published a reason of its own "
+        "(more than a lost connection)",
+    ),
     "reason": (("attempt",), "the first rank of the attempt that published a reason of its own"),
-    "halted": (("attempt",), "1 once a rank has recorded why the attempt ends"),
+    "halted": (("attempt",), "1 once a rank has recorded the cause of the attempt's end"),
     "cause": (("attempt",), "the rank that the attempt's cause names"),
     "cause_lost": (("attempt",), "1 if the rank that the cause names only lost a connection"),
     "gone": (
         ("attempt",),
-        "1 if a rank crashed in the attempt, ran into a deadline, or was ended by the launcher",
+        "1 once a rank of the attempt has crashed, run into a deadline or been ended by the "
+        "launcher",
     ),
     "shard": (("rank",), "the epoch of the weights in the rank's newest part of a checkpoint"),
     "shard_life": (
@@ -97,7 +110,7 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "written; 0 before the first",
     ),
     "generation": (("rank", "slot"), "how often the rank's slot was released"),
-    "sent": (("rank", "rank"), "sends that the first rank posted to the second"),
+    "sent": (("rank", "rank"), "number of sends that the first rank posted to the second"),
     "sent_before": (
         ("rank", "rank"),
         "number of sends that the first rank posted to the second before the first rank's current "
@@ -109,7 +122,7 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "out": (
         ("rank", "rank", "place"),
-        "the slot from which the first rank sends to the second; place is the send's number",
+        "the slot that the first rank's send to the second reads; place is the number of the send",
     ),
     "out_generation": (
         ("rank", "rank", "place"),
@@ -117,9 +130,9 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "out_message": (
         ("rank", "rank", "place"),
-        "the message that was sent: its stage, microbatch and direction as one number",
+        "the message that was sent; one number encodes its stage, microbatch and direction",
     ),
-    "taken": (("rank", "rank"), "receives that the first rank posted from the second"),
+    "taken": (("rank", "rank"), "number of receives that the first rank posted from the second"),
     "taken_before": (
         ("rank", "rank"),
         "number of receives that the first rank posted from the second before the first rank's "
@@ -131,8 +144,8 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "into": (
         ("rank", "rank", "place"),
-        "the slot that the first rank's receive from the second fills; place is the receive's "
-        "number",
+        "the slot that the first rank's receive from the second fills; place is the number of the "
+        "receive",
     ),
     "into_generation": (
         ("rank", "rank", "place"),
@@ -140,9 +153,13 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "into_message": (
         ("rank", "rank", "place"),
-        "the message that the receive expects: its stage, microbatch and direction as one number",
+        "the message that the receive expects; one number encodes its stage, microbatch and "
+        "direction",
     ),
-    "messages": (("rank", "rank"), "configured: messages per step from the first to the second"),
+    "messages": (
+        ("rank", "rank"),
+        "configured: number of messages per step from the first rank to the second",
+    ),
     "total": (
         ("rank", "rank", "place"),
         "configured: number of messages from the first rank to the second in the first `place` "
@@ -157,12 +174,12 @@ RANK_STEPS: Final = Register()
 
 
 def sending(st: Any, r: Any, q: Any, k: Any) -> Any:
-    """Whether the k-th send of a rank to another is under way."""
+    """Whether the k-th send from one rank to another is under way."""
     return (st.sent_done[r, q] <= k) & (k < st.sent[r, q])
 
 
 def receiving(st: Any, r: Any, q: Any, k: Any) -> Any:
-    """Whether the k-th receive of a rank from another is under way."""
+    """Whether the k-th receive of one rank from another is under way."""
     return (st.taken_done[r, q] <= k) & (k < st.taken[r, q])
 
 
@@ -175,14 +192,14 @@ def _runs(st: Any, r: Any) -> Any:
 
 @RANK_PROMISES("ranks.one-epoch-a-step", r="rank", q="rank")
 def one_epoch_a_step(st: Any, r: Any, q: Any) -> Any:
-    """Two ranks that run actions of the same step are in the same epoch."""
+    """Two ranks that run actions of the same step of an attempt are in the same epoch."""
     same = (st.life[r] == st.life[q]) & (st.step[r] == st.step[q])
     return implies(_runs(st, r) & _runs(st, q) & same, st.epoch[r] == st.epoch[q])
 
 
 @RANK_PROMISES("ranks.one-attempt", r="rank", q="rank")
 def one_attempt(st: Any, r: Any, q: Any) -> Any:
-    """All ranks that run belong to the same attempt."""
+    """All ranks whose processes run belong to the same attempt."""
     return implies((st.up[r] == 1) & (st.up[q] == 1), st.life[r] == st.life[q])
 
 
@@ -194,14 +211,14 @@ def name_of_one_attempt(st: Any, r: Any, q: Any) -> Any:
 
 @RANK_PROMISES("ranks.one-name", r="rank", q="rank")
 def one_name(st: Any, r: Any, q: Any) -> Any:
-    """All ranks that connect in an attempt connect under the same name."""
+    """All ranks that connect in one attempt connect under the same name."""
     both = (st.name[r] != NOBODY) & (st.name[q] != NOBODY)
     return implies(both & (st.life[r] == st.life[q]), st.name[r] == st.name[q])
 
 
 @RANK_PROMISES("ranks.all-came", r="rank", q="rank")
 def all_came(st: Any, r: Any, q: Any) -> Any:
-    """While a rank with connections runs, every rank has started in the same attempt."""
+    """While a rank that has connected runs, every rank has started in that rank's attempt."""
     return implies((st.up[r] == 1) & (st.name[r] != NOBODY), st.life[q] == st.life[r])
 
 
@@ -210,7 +227,8 @@ def all_came(st: Any, r: Any, q: Any) -> Any:
 
 @RANK_PROMISES("ranks.refusal-holds-all", r="rank", q="rank")
 def refusal_holds_all(st: Any, r: Any, q: Any) -> Any:
-    """No rank commits an epoch whose commit another rank refused in the same attempt."""
+    """If a rank's contract refuses the commit of an epoch, no other rank of the attempt commits
+    that epoch."""
     return implies(
         (st.life[r] == st.life[q]) & (st.refused[r] != NOBODY), st.epoch[q] <= st.refused[r]
     )
@@ -218,14 +236,14 @@ def refusal_holds_all(st: Any, r: Any, q: Any) -> Any:
 
 @RANK_PROMISES("ranks.all-consented", r="rank", q="rank")
 def all_consented(st: Any, r: Any, q: Any) -> Any:
-    """A rank that updated its weights in an attempt had the consent of every rank."""
+    """A rank has updated its weights in an attempt only with the consent of every rank."""
     moved = (st.life[r] == st.attempt[0]) & (st.epoch[r] != st.base[0])
     return implies(moved, (st.life[q] == st.attempt[0]) & (st.epoch[r] <= st.yes[q]))
 
 
 @RANK_STEPS("ranks.commit-accepted", "commit")
 def commit_accepted(st: Any, r: Any) -> Any:
-    """When all ranks have consented, each rank's own contract accepts the commit."""
+    """When all ranks have consented to a commit, each rank's own contract accepts that commit."""
     return (st.live[r] == 0) & (st.whole[r] == 1) & (st.spoiled[r] == 0)
 
 
@@ -234,10 +252,8 @@ def commit_accepted(st: Any, r: Any) -> Any:
 
 @RANK_STEPS("ranks.message-meets-its-own", "transfer")
 def message_meets_its_own(st: Any, r: Any, q: Any) -> Any:
-    """
-    A message is received in the step, epoch and attempt in which it was sent, and in its channel's
-    order.
-    """
+    """A message is received in the step, epoch and attempt in which it was sent. The messages of a
+    channel arrive in the order in which they were sent."""
     sent = st.sent_done[r, q] - st.sent_before[r, q]
     taken = st.taken_done[q, r] - st.taken_before[q, r]
     return (
@@ -250,10 +266,8 @@ def message_meets_its_own(st: Any, r: Any, q: Any) -> Any:
 
 @RANK_PROMISES("ranks.messages-in-place", r="rank", q="rank", p="rank", k="place")
 def messages_in_place(st: Any, r: Any, q: Any, p: Any, k: Any) -> Any:
-    """
-    Up to the last step in which a rank updated its weights, every receive of the attempt met the
-    send of the same stage, microbatch and direction.
-    """
+    """Up to the last step in which a rank updated its weights, every receive of the attempt was
+    paired with the right send: the send of the same stage, microbatch and direction."""
     taken = st.total[q, p, st.epoch[r] - st.base[0]]
     return implies(
         (st.life[r] == st.attempt[0]) & (0 <= k) & (k < taken),
@@ -263,7 +277,7 @@ def messages_in_place(st: Any, r: Any, q: Any, p: Any, k: Any) -> Any:
 
 @RANK_PROMISES("ranks.sender-keeps-buffer", r="rank", q="rank", k="place")
 def sender_keeps_buffer(st: Any, r: Any, q: Any, k: Any) -> Any:
-    """While a send is under way, its slot is not released."""
+    """While a send is under way, the slot that it reads is not released."""
     return implies(
         sending(st, r, q, k), st.out_generation[r, q, k] == st.generation[r, st.out[r, q, k]]
     )
@@ -271,7 +285,7 @@ def sender_keeps_buffer(st: Any, r: Any, q: Any, k: Any) -> Any:
 
 @RANK_PROMISES("ranks.receiver-keeps-buffer", r="rank", q="rank", k="place")
 def receiver_keeps_buffer(st: Any, r: Any, q: Any, k: Any) -> Any:
-    """While a receive is under way, its slot is not released."""
+    """While a receive is under way, the slot that it fills is not released."""
     return implies(
         receiving(st, r, q, k), st.into_generation[r, q, k] == st.generation[r, st.into[r, q, k]]
     )
@@ -279,7 +293,7 @@ def receiver_keeps_buffer(st: Any, r: Any, q: Any, k: Any) -> Any:
 
 @RANK_PROMISES("ranks.one-writer", r="rank", q="rank", p="rank", k="place", j="place")
 def one_writer(st: Any, r: Any, q: Any, p: Any, k: Any, j: Any) -> Any:
-    """Two receives that are under way never fill the same slot."""
+    """Two receives that are under way at the same time never fill the same slot."""
     both = receiving(st, r, q, k) & receiving(st, r, p, j)
     return implies(both & (st.into[r, q, k] == st.into[r, p, j]), (q == p) & (k == j))
 
@@ -296,8 +310,8 @@ def no_write_under_a_send(st: Any, r: Any, q: Any, p: Any, k: Any, j: Any) -> An
 
 @RANK_PROMISES("ranks.checkpoint-of-one-epoch", r="rank")
 def checkpoint_of_one_epoch(st: Any, r: Any) -> Any:
-    """Every rank's part of the whole checkpoint holds weights of the epoch that names the
-    checkpoint."""
+    """A whole checkpoint is named after an epoch. Every rank's part of it holds the weights of that
+    epoch."""
     return st.kept[r] == st.saved[0]
 
 
@@ -309,13 +323,14 @@ def checkpoint_of_one_attempt(st: Any, r: Any) -> Any:
 
 @RANK_STEPS("ranks.starts-again-in-one-epoch", "start_again")
 def starts_again_in_one_epoch(st: Any, r: Any) -> Any:
-    """Every rank that starts in place has the weights of the epoch that all ranks stopped in."""
+    """If all ranks start again in place, each has the weights of the epoch in which all ranks
+    stopped."""
     return st.epoch[r] == st.base[0]
 
 
 @RANK_STEPS("ranks.starts-from-one-checkpoint", "start")
 def starts_from_one_checkpoint(st: Any, r: Any) -> Any:
-    """Every rank starts an attempt from the checkpoint that the attempt began from."""
+    """If an attempt begins from a checkpoint, every rank starts from that checkpoint."""
     return st.kept[r] == st.base[0]
 
 
@@ -331,14 +346,14 @@ def one_cause(st: Any, r: Any, q: Any) -> Any:
 
 @RANK_PROMISES("ranks.tells-the-cause", r="rank")
 def tells_the_cause(st: Any, r: Any) -> Any:
-    """A rank that stops by itself names the cause of its attempt, and the attempt has a cause."""
+    """A rank that stops by itself names the recorded cause of its attempt; such a cause exists."""
     n = st.life[r]
     return implies(st.ended[r] == 1, (st.halted[n] == 1) & (st.told[r] == st.cause[n]))
 
 
 @RANK_PROMISES("ranks.stop-is-explained", r="rank")
 def stop_is_explained(st: Any, r: Any) -> Any:
-    """A rank that stops by itself has published why."""
+    """A rank that stops by itself has published its reason."""
     return implies(st.ended[r] == 1, st.said[r] == 1)
 
 
@@ -353,5 +368,6 @@ def cause_before_loss(st: Any, n: Any) -> Any:
 
 @RANK_PROMISES("ranks.stop-wakes", r="rank")
 def stop_wakes(st: Any, r: Any) -> Any:
-    """A rank that stopped or crashed has no open connection, so ranks that wait on it are woken."""
+    """A rank that stopped or crashed has no open connection. So ranks that wait for a message of
+    this rank are woken."""
     return implies(st.up[r] == 0, st.open[r] == 0)

@@ -1,9 +1,9 @@
 """
-The promises of a step in one call (chapter *A step in one call*), and what shows each.
+The promises of a step in one call (chapter *A step in one call*), with the proof or tests of each.
 
 These promises are about the calls `check_step` and `commit_step`, which are not transitions. So no
-promise here is a predicate over a transition. One promise is proved over all transitions; tests
-show the other promises, and each test fails if the comparison that it covers is removed.
+promise here is a predicate over a transition. One promise is proved for all transitions. Tests show
+the other promises; each test fails if the comparison that it covers is removed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ class StepPromise:
     Args:
         name: Name of the promise.
         text: The promise in a sentence.
-        proof: The file of its proof, whose obligations have the promise's name; empty if tests
-            alone show it.
-        tests: Tests that show the promise, or that show how the promise fails if a comparison is
-            removed, as ``file: test``.
+        proof: Path of the file with the promise's proof; empty if only tests show the promise.
+        tests: Tests, as ``file: test``, that show the promise, or that show how the promise fails
+            if a comparison is removed.
     """
 
     name: str
@@ -43,9 +42,9 @@ _LOGS: Final = "tests/eventlog/test_steps.py"
 STEP_PROMISES: Final = (
     StepPromise(
         "steps.moved-alike",
-        "If all numbers of one family (counters of one kind) advance by the same amount, a "
-        "transition takes the same path through its code and leaves the same state, advanced by "
-        "that amount.",
+        "Suppose that all counters of one family (epochs, for example) advance by the same "
+        "amount. Every transition then takes the same path through its code, and leaves the same "
+        "state, except that this family's counters have advanced by that amount.",
         "verification/proofs/recurring.py",
         (
             f"{_PROOFS}: test_no_column_may_stand_still_while_its_family_moves",
@@ -54,8 +53,9 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.same-end",
-        "A step that is committed in one call leaves the same state as its transitions called one "
-        "by one: every column, the free slots in their order, the reservations and the counts.",
+        "A step committed in one call leaves the same state as its transitions called one by one. "
+        "The columns, the free slots in their order, the reservations and the counts are all "
+        "equal.",
         tests=(
             f"{_RANKS}: test_the_whole_state_is_that_of_action_by_action",
             f"{_KERNEL}: test_a_step_as_one_leaves_what_its_actions_leave",
@@ -63,8 +63,9 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.same-start",
-        "A state counts as equal to the recorded state only if every transition of the step would "
-        "be accepted from it and would leave the recorded values.",
+        "`check_step` treats the current state as equal to the recorded state only in one case: "
+        "from the current state, every transition of the step would be accepted and would leave "
+        "the recorded values.",
         tests=(
             f"{_RANKS}: test_no_other_state_is_taken_for_the_recorded_one",
             f"{_RANKS}: test_each_compared_column_is_needed",
@@ -75,7 +76,7 @@ STEP_PROMISES: Final = (
     StepPromise(
         "steps.one-incarnation",
         "A step is checked and committed only in the incarnation that recorded it. Within that "
-        "incarnation, a step is not refused if all its transitions would be accepted.",
+        "incarnation, the step is accepted if all its transitions would be accepted.",
         tests=(
             f"{_KERNEL}: test_a_step_is_of_one_contract_and_incarnation",
             f"{_RANKS}: test_histories_that_are_not_taken_as_one_are_refused_by_their_actions",
@@ -83,9 +84,9 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.first-refusal",
-        "If the state differs from the recorded state, `check_step` reports the clause of the "
-        "step's first refused transition. If no clause is reported, no transition of the step is "
-        "refused.",
+        "If the state differs from the recorded state, `check_step` reports the clause that "
+        "refuses the step's first refused transition. If `check_step` reports no clause, no "
+        "transition of the step is refused.",
         tests=(
             f"{_RANKS}: test_no_other_state_is_taken_for_the_recorded_one",
             f"{_RANKS}: test_histories_that_are_not_taken_as_one_are_refused_by_their_actions",
@@ -104,8 +105,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.replayed",
-        "An event log records a step in one call as one line, and the replayer refuses every such "
-        "line whose transitions would be refused.",
+        "An event log records a step committed in one call as one line. The replayer refuses such "
+        "a line if any transition of the step would be refused.",
         tests=(
             f"{_LOGS}: test_each_step_as_one_is_one_line_and_the_log_is_accepted",
             f"{_LOGS}: test_a_forged_step_is_refused",

@@ -15,11 +15,12 @@ class Transition:
     One transition: a call that checks and changes the contract's memory.
 
     Args:
-        name: Name; ``check_*`` reserves and issues a ticket, ``commit_*`` redeems the ticket after
-            success, ``abort_*`` after failure.
+        name: Name of the transition. ``check_*`` reserves and issues a ticket. ``commit_*`` redeems
+            the ticket after the action succeeded, ``abort_*`` after it failed.
         arguments: Names of the arguments, in order.
-        when: When to call the transition, and what it changes.
-        relation: The relation that the transition needs; empty if it needs none.
+        when: When to call the transition, and what the transition changes, in words.
+        relation: Optional part of the contract that the transition belongs to; empty if it belongs
+            to no optional part.
     """
 
     name: str
@@ -41,35 +42,38 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "skip(key)",
-        "Before the first F of a walk that takes fewer microbatches than configured: leaves out "
-        "the key's F, dI and dW.",
+        "Before the first F of a walk (pass over the microbatches) that takes fewer microbatches "
+        "than configured: leaves out the key's F, dI and dW.",
     ),
     _transition(
         "bind(key, destination)", "Before dI: binds the key to the destination of its gradients."
     ),
-    _transition("check_refresh(stage, link)", "Before a refresh: reserves the domain.", "version"),
+    _transition(
+        "check_refresh(stage, link)",
+        "Before a refresh of the stage's weight cache: reserves the stage's domain.",
+        "version",
+    ),
     _transition(
         "commit_refresh(stage, ticket, filled, fill_epoch)",
-        "After a refresh: the cache is current. `filled` names the matrices whose caches were "
-        "filled, and `fill_epoch` the epoch of the weights that they were filled from.",
+        "After a refresh: marks the weight cache as current. `filled` names the matrices whose "
+        "caches were filled. `fill_epoch` is the epoch of the weights from which they were filled.",
         "version",
     ),
     _transition(
         "abort_refresh(stage, ticket)",
-        "After a refresh failed: poisons the state domain until a restore.",
+        "After a refresh failed: poisons the stage's domain until a restore.",
         "version",
     ),
     _transition(
         "check_forward(key, slot, token, link, refresh)",
-        "Before F: reserves slot and domain. "
-        "`refresh` is true if F fills the weight cache itself, and false if F reads the cache as "
-        "it is.",
+        "Before F: reserves the slot and the domain. `refresh` is true if F fills the weight "
+        "cache itself, and false if F reads the cache as it is.",
     ),
     _transition(
         "commit_forward(slot, ticket, filled, fill_epoch, updates, draws)",
-        "After F: the tape is live and the token advances; an F that refreshes makes the cache "
-        "current. `updates` counts how often F updated the scales, and `draws` says where F began "
-        "to draw random numbers.",
+        "After F: the tape is live and the token advances. An F that refreshes also makes the "
+        "cache current. `updates` counts how often F updated the scales. `draws` is the position "
+        "of the random generator at which F began to draw.",
     ),
     _transition(
         "abort_forward(slot, ticket)",
@@ -77,26 +81,29 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "check_evaluation(stage, link, cached)",
-        "Before a forward that trains nothing: reserves the stage and its domain. `cached` is true "
-        "if the evaluation reads the weight cache, and false if it quantizes the weights itself.",
+        "Before an evaluation (a forward that trains nothing): reserves the stage and its domain. "
+        "`cached` is true if the evaluation reads the weight cache, and false if it quantizes the "
+        "weights itself.",
     ),
     _transition(
         "commit_evaluation(stage, ticket, fill_epoch, updates)",
-        "After an evaluation: leaves the epoch unchanged. `fill_epoch` names the epoch of the "
-        "weights if the evaluation filled the cache, and `updates` counts how often it updated "
-        "the scales.",
+        "After an evaluation: ends the reservation and leaves the epoch unchanged. `fill_epoch` "
+        "is the epoch of the weights if the evaluation filled the cache. `updates` counts how "
+        "often the evaluation updated the scales.",
     ),
     _transition(
         "abort_evaluation(stage, ticket)",
         "After an evaluation failed: poisons the domain and spoils the epoch.",
     ),
-    _transition("check_dgrad(key, ref, token, link)", "Before dI: reserves tape and domain."),
+    _transition(
+        "check_dgrad(key, ref, token, link)", "Before dI: reserves the tape and the domain."
+    ),
     _transition(
         "commit_dgrad(slot, ticket, queued, updates, scales, draws, weight, parts)",
-        "After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, "
-        "`scales` the token of the F whose scales dI used, and `draws` says where dI began to draw "
-        "when it recomputed F. The fraction `weight`/`parts` is the microbatch's share of the "
-        "epoch's gradient.",
+        "After dI: the token advances, and the tape waits for dW. `queued` is the work deferred "
+        "to dW. `scales` identifies the F whose scales dI used, by the token of that F. `draws` "
+        "is the position of the random generator at which dI began to draw when it recomputed F. "
+        "The fraction `weight`/`parts` is the microbatch's share of the epoch's gradient.",
     ),
     _transition(
         "abort_dgrad(slot, ticket)",
@@ -104,12 +111,13 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "check_wgrad(key, ref, link, destination, first)",
-        "Before dW: reserves tape and destination. `first` says which buffers dW overwrites.",
+        "Before dW: reserves the tape and the destination. `first` says which gradient buffers dW "
+        "overwrites; dW adds to the others.",
     ),
     _transition(
         "commit_wgrad(slot, ticket, covered)",
-        "After dW: counts the write. `covered` names the matrices written. The tape's last "
-        "consumer releases the slot.",
+        "After dW: counts the dW. `covered` names the matrices that dW wrote. If dW was the "
+        "tape's last consumer, the slot is released.",
     ),
     _transition(
         "abort_wgrad(slot, ticket)",
@@ -117,20 +125,21 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "group_wgrad(key, ref, leader, ticket, link, destination)",
-        "After the check of a dW and before its commit: the same product takes this tape too. "
-        "`leader` is the slot, and `ticket` the ticket, of the dW that was checked.",
+        "After the check of a dW and before its commit: adds this tape to the matrix product of "
+        "that dW (a grouped dW). `leader` is the slot of the dW that was checked, and `ticket` is "
+        "its ticket.",
         "arena",
     ),
     _transition(
         "ungroup_wgrad(key, ref, covered)",
-        "After a grouped dW ended: counts the dW of this tape. `covered` names the matrices "
-        "written. The tape's last consumer releases the slot.",
+        "After a grouped dW ended: counts the dW of this tape. `covered` names the matrices that "
+        "dW wrote. If dW was the tape's last consumer, the slot is released.",
         "arena",
     ),
     _transition(
         "post_receive(key, ref, message, link)",
-        "Before a stream receives the tape's input, or its output's gradient, into the slot: the "
-        "receive is then under way.",
+        "Before a stream receives the tape's input, or the gradient of its output, into the slot: "
+        "marks the receive as under way.",
     ),
     _transition(
         "finish_receive(key, ref, message, link)",
@@ -139,18 +148,23 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "read(key, ref, bit, link)",
-        "Before a stream reads the output or the input gradient: the read is then under way.",
+        "Before a stream reads the output or the input gradient from the slot: marks the read as "
+        "under way.",
     ),
     _transition(
         "finish_read(key, ref, bit, link)",
         "After the read has ended and the link's caller has waited for it: records the end of the "
-        "read. The tape's last consumer releases the slot.",
+        "read. If the reader was the tape's last consumer, the slot is released.",
     ),
-    _transition("drop(key, ref)", "Aborts one tape. A purge drops every tape of an epoch."),
+    _transition(
+        "drop(key, ref)",
+        "To abort one tape: releases it and spoils the epoch. A purge "
+        "drops every tape of an epoch.",
+    ),
     _transition(
         "invalidate(stage)",
-        "After the weight cache was lost: marks the cache stale. If the stage's F have begun and "
-        "a dI is still to come, spoils the epoch.",
+        "After the weight cache was lost: marks the cache as stale. If the stage has begun its F "
+        "and a dI is still to come, the call also spoils the epoch.",
         "version",
     ),
     _transition(
@@ -169,8 +183,8 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "drain(domain)",
-        "After the host has seen the domain's device work finish: records this. Ends no transfer "
-        "and makes no stream wait.",
+        "After the host has seen the domain's device work finish: records this fact. The call "
+        "ends no transfer and makes no stream wait.",
     ),
     _transition(
         "finalize(stage, link)", "After a stage's last dW: declares the stage's gradients complete."
@@ -178,12 +192,12 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition(
         "start_reduction(bucket, link)",
         "After the last dW of the bucket's stages, when a caller's stream enqueues the reduction: "
-        "the bucket is then in flight.",
+        "marks the reduction as in flight.",
     ),
     _transition(
         "finish_reduction(bucket, link)",
-        "When the caller's stream, which will read the gradients, waits for the reduction: the "
-        "bucket is then reduced.",
+        "When the caller's stream that will read the gradients waits for the reduction: marks the "
+        "bucket as reduced.",
     ),
     _transition(
         "fail_reduction(bucket)",
@@ -197,7 +211,8 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "finish_weights_read(stage, link)",
-        "When the caller's stream, which will run the update, waits for that read: ends the read.",
+        "When the caller's stream that will run the update waits for the read of weights: ends "
+        "that read.",
     ),
     _transition(
         "start_gradients_read(stage, link)",
@@ -207,13 +222,14 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "finish_gradients_read(stage, link)",
-        "When the caller's stream, which will run the update, and the stage's graph stream wait "
-        "for that read: ends the read.",
+        "When two streams wait for the read of gradients, namely the stage's graph stream and the "
+        "caller's stream that will run the update: ends that read.",
     ),
     _transition(
         "next_walk(epoch)",
-        "After every stage was finalized and before any reduction: begins the next walk, which "
-        "adds to the same gradients, with the same keys.",
+        "After every stage was finalized and before any reduction: begins the epoch's next walk "
+        "over the microbatches. This walk adds to the same gradients, and uses the same keys "
+        "again.",
     ),
     _transition(
         "check_update(epoch, caller)",
@@ -222,9 +238,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "move_scales(stage, updates)",
-        "In an update, after the scales of the stage's domain moved: records their movement. The "
-        "call is accepted only if these scales move once an epoch. `updates` counts how often they "
-        "moved.",
+        "During an update, after the scales of the stage's domain changed: records the change. "
+        "The call is accepted only if this domain's scales change once an epoch. `updates` counts "
+        "how often they changed.",
     ),
     _transition(
         "commit_update(epoch, ticket)",
@@ -232,17 +248,21 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "abort_update(epoch, ticket)",
-        "After the update failed: the weights are half updated until a restore.",
+        "After the update failed: marks the weights as half updated until a restore.",
     ),
     _transition(
         "fail(stage, epoch)",
-        "When a fault of an earlier action is seen late. A fault of the current epoch spoils that "
-        "epoch; after a fault of an epoch that was committed, or whose update is in flight, the "
-        "weights are half updated until a restore.",
+        "When a fault of an earlier action is seen late: a fault in the current epoch spoils that "
+        "epoch. If the epoch was committed, or if its update is in flight, the weights count as "
+        "half updated until a restore.",
     ),
-    _transition("checkpoint()", "Before anything is saved: only checks, and changes nothing."),
+    _transition(
+        "checkpoint()",
+        "Before anything is saved: checks that a checkpoint is allowed, and changes nothing.",
+    ),
     _transition(
         "restore(epoch, incarnation)",
-        "After the numerical state was loaded: starts a new incarnation with stale caches.",
+        "After the numerical state was loaded from a checkpoint: starts a new incarnation with "
+        "free slots and stale weight caches.",
     ),
 )

@@ -57,8 +57,8 @@ class Explore:
             type=int,
             metavar="N",
             help="explore a pool of N slots (sets of buffers for one microbatch) instead of the "
-            "standard scopes (small contracts); N is 3 if only --keys or --generations is given; "
-            f"at most {MOST_STATES:,} states and {MOST_KEYS} keys (microbatches)",
+            "standard scopes (small contracts). With --keys or --generations alone, N is 3. "
+            f"Limits: {MOST_STATES:,} states and {MOST_KEYS} keys (microbatches)",
         )
         parser.add_argument(
             "--keys",
@@ -70,8 +70,8 @@ class Explore:
             "--generations",
             type=int,
             metavar="N",
-            help="number of tapes (data of one F each) that each slot holds one after another "
-            "(default 3)",
+            help="number of tapes that each slot holds one after another; a tape is the data "
+            "that one F keeps (default 3)",
         )
         parser.add_argument(
             "--scope", metavar="NAME", help=f"explore only this scope, one of: {', '.join(SCOPES)}"
@@ -187,7 +187,10 @@ class Prove:
     """Prove that the guards keep the promises, and test whether each guard is needed."""
 
     name = "prove"
-    help = "prove that no call of the contract breaks an invariant, on any path through its code"
+    help = (
+        "prove that no call of the contract breaks an invariant (a property that always holds), "
+        "on any path through the code"
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -208,11 +211,11 @@ class Prove:
         parser.add_argument(
             "--only",
             metavar="TEXT",
-            help="run no proofs; run only the mutants (copies of the code, each without one guard, "
-            "operand or state update) whose description (function, deleted code, clause) contains "
-            "TEXT, and print each counterexample as a program (minutes). If TEXT is part of a "
-            "clause's name, also run the mutants that lack an update of state that the clause's "
-            "guards read",
+            help="run no proofs, only mutants, and print each counterexample as a program "
+            "(minutes). A mutant is a copy of the code without one guard, operand or state update. "
+            "TEXT must occur in the mutant's description (function, deleted code, clause). If TEXT "
+            "is part of a clause's name, also run the mutants without an update of state that the "
+            "clause's guards read",
         )
         parser.add_argument(
             "--promise",

@@ -1,5 +1,6 @@
 """
-Backends: the protocol that a layer library implements (`protocol.py`), and two implementations.
+Backends connect the runtime to a layer library: the interface (`protocol.py`) and two
+implementations.
 
-`te/` uses Transformer Engine; `reference/` is plain PyTorch for a CPU or a GPU.
+`te/` uses Transformer Engine. `reference/` is plain PyTorch for a CPU or a GPU.
 """

@@ -1,5 +1,6 @@
 """
-Make results depend only on their inputs: fix the choice of kernels, and the threads on a CPU.
+Make results depend only on their inputs: fix the choice of kernels, and the number of threads on a
+CPU.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ DETERMINISTIC: Mapping[str, str] = {
 
 def require_deterministic(device: torch.device) -> None:
     """
-    Set up this process for scales that are updated once an epoch: deterministic kernels, and one
-    thread on a CPU.
+    Prepare this process for scales that are updated once an epoch (an optimizer step): use
+    deterministic kernels, and one thread on a CPU.
 
-    On a GPU, call this function before the libraries are imported, because they read the
+    On a GPU, call this function before the libraries are imported, because the libraries read the
     environment variables only once.
 
     Raises:

@@ -14,11 +14,11 @@ __all__ = ["generator_of", "placed", "visible_id"]
 
 def placed(device: torch.device | str = "cuda") -> torch.device:
     """
-    Return a device with its index; a CUDA device without an index becomes the current CUDA device.
+    Return a device with an index. A CUDA device without an index becomes the current CUDA device.
 
-    On a host with several GPUs each rank makes its own GPU the current device; tensors, streams and
-    events on device 0 would not match that GPU. Without a CUDA device the index is 0, so that the
-    first use of the device reports what is missing.
+    On a host with several GPUs, each rank makes its own GPU the current device. Tensors, streams
+    and events on device 0 would not match that GPU. If the host has no CUDA device, the index is 0;
+    then the first use of the device raises an error that says what is missing.
 
     >>> placed("cpu")
     device(type='cpu')
@@ -34,17 +34,17 @@ def placed(device: torch.device | str = "cuda") -> torch.device:
 
 def visible_id(index: int = 0, environ: Mapping[str, str] | None = None) -> str:
     """
-    Return nvidia-smi's name for the device that CUDA numbers `index` in this process.
+    Return nvidia-smi's name for the device that has the number `index` in this process.
 
-    nvidia-smi ignores `CUDA_VISIBLE_DEVICES`, but CUDA numbers only the devices in this variable.
+    nvidia-smi ignores `CUDA_VISIBLE_DEVICES`, but CUDA counts only the devices in this variable.
 
     Args:
         index: The number of the device among the visible devices.
-        environ: The environment variables; None takes those of this process.
+        environ: The environment variables; by default the variables of this process.
 
     Returns:
-        The device's number on the host, or its UUID if the variable gives UUIDs; `index` itself
-        if the variable is not set or names fewer devices.
+        The device's number on the host, or its UUID if the variable contains UUIDs. If the variable
+        is not set or names too few devices, the result is `index`.
 
     >>> visible_id(0, {"CUDA_VISIBLE_DEVICES": "3,5"}), visible_id(1, {})
     ('3', '1')

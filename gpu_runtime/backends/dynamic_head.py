@@ -1,14 +1,14 @@
 """
-A language model head for every backend, which computes the same as TorchAO's `Float8Linear` with
-dynamic scaling, but with dI and dW split.
+A language model head for every backend. It computes the same as TorchAO's `Float8Linear` with
+dynamic scaling, but dI (input gradient) and dW (weight gradient) are separate.
 
-F and dI cast the operands that they read; each operand's scale comes from the operand's own
-amax. Casts and products are TorchAO's own functions in TorchAO's own order. The tests compare the
-bits with the full backward of `Float8Linear`.
+F and dI cast the operands that they read. The scale of an operand is computed from the operand's
+own amax (largest absolute value). Casts and products are TorchAO's own functions in TorchAO's own
+order. The tests compare the bits of the results with the full backward of `Float8Linear`.
 
-dI casts the weight again, as TorchAO does, since the cast of F is not kept. dW multiplies F's cast
-of the input by dI's cast of the output gradient. TorchAO would cast both operands again, with the
-same values.
+F's cast of the weight is not kept, so dI casts the weight again, as TorchAO does. dW multiplies F's
+cast of the input by dI's cast of the output gradient. TorchAO would cast both operands again, with
+the same result.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["DynamicHead", "library"]
 @cache
 def library() -> SimpleNamespace:
     """
-    Import TorchAO on first use, and return the parts that are used here.
+    Import TorchAO on first use, and return the functions and types that this module uses.
 
     Raises:
-        BackendError: TorchAO is not installed, or lacks a name that is used here.
+        BackendError: TorchAO is not installed, or lacks a name that this module uses.
     """
     try:
         from torchao.float8 import Float8LinearConfig
@@ -56,10 +56,10 @@ class DynamicHead(SplitHead):
     """
     The final norm, and the product over the vocabulary with operands in FP8.
 
-    On a CPU TorchAO emulates its products: operands in float8 are multiplied in fp32.
+    On a CPU, TorchAO emulates its matrix products: float8 operands are multiplied in fp32.
 
     Args:
-        config: Dimensions and type.
+        config: Dimensions and dtype of the layers.
         vocabulary: Number of tokens in the vocabulary: the rows of the head's matrix.
         device: Device of the parameters.
         seed: Seed of the initial matrix, which is drawn on the CPU so that all devices get the same
@@ -100,5 +100,8 @@ class DynamicHead(SplitHead):
 
     @property
     def join(self) -> Join | None:
-        """None, because the casts of each microbatch have separate scales and cannot be joined."""
+        """
+        None, because the casts of different microbatches have different scales and cannot be
+        joined.
+        """
         return None

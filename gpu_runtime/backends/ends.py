@@ -4,8 +4,8 @@ The parts of a language model before its first layer and after its last layer, f
 Tokens enter the first stage as integers. The last stage ends in a final norm, a head over the
 vocabulary and a cross entropy. The head is computed like every other product of its backend: with a
 deferred weight gradient, a weight cache and scales. The embedding's gradient is a sum of rows, not
-a product that could be deferred. So dI computes this gradient, together with the gradients of norms
-and biases.
+a product that could be deferred. Therefore dI computes this gradient, together with the gradients
+of norms and biases.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ class Ends:
         embedding: Whether the stage begins with the embedding, and therefore takes tokens.
         head: Whether the final norm and the head follow the stage's last layer.
         first_layer: Number of the model's layers in earlier stages. Each layer has its own seed, so
-            a model starts with the same bits for every division into stages.
-        tied: Whether the head's matrix starts as a copy of the token table. The summed gradients
-            and the update then keep both equal.
-        kind: What computes the head (`heads.HEADS`): `te` means the same library as for the layers.
+            a model starts with the same bits however it is divided into stages.
+        tied: Whether the head's matrix starts as a copy of the embedding's token table. Both copies
+            then get the same summed gradient and the same update, so they stay equal.
+        kind: What computes the head, one of `heads.HEADS`. With `te`, the same library as for the
+            layers computes it.
 
     Raises:
-        ValueError: The vocabulary does not fit FP8's blocks of 16.
+        ValueError: The vocabulary is not a multiple of 16, as FP8 products need.
     """
 
     vocabulary: int
@@ -75,11 +76,14 @@ class Ends:
             raise ValueError(f"vocabulary is {self.vocabulary}; FP8 products need a multiple of 16")
 
     def tokens(self, config: LayerConfig, device: torch.device) -> TensorSpec:
-        """Specify the tokens of a microbatch: sequence first, like the hidden states."""
+        """
+        Specify the tokens of a microbatch. The sequence is the first dimension, as in the hidden
+        states.
+        """
         return TensorSpec((config.sequence, config.batch), torch.int64, device, False)
 
     def logits(self, config: LayerConfig, device: torch.device) -> TensorSpec:
-        """Specify the output of the head."""
+        """Specify the output of the head (the logits)."""
         shape = config.sequence, config.batch, self.vocabulary
         return TensorSpec(shape, config.dtype, device)
 
@@ -105,7 +109,7 @@ def stage_ends(
         extra: Specifications of the stage's further inputs, such as targets.
 
     Raises:
-        ValueError: The stage takes tokens but is not the first.
+        ValueError: The stage takes tokens but is not the first stage.
     """
     takes = config.hidden_states(device, differentiable=not first)
     gives = config.hidden_states(device)
@@ -128,7 +132,7 @@ def part_seed(seed: int, part: int) -> int:
 
     Args:
         seed: The model's seed.
-        part: 0 for the embedding, 1 for the head, 2 and more for the layers.
+        part: 0 for the embedding, 1 for the head, 2 and higher for the layers.
     """
     return (seed << 16) + part
 
@@ -139,10 +143,11 @@ def _token_table(config: LayerConfig, rows: int, generator: torch.Generator) -> 
 
 def tie_head(units: Sequence[WgradUnit], ends: Ends | None, config: LayerConfig, seed: int) -> None:
     """
-    Copy the token embedding's initial bits into the head's matrix, if the two are tied.
+    Copy the initial bits of the token embedding into the head's matrix, if the head is tied to the
+    embedding.
 
     Args:
-        units: A stage's products; the head's product is the last.
+        units: A stage's matrix products; the last is the head's product.
         ends: Which ends the stage has.
         config: Dimensions of its layers.
         seed: The model's seed.
@@ -157,10 +162,10 @@ def tie_head(units: Sequence[WgradUnit], ends: Ends | None, config: LayerConfig,
 
 class TokenEmbedding(torch.nn.Module):
     """
-    The sum of token and position embeddings; with rotary positions, only the token embedding.
+    The sum of token and position embeddings. With rotary positions it is only the token embedding.
 
     Args:
-        config: Width, positions and type.
+        config: Dimensions of a layer: width, kind of positions and dtype.
         vocabulary: Number of tokens in the vocabulary: the rows of the token embedding.
         device: Device of the parameters.
         seed: Seed of the initial tables, which are drawn on the CPU so that all devices get the
@@ -233,13 +238,13 @@ class _Rows(torch.autograd.Function):
 class LossShare:
     """
     A microbatch's share of a step's loss: the microbatch's mean loss divided by `parts`. `weight`
-    is the factor 1/parts as a pair of numerator and denominator, (1, parts).
+    is the factor 1/parts as the pair (1, parts) of numerator and denominator.
 
     Args:
         mean: Function that returns the mean loss of one microbatch from outputs and targets.
         parts: The divisor of the mean. The shares add up to the mean over all microbatches if
-            `parts` is the number of all microbatches: those of every walk (pass over the schedule)
-            on every replica.
+            `parts` is the number of all microbatches, in all walks (passes over the schedule) and
+            on all replicas.
 
     >>> share = LossShare(lambda hidden, target: (hidden - target).mean(), 4)
     >>> float(share(torch.ones(2), torch.zeros(2))), share.weight
@@ -255,13 +260,17 @@ class LossShare:
 
     @property
     def weight(self) -> tuple[int, int]:
-        """The factor of the microbatch's gradient, in the form that `Contract.commit` takes."""
+        """
+        The factor by which the microbatch's gradient is multiplied, in the form that
+        `Contract.commit` takes.
+        """
         return 1, self.parts
 
 
 def weight_of(loss: object) -> tuple[int, int] | None:
     """
-    Return the factor by which a loss weights its microbatch; None if the loss is not a `LossShare`.
+    Return the factor by which a loss multiplies the mean loss of its microbatch; None if the loss
+    is not a `LossShare`.
     """
     return loss.weight if isinstance(loss, LossShare) else None
 
@@ -282,14 +291,14 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor, *, overwrite: bool = Fal
     """
     Compute the mean negative log likelihood of the next tokens over a microbatch, in fp32.
 
-    On a GPU, Transformer Engine's kernels compute this mean if the library is installed, because
-    torch's own kernels read and write fp32 copies of the logits several times.
+    On a GPU, Transformer Engine's kernels compute this mean if the library is installed. They are
+    faster, because torch's own kernels read and write fp32 copies of the logits several times.
 
     Args:
         logits: Logits over the vocabulary for each position.
         targets: The token that follows each position.
-        overwrite: Whether the backward may write the logits' gradient over the logits, which saves
-            memory; nobody may read the logits afterwards.
+        overwrite: Whether the backward may write the logits' gradient over the logits. This saves
+            memory, but the logits cannot be read afterwards.
     """
     if logits.is_cuda and _library_computes_losses():
         from .te.loss import mean_cross_entropy as by_the_library
@@ -306,6 +315,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, parts: int) -> Tensor:
     Args:
         logits: Logits over the vocabulary for each position.
         targets: The token that follows each position.
-        parts: Number of microbatches over all replicas; the shares add up to the mean.
+        parts: Number of microbatches over all replicas. The shares then add up to the mean.
     """
     return mean_cross_entropy(logits, targets) / parts

@@ -1,12 +1,13 @@
 """
-FP8 scales that move (are updated) once an epoch (optimizer step), and the methods that a domain
-with such scales adds to `StateDomain`. A domain is the stages whose scales are updated together.
+FP8 scales that are updated once an epoch (optimizer step), and the methods that a domain with such
+scales adds to `StateDomain`. A domain consists of the stages whose scales are updated together. The
+code calls an update of the scales a move.
 
-By default the library moves scales at the end of every F and dI, so the bits of a step depend on
-the order of its microbatches. In a domain of epoch scales, F and dI only gather amaxes: the newest
-entry of a history stays open, and keeps the largest amax of all casts. `move_scales` then moves all
-scales of the domain once, in the same way as F and dI do by default. The contract counts this
-movement as one effect of the update.
+By default the library updates scales at the end of every F and dI, so the bits of a step depend on
+the order of its microbatches. In a domain of epoch scales, F and dI only gather amaxes (largest
+absolute values). The newest entry of an amax history stays open, and keeps the largest amax of all
+casts. `move_scales` then updates all scales of the domain once, in the same way as F and dI do by
+default. The contract counts this as one effect of the optimizer's update.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ SCALES: Final[tuple[Scales, ...]] = ("action", "epoch")
 
 class EpochScales(Protocol):
     """
-    The interface of a domain whose `scales` are ``epoch``; other domains may lack these methods.
+    The interface of a domain whose `scales` are ``epoch``. Other domains may lack these methods.
     """
 
     @property
     def scales(self) -> str:
-        """When scales move: ``action`` or ``epoch``."""
+        """When scales are updated: ``action`` (at every F and dI) or ``epoch`` (once an epoch)."""
 
     def move_scales(self) -> None:
-        """Close the open entry of every history, forward and backward, and move each scale once."""
+        """
+        Close the open entry of every forward and backward amax history, and update each scale once.
+        """
 
     def begin_forward(self, epoch: int, microbatch: int) -> None:
         """
-        Announce the microbatch of the next F; dropout's random numbers depend on the microbatch.
+        Set the microbatch of the next F, because dropout's random numbers depend on the microbatch.
         """
 
 
@@ -60,14 +63,14 @@ def require_scales(scales: str) -> None:
 
 
 def moves_once(domain: StateDomain) -> bool:
-    """Whether a domain's scales move once an epoch, by `move_scales`."""
+    """Whether a domain's scales are updated once an epoch, by `move_scales`."""
     return getattr(domain, "scales", "action") == "epoch"
 
 
 def move_scales(domain: StateDomain) -> None:
     """
-    Move the scales of a domain of epoch scales; do nothing for other domains, whose scales have
-    already moved.
+    Update the scales of a domain with epoch scales. Do nothing for other domains, because F and dI
+    have already updated their scales.
     """
     if moves_once(domain):
         held: Any = domain
@@ -75,14 +78,14 @@ def move_scales(domain: StateDomain) -> None:
 
 
 def begin_forward(domain: StateDomain, epoch: int, microbatch: int) -> None:
-    """Announce the microbatch of the next F, if the domain needs it."""
+    """Set the microbatch of the next F, if the domain has epoch scales."""
     told = getattr(domain, "begin_forward", None)
     if told is not None:
         told(epoch, microbatch)
 
 
 def unnamed() -> BackendError:
-    """Return the error for dropout in an F whose microbatch was not announced."""
+    """Return the error for an F with dropout whose microbatch was not set by `begin_forward`."""
     return BackendError(
         "dropout under scales='epoch' draws by layer, microbatch and epoch, but the microbatch of "
         "this F is unknown; call begin_forward(epoch, microbatch) of the domain first"

@@ -25,11 +25,11 @@ def split_head_of(
     ends: Ends | None, config: LayerConfig, device: torch.device, seed: int
 ) -> SplitHead | None:
     """
-    Return a stage's head; None if the stage has no head, or if the layers' library computes the
-    head.
+    Make a stage's head. Return None if the stage has no head, or if the library of the layers
+    computes the head.
 
     Args:
-        ends: Which ends of a language model a stage has.
+        ends: Which ends of a language model (embedding, head) the stage has.
         config: Dimensions of its layers.
         device: Device of the parameters.
         seed: The model's seed.

@@ -1,4 +1,4 @@
-"""The dimensions of a transformer layer, common to every backend."""
+"""The dimensions of a transformer layer, which all backends use."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ _BASE = 10_000.0
 
 def rotary_angles(config: LayerConfig, device: torch.device) -> Tensor:
     """
-    Return the angles by which each position rotates the pairs of elements of a query or a key.
+    Return the angles of rotary positions: at each position, pairs of elements of a query or key are
+    rotated by these angles.
 
     Args:
         config: The dimensions.
         device: Device of the angles.
 
     Returns:
-        The angles in fp32, `(sequence, 1, 1, head width)`; the two halves are equal, as elements
-        `i` and `i + width / 2` are a pair. This is the form that Transformer Engine takes.
+        The angles in fp32, with shape `(sequence, 1, 1, head width)`. Elements `i` and `i + width /
+        2` are a pair, so the two halves of the last dimension are equal. Transformer Engine expects
+        this form.
     """
     width = config.head_width
     waves = _BASE ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
@@ -52,20 +54,22 @@ class LayerConfig:
         hidden: Width of the residual stream.
         ffn: Width of the MLP.
         heads: Number of attention heads; `hidden` must be a multiple of this number.
-        sequence: Tokens in a microbatch.
-        batch: Sequences in a microbatch.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a microbatch.
         fused_qkv: Whether query, key and value share one matrix. With `layernorm` and biases, a
             layer has 12 parameters (4 of them matrices) if True, and 16 (6 matrices) if False.
-        dtype: Type of parameters and activations.
+        dtype: dtype of parameters and activations.
         kv_heads: Number of key and value heads. If the number is below `heads`, several query heads
             share one key and value head (grouped-query attention). None means as many as `heads`.
-        norm: One of `NORMS`.
-        activation: One of `ACTIVATIONS`. With `swiglu`, fc1 computes twice the width of the MLP.
-        positions: One of `POSITIONS`.
-        bias: Whether products have a bias.
+        norm: Kind of the norms, one of `NORMS`.
+        activation: Activation of the MLP, one of `ACTIVATIONS`. With `swiglu`, the first matrix of
+            the MLP (fc1) has twice as many rows.
+        positions: Kind of positions, one of `POSITIONS`.
+        bias: Whether matrix products have a bias.
 
     Raises:
-        ValueError: A dimension does not fit the heads, or FP8's blocks of 16.
+        ValueError: A dimension does not fit the number of heads, or is not a multiple of 16, as FP8
+            products need.
     """
 
     hidden: int = 128
@@ -115,7 +119,7 @@ class LayerConfig:
 
     @property
     def head_width(self) -> int:
-        """Number of elements of a head."""
+        """Number of elements of one head."""
         return self.hidden // self.heads
 
     @property
@@ -130,7 +134,7 @@ class LayerConfig:
 
     @property
     def kv_width(self) -> int:
-        """Number of elements of all keys of a token; the values have equally many."""
+        """Number of elements in all keys of one token, and also in all values of one token."""
         return self.groups * self.head_width
 
     @property
@@ -153,11 +157,16 @@ class LayerConfig:
 
     @property
     def norm_vectors(self) -> int:
-        """Number of parameter vectors of a norm: weight and bias; only weight with `rmsnorm`."""
+        """
+        Number of parameter vectors of a norm: 2 (weight and bias), or 1 (weight) with `rmsnorm`.
+        """
         return 1 if self.norm == "rmsnorm" else 2
 
     def hidden_states(self, device: torch.device, *, differentiable: bool = True) -> TensorSpec:
-        """Specify the hidden states between stages: sequence first, as in Transformer Engine."""
+        """
+        Specify the hidden states between stages. The sequence is the first dimension, as in
+        Transformer Engine.
+        """
         return TensorSpec(
             (self.sequence, self.batch, self.hidden), self.dtype, device, differentiable
         )

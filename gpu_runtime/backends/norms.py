@@ -21,7 +21,7 @@ def norm_of(config: LayerConfig, device: torch.device) -> torch.nn.Module:
     Make the module of a norm over the hidden states.
 
     Args:
-        config: Dimensions of a layer: the width, the type and the kind of the norm.
+        config: Dimensions of a layer: width, dtype and kind of the norm.
         device: Device of the norm's parameters.
     """
     kind = torch.nn.RMSNorm if config.norm == "rmsnorm" else torch.nn.LayerNorm

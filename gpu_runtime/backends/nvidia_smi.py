@@ -1,5 +1,5 @@
 """
-Queries about a device through nvidia-smi; nothing is changed.
+Queries about a device through nvidia-smi. They change nothing on the device.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ IDENTITY = ("name", "driver_version", "memory.total")
 
 def query(fields: Sequence[str]) -> dict[str, Any] | None:
     """
-    Ask nvidia-smi for properties (fields) of the first visible device.
+    Query properties (fields) of the first visible device from nvidia-smi.
 
     Returns:
-        The values by field, numeric values as numbers; None if nvidia-smi is missing.
+        The values by field. Numeric values are numbers, all others are text. None if nvidia-smi is
+        missing.
     """
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:

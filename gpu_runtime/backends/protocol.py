@@ -1,17 +1,17 @@
 """
-The interface that a stateful layer library must offer so that the contract can guard its F, dI and
-dW (a stage's forward, input gradient and weight gradient for one microbatch).
+The interface that a layer library with state must offer. The contract can then guard the library's
+F, dI and dW (a stage's forward, input gradient and weight gradient for one microbatch).
 
-A `StateDomain` is the numerical state (FP8 scales and amax histories) that every F and every dI
-changes, with all stages that share this state. In Transformer Engine the domain is the whole
-process, because each update goes over every registered module. The update rolls (shifts by one
-entry) each history with a new entry. A `StageBackend` is one pipeline stage: it maps a tuple of
-tensors to a tuple of tensors, and keeps the work between dI and dW on a `Tape`. It also lists the
-contract's relations (groups of clauses) that it needs. The paper lists these requirements in "What
-a backend contract would need" (Section VI).
+A `StateDomain` consists of the numerical state (FP8 scales and amax histories) that every F and
+every dI changes, and of all stages that share this state. In Transformer Engine the domain is the
+whole process, because each update covers every registered module. An update rolls (shifts by one
+entry) each history that has a new entry. A `StageBackend` is one pipeline stage: it maps a tuple of
+tensors to a tuple of tensors, and keeps the work between dI and dW on a `Tape`. A `StageBackend`
+also lists the relations (groups of clauses) of the contract that apply to it. The paper lists these
+requirements in "What a backend contract would need" (Section VI).
 
-A backend checks nothing, and does not know the contract's epochs, keys (an epoch, stage and
-microbatch) or slot generations (counters of a slot's uses). A backend acts and reports; the runtime
+A backend checks nothing. It does not know the contract's epochs, keys (an epoch, stage and
+microbatch) or slot generations (counts of a slot's uses). A backend acts and reports; the runtime
 asks the contract.
 """
 
@@ -44,7 +44,8 @@ TAPE_SCALES = ("carried", "live")
 
 class BackendError(RuntimeError):
     """
-    A backend cannot do what the caller asked; the message says what is missing and what to do.
+    A backend or the runtime cannot do what the caller requested. The message says what is missing
+    and what to do.
     """
 
 
@@ -54,11 +55,11 @@ class TensorSpec:
     Shape, type and device of one tensor that crosses a stage boundary.
 
     Args:
-        shape: The fixed shape, which captured graphs need.
+        shape: The shape. It is fixed, because captured graphs need fixed shapes.
         dtype: The element type.
         device: Device of the tensor.
-        differentiable: Whether a gradient flows back through the tensor. Token ids, targets and the
-            input of a first stage are not differentiable.
+        differentiable: Whether the backward computes a gradient for the tensor. Token ids, targets
+            and the input of a first stage have no gradient.
     """
 
     shape: tuple[int, ...] = attrs.field()
@@ -68,14 +69,14 @@ class TensorSpec:
 
     def buffer(self) -> Tensor:
         """
-        Make a zeroed static buffer; the buffer is a leaf of autograd if a gradient flows through
-        it.
+        Make a static buffer of zeros. If the tensor is differentiable, the buffer requires a
+        gradient.
         """
         made = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return made.requires_grad_() if self.differentiable else made
 
     def mismatch(self, tensor: Tensor) -> str | None:
-        """Say how a tensor differs from this specification; None if it fits."""
+        """Describe how a tensor differs from this specification; None if it does not differ."""
         if tensor.shape != self.shape:
             return f"expected shape {self.shape}, found {tuple(tensor.shape)}"
         if tensor.dtype != self.dtype:
@@ -93,9 +94,9 @@ class Matrix:
     Args:
         name: The parameter's name within the stage.
         parameter: The parameter itself.
-        start: One matrix product may compute the gradients of several matrices; `start` is the
-            first row of this matrix's gradient in the result of that product.
-        stop: One past the last row of this matrix's gradient.
+        start: First row of this matrix's gradient in the result of the matrix product. One product
+            may compute the gradients of several matrices.
+        stop: The row after the last row of this matrix's gradient.
     """
 
     name: str
@@ -109,9 +110,10 @@ class WgradUnit:
     """
     A deferred matrix product whose result is the gradient of one or more matrices.
 
-    Split QKV has one unit for three matrices, because the library multiplies all three in one
-    product. So the three gradients share one destination (the tensor that the product is written
-    to), and each gradient takes a range of its rows (`start` to `stop`).
+    For example, with split QKV the matrices of query, key and value are one unit, because the
+    library computes their gradients in one product. The three gradients then share one destination
+    (the tensor to which the product is written). Each gradient has a range of the rows of this
+    tensor, from `start` to `stop`.
     """
 
     name: str
@@ -119,7 +121,9 @@ class WgradUnit:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The total number of rows of all matrices, and their common width."""
+        """
+        The shape of the product: the total number of rows of all matrices, and their common width.
+        """
         return self.matrices[-1].stop, int(self.matrices[0].parameter.shape[1])
 
     def rows(self, gradient: Tensor) -> Iterable[tuple[Matrix, Tensor]]:
@@ -130,7 +134,7 @@ class WgradUnit:
 
 @attrs.frozen(eq=False)
 class NonMatrix:
-    """A parameter whose gradient dI computes (norm weights, biases, an embedding)."""
+    """A parameter whose gradient dI computes, such as a norm weight, a bias or an embedding."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -142,12 +146,12 @@ class DeferredWork:
     The operands of a unit's deferred product, and the function that multiplies them.
 
     Args:
-        unit: The unit.
+        unit: The unit that the product belongs to.
         operands: The arguments of `compute`.
         compute: The function that multiplies the operands.
-        join: Makes the operands of one product over several microbatches: it appends the rows
-            (tokens) of the given operands in the given order, and may assume that all were
-            quantized with the same scales. None if each microbatch has its own scales, and
+        join: Function that makes the operands of one product from the operands of several
+            microbatches: it appends their rows (tokens) in the given order. All operands must have
+            been quantized with the same scales. None if each microbatch has its own scales, and
             therefore needs its own product.
     """
 
@@ -160,15 +164,15 @@ class DeferredWork:
 @attrs.define(eq=False)
 class Tape:
     """
-    The data that one slot retains from F to dW: outputs with their autograd graph, then deferred
-    work.
+    The data that one slot (the buffers of one microbatch) keeps from F to dW. After F these are the
+    outputs with their autograd graph, after dI the deferred work.
 
     Args:
         slot: The slot that owns the tape.
-        stores: The library's queues of deferred work. Each slot has private stores, because a store
-            is a plain FIFO queue without key or owner.
-        drawn: The positions of the generator at which F drew random numbers, in order.
-        weight: The factor by which F weighted the microbatch's loss, as (numerator, denominator);
+        stores: The library's queues of deferred work. Each slot has its own stores, because a store
+            is a plain FIFO queue that does not know which microbatch an entry belongs to.
+        drawn: The positions of the random generator at which F drew numbers, in order.
+        weight: The factor by which F multiplied the microbatch's loss, as (numerator, denominator);
             None if the loss did not report the factor.
     """
 
@@ -183,11 +187,14 @@ class Tape:
 
     @property
     def queued(self) -> tuple[str, ...]:
-        """Names of the units with deferred work, in the order in which dI queued them."""
+        """
+        Names of the units (deferred matrix products) on the tape, in the order in which dI queued
+        them.
+        """
         return tuple(w.unit.name for w in self.work)
 
     def clear(self) -> None:
-        """Drop all retained data, after dW or an abort."""
+        """Drop all data of the tape, after dW or an abort."""
         self.inputs = ()
         self.outputs = ()
         self.work.clear()
@@ -199,35 +206,36 @@ class Tape:
 @attrs.frozen(eq=False, kw_only=True)
 class Reports:
     """
-    Which effects of its F, dI and dW a stage's backend reports. The host gets these reports without
-    reading from the device.
+    Says which effects of F, dI and dW a stage's backend reports. The host gets these reports
+    without reading from the device.
 
-    The contract takes all other effects on trust (`qeffect.StageConfig.on_trust`).
+    The contract cannot check any other effect (`qeffect.StageConfig.on_trust`).
 
     Args:
-        filled: Function that returns the matrices whose current cache (the cache that F reads now)
-            was filled since the last call, one entry per fill.
+        filled: Function that returns the matrices whose weight cache was filled since the last
+            call, one entry per fill. Only fills of the cache that F currently reads count.
         updates: Function that returns the number of updates of the domain's scaling state so far,
             by any stage.
-        tape_scales: ``carried`` if a tape keeps the scales of its F, and dI reports in
-            `Dgrads.scales` which scales it used; ``live`` if dI reads the domain's current scales.
-        recorded: Whether the reports of `filled` and `updates` during a capture are also true for
-            each replay of the graph. False if the device decides whether a captured kernel acts,
-            for example by a flag in its memory.
-        draws: Whether F draws random numbers and notes the generator's positions on its tape
-            (`Tape.drawn`). False if F draws no random numbers; None if F draws them without
-            reporting the positions.
+        tape_scales: With ``carried``, a tape keeps the scales of its F, and dI reports in
+            `Dgrads.scales` which scales it used. With ``live``, dI reads the domain's current
+            scales.
+        recorded: Whether the reports of `filled` and `updates` at a capture are also true for each
+            replay of the graph. False if the device decides in each replay whether a kernel acts,
+            for example by a flag in device memory.
+        draws: True if F draws random numbers and writes the generator's positions to its tape
+            (`Tape.drawn`). False if F draws no random numbers. None if F draws random numbers
+            without reporting the positions.
         places_draws: Whether the domain's method `drawing` sets the random generator's position
-            before each F, so that the position is known even if F is a replay.
-        recomputes: Whether dI recomputes F and reports in `Dgrads.draws` the position at which it
-            draws again; requires `draws`. False if dI draws no random numbers again; None if dI
-            draws without reporting the position.
-        weights: Whether dI reports in `Dgrads.weight` the factor of the microbatch's gradient. A
-            captured graph keeps the factor of its capture.
+            before each F. Then the position is known even if F is a replay.
+        recomputes: True if dI recomputes F, draws the random numbers again, and reports the
+            position in `Dgrads.draws`; this requires `draws`. False if dI draws no random numbers.
+            None if dI draws random numbers without reporting the position.
+        weights: Whether dI reports in `Dgrads.weight` the factor by which the microbatch's gradient
+            is multiplied. In a captured graph this factor is fixed at the capture.
 
     Raises:
-        ValueError: `tape_scales` is ``carried`` without `updates`, whose counts identify the scales
-            of an F.
+        ValueError: `tape_scales` is ``carried`` and `updates` is missing. The counts of `updates`
+            are needed to identify the scales of an F.
     """
 
     filled: Callable[[], Sequence[str]] | None = None
@@ -250,11 +258,12 @@ class Reports:
 
     def captured(self) -> Reports:
         """
-        Return those reports that are still valid if graphs are replayed.
+        Return the reports that remain valid if graphs are replayed.
 
-        The host sees a capture, but no replay. Fills and updates are reported only if `recorded`
-        says that they hold for every replay. The position of random numbers is reported only if the
-        domain sets this position before each replay. The scales that dI used are never reported.
+        The host's code runs at a capture, but not at a replay. Fills and updates are reported only
+        if `recorded` says that they are true for every replay. The position of random numbers is
+        reported only if the domain sets this position before each replay. The scales that dI used
+        are never reported.
         """
         live = "live" if self.tape_scales == "live" else None
         unseen = attrs.evolve(self, tape_scales=live, **self._unseen())
@@ -263,7 +272,9 @@ class Reports:
         return unseen if self.recorded else attrs.evolve(unseen, filled=None, updates=None)
 
     def without_order(self) -> Reports:
-        """Return the reports without those that only the relation ``order`` uses."""
+        """
+        Return the reports without the reports that only the contract's relation ``order`` uses.
+        """
         return attrs.evolve(self, updates=None, tape_scales=None, **self._unseen())
 
     def _unseen(self) -> dict[str, Any]:
@@ -288,15 +299,16 @@ class Dgrads:
     The results of dI.
 
     Args:
-        inputs: One gradient per differentiable input of the stage, in order; empty on a first
+        inputs: One gradient per differentiable input of the stage, in order; empty for a first
             stage.
         non_matrix: One gradient per `non_matrix` parameter of the stage, in order.
-        queued: The units whose dW is now deferred.
-        scales: Value of `Reports.updates` at the F whose scales dI used; None if the backend does
-            not report this value, or if dI used the scales of more than one F.
-        draws: The generator's position at which the recomputation of F began to draw random
-            numbers; None if not reported.
-        weight: The factor by which the microbatch's gradient is weighted, as (numerator,
+        queued: Names of the units (matrix products) whose dW is now deferred.
+        scales: Which scales dI used: the value of `Reports.updates` at the F that computed these
+            scales. None if the backend does not report this value, or if dI used the scales of more
+            than one F.
+        draws: The random generator's position at which the recomputation of F began to draw; None
+            if not reported.
+        weight: The factor by which the microbatch's gradient is multiplied, as (numerator,
             denominator); None if not reported.
     """
 
@@ -314,10 +326,10 @@ class Wgrads:
     The results of dW.
 
     Args:
-        covered: Names of the matrices whose gradient was computed, in order, one entry per
-            computation: the runtime checks that every matrix occurs once.
-        by_unit: The gradients by unit, in the bound destination or in the backend's own memory,
-            which is valid until the slot is used again.
+        covered: Names of the matrices whose gradients were computed, in order, with one entry per
+            computation. The runtime checks that every matrix occurs exactly once.
+        by_unit: The gradients by unit (matrix product). They are in the memory that `bind` has set,
+            or in the backend's own memory, which is valid until the slot is used again.
     """
 
     covered: tuple[str, ...]
@@ -326,13 +338,15 @@ class Wgrads:
 
 def products(tape: Tape, others: Sequence[Tape]) -> Iterable[DeferredWork]:
     """
-    Return the products of a dW over one or several tapes of a stage, in the first tape's order.
+    Return the matrix products of a dW over one or several tapes of a stage, in the order of the
+    first tape.
 
-    With several tapes, a unit has one product if its operands can be joined, else one per tape.
+    With several tapes, a unit has one product if its operands can be joined. Otherwise it has one
+    product per tape.
 
     Args:
         tape: The first tape.
-        others: Further tapes; the rows of their operands follow in this order.
+        others: Further tapes. The rows of their operands are appended in this order.
 
     Raises:
         BackendError: A tape has deferred other units than the first tape.
@@ -358,11 +372,11 @@ def products(tape: Tape, others: Sequence[Tape]) -> Iterable[DeferredWork]:
 
 class Accumulation:
     """
-    Decides whether each product of a dW adds to its destination; a second product into the same
-    destination always adds.
+    Decides whether each product of a dW adds to its destination or overwrites it. A second product
+    into the same destination always adds.
 
     Args:
-        accumulate: Whether the dW adds to its destinations.
+        accumulate: Whether the dW adds to its destinations (the memory for gradients).
         joining: Units that always add, because another stage has already written their destination.
     """
 
@@ -373,7 +387,7 @@ class Accumulation:
 
     def __call__(self, unit: WgradUnit, destination: Tensor | None) -> bool:
         """
-        Whether the next product adds to its destination; a product without a destination gets fresh
+        Whether the next product adds to its destination. A product without a destination gets new
         memory.
         """
         if destination is None:
@@ -385,7 +399,10 @@ class Accumulation:
 
 @runtime_checkable
 class StateDomain(Protocol):
-    """The numerical state that F and dI change, and every stage that shares this state."""
+    """
+    The numerical state (FP8 scales and amax histories) that F and dI change, and every stage that
+    shares this state.
+    """
 
     @property
     def name(self) -> str:
@@ -401,14 +418,15 @@ class StateDomain(Protocol):
 
     @property
     def frozen(self) -> bool:
-        """Whether the set of modules is closed; captured graphs depend on this set."""
+        """Whether the set of modules is closed. Captured graphs depend on this set."""
 
     def freeze(self) -> None:
         """
         Close the set of modules before capture.
 
         Raises:
-            BackendError: A stage is not warm yet, or a module outside the domain shares its state.
+            BackendError: A stage has not been warmed up, or a module outside the domain shares its
+                state.
         """
 
     def check_membership(self) -> None:
@@ -416,7 +434,8 @@ class StateDomain(Protocol):
         Check that no module has joined the shared state since `freeze`.
 
         Raises:
-            BackendError: A module has joined; captured graphs would not update its state.
+            BackendError: A module has joined. Captured graphs would not update the state of this
+                module.
         """
 
     def extra_state(self) -> Mapping[str, Tensor]:
@@ -432,7 +451,7 @@ class StateDomain(Protocol):
         """Return the versions and settings that affect results, for reports."""
 
     def recipe(self) -> Mapping[str, Any]:
-        """Return the precision recipe as plain data; a restart under another recipe is refused."""
+        """Return the FP8 recipe as plain data. A restart under another recipe is refused."""
 
 
 @runtime_checkable
@@ -445,7 +464,9 @@ class StageBackend(Protocol):
 
     @property
     def domain(self) -> StateDomain:
-        """The domain with the numerical state that this stage's F and dI change."""
+        """
+        The domain that contains the numerical state (FP8 scales and amax histories) of this stage.
+        """
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -469,39 +490,48 @@ class StageBackend(Protocol):
     @property
     def relations(self) -> frozenset[str]:
         """
-        The contract's relations (groups of clauses) that this backend uses; all others are left
-        out.
+        The contract's relations (groups of clauses) that apply to this backend. The contract does
+        not check other relations.
         """
 
     @property
     def reports(self) -> Reports:
         """
-        The stage's reports of its effects; `Reports()` reports none, so all effects are taken on
-        trust.
+        Says which of its effects the stage reports. `Reports()` reports no effects, so the contract
+        cannot check them.
         """
 
     @property
     def survives_restart(self) -> frozenset[str]:
-        """Return the names of the state that a checkpoint keeps; all other state is rebuilt."""
+        """
+        Return the names of the state that a checkpoint contains. All other state is rebuilt after a
+        restart.
+        """
 
     def new_tape(self, slot: int) -> Tape:
-        """Make an empty tape for one slot, with its own stores."""
+        """
+        Make an empty tape (for the data from F to dW) for one slot, with its own queues of deferred
+        work.
+        """
 
     def warm(self) -> None:
         """
-        Run the stage once, so that the library creates its buffers. This changes numerical state;
-        the caller restores it.
+        Run the stage once, so that the library creates its buffers. This changes the numerical
+        state, which the caller restores.
         """
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """F: return the outputs, and leave on the tape everything that dI needs."""
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
-        """Set each unit's gradient destination, before dI; None lets the library allocate."""
+        """
+        Set, before dI, the memory to which dW will write each unit's gradient. With None the
+        library allocates the gradients.
+        """
 
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
         """
-        dI: return the input gradients and the non-matrix gradients; the work for dW stays on the
+        dI: return the input gradients and the non-matrix gradients. The work for dW stays on the
         tape.
         """
 
@@ -517,18 +547,19 @@ class StageBackend(Protocol):
         """
         dW: run the tape's deferred products, which write the bound destinations.
 
-        Two units may be bound to one destination, for tied weights: the second unit then adds.
+        If weights are tied, two units may be bound to one destination. The second unit then adds to
+        it.
 
         Args:
             tape: The tape that the same microbatch's dI filled.
-            accumulate: Add to the destination instead of overwriting it.
-            keep: Leave the work on the tape, so that dW can be captured a second time.
-            joining: Units that add even if `accumulate` is False; passed only if weights of two
+            accumulate: Whether to add to the destination instead of overwriting it.
+            keep: Whether to leave the work on the tape, so that dW can be captured a second time.
+            joining: Units that add even if `accumulate` is False. Passed only if weights of two
                 stages are tied.
             others: Further tapes of the stage, whose dI have run under the same scales. Where
-                possible, one product does the work of all tapes (`products`); it writes to the
-                first tape's destinations. Only stages whose `groups_wgrads` is True get further
-                tapes.
+                possible, one product does the work of all tapes (`products`), and writes to the
+                destinations of the first tape. Only stages whose `groups_wgrads` is True get
+                further tapes.
         """
 
     def refresh_cache(self) -> None:
@@ -536,11 +567,11 @@ class StageBackend(Protocol):
 
     def cache_was_refreshed(self) -> None:
         """
-        Record that a graph replay has just enqueued a refresh, without a call of `refresh_cache`.
+        Record that a graph replay has just queued a refresh, without a call of `refresh_cache`.
         """
 
     def cache_is_current(self) -> bool:
-        """Whether no parameter has changed since the last refresh, as far as the host knows."""
+        """Whether the parameters are unchanged since the last refresh, as far as the host knows."""
 
     def cached_weights(self) -> Mapping[str, Tensor]:
         """Return the live tensors of the weight cache by name."""
@@ -557,12 +588,12 @@ class StageBackend(Protocol):
 
     def address_probe(self) -> Callable[[], Sequence[int]]:
         """
-        Prepare a check of all `addresses` that is cheap enough for every step.
+        Return a function for a check of all `addresses` that is fast enough for every step.
 
         Returns:
-            A function whose result differs from its earlier results whenever `addresses` would
-            differ: a tensor was moved, replaced, added or removed. The result may differ even if
-            `addresses` does not; so after a difference, compare `addresses`.
+            A function whose result changes whenever `addresses` would change, because a tensor was
+            moved, replaced, added or removed. The result may also change although `addresses` does
+            not. Therefore compare `addresses` after a change.
         """
 
     def capture_obstacles(self) -> tuple[str, ...]:
@@ -580,11 +611,11 @@ class StageBackend(Protocol):
 
 def module_probe(root: torch.nn.Module) -> Callable[[], list[int]]:
     """
-    Return a function that cheaply lists the identities of a tree's modules and the addresses of its
-    parameters. If two lists differ, the tree has changed.
+    Return a fast function that lists the identities of all modules below `root` and the addresses
+    of their parameters. If two lists differ, a module or parameter has changed.
 
-    Each module's tables of parameters and submodules are looked up once; each call reads their
-    current contents.
+    Each module's tables of parameters and submodules are looked up once. Each call of the function
+    reads the current contents of these tables.
     """
     # Kept alive here, so that no later module can reuse the identity of one of these.
     tree = list(root.modules())
@@ -601,7 +632,9 @@ def module_probe(root: torch.nn.Module) -> Callable[[], list[int]]:
 
 
 def matrices(stage: StageBackend) -> tuple[Matrix, ...]:
-    """Return every matrix parameter of a stage, in the order of the stage's units."""
+    """
+    Return every matrix parameter of a stage, in the order of the stage's units (matrix products).
+    """
     return tuple(matrix for unit in stage.units for matrix in unit.matrices)
 
 

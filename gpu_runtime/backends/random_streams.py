@@ -1,9 +1,10 @@
 """
-Streams of random numbers: the sequence that a process draws, and the seeds of named draws.
+Streams of random numbers. A stream is the sequence from which a process draws; a named draw has its
+own seed.
 
-Within one stream, a named draw depends only on its name: numbers such as the epoch, the microbatch
-and the layer. Streams and seeds are the same on every host. `reference/dropout.py` draws from a
-stream on the host, and `te/device_numbers.py` on the device.
+Within one stream, a named draw depends only on its name, which consists of numbers such as the
+epoch, the microbatch and the layer. Streams and seeds are the same on every host.
+`reference/dropout.py` draws from a stream on the host; `te/device_numbers.py` draws on the device.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ SEEDS = 2**63
 
 def stream_of(seed: int, replica: int, stage: int) -> int:
     """
-    Return the stream of random numbers of one process of a job.
+    Return the number of the random stream of one process of a job.
 
     Args:
         seed: The model's seed.
-        replica: Number of the process's replica.
-        stage: The process's first stage; 0 if the random numbers depend on the layer.
+        replica: Index of the process's replica.
+        stage: Index of the process's first stage; 0 if the random numbers depend on the layer.
     """
     return _seed((seed, replica, stage))
 
@@ -48,7 +49,7 @@ def named_seed(stream: int, name: Iterable[int]) -> int:
     Return the seed of one draw of a stream.
 
     Args:
-        stream: The stream.
+        stream: Number of the stream.
         name: The draw's name, such as epoch, microbatch and layer.
     """
     return _seed((stream, *name))
@@ -56,7 +57,7 @@ def named_seed(stream: int, name: Iterable[int]) -> int:
 
 def require_probability(dropout: Any) -> None:
     """
-    Raise an error unless the value is a probability of dropout.
+    Raise an error unless the value is a valid dropout probability.
 
     Raises:
         ValueError: The probability is not a number in [0, 1); a bool does not count as a number.
@@ -69,10 +70,11 @@ def require_probability(dropout: Any) -> None:
 def reported_draws(scales: Scales, *, draws: bool) -> bool | None:
     """
     Return the value for `Reports.draws`. It is False if no numbers are drawn. Otherwise it is True,
-    or None with epoch scales, because draws by name have no position to report.
+    or None with epoch scales (scales that are updated once an optimizer step), because named draws
+    have no position that could be reported.
 
     Args:
-        scales: When the domain's scales move.
+        scales: When the domain's scales are updated.
         draws: Whether a stage draws random numbers.
     """
     return (None if scales == "epoch" else True) if draws else False

@@ -1,9 +1,10 @@
 """
-A language model head for every backend, with dI and dW split and without FP8 scaling state.
+A language model head for every backend. dI and dW are separate, and the head has no FP8 scaling
+state.
 
-F and dI read the weight itself, not a cache, and no action uses the scale of another action's cast.
-So the order of actions does not change the head's bits. `SplitHead` computes in the type of the
-activations (bf16), as most models do; `DynamicHead` casts to FP8.
+F and dI read the weight directly, not from a cache, and no action uses a scale of another action.
+Therefore the order of actions does not change the head's bits. `SplitHead` computes in the dtype of
+the activations (bf16), as most models do. `DynamicHead` casts to FP8.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ Join = Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
 
 class SplitHead(torch.nn.Module):
     """
-    The final norm and the product over the vocabulary.
+    The final norm and the matrix product over the vocabulary.
 
     Args:
-        config: Dimensions and type.
+        config: Dimensions and dtype of the layers.
         vocabulary: Number of tokens in the vocabulary: the rows of the head's matrix.
         device: Device of the parameters.
         seed: Seed of the initial matrix, which is drawn on the CPU so that all devices get the same
@@ -70,7 +71,7 @@ class SplitHead(torch.nn.Module):
 
     @property
     def units(self) -> tuple[WgradUnit, ...]:
-        """The head's only unit of deferred work."""
+        """The head's only unit (deferred matrix product)."""
         return (self.unit,)
 
     def non_matrix(self) -> tuple[NonMatrix, ...]:
@@ -108,14 +109,14 @@ class SplitHead(torch.nn.Module):
 
     def whole(self, x: Tensor, weight: Tensor) -> Tensor:
         """
-        Run the undivided product of torch (in a `DynamicHead`, of TorchAO). Tests compare the full
-        backward of this product with the split backward.
+        Run torch's own product; in a `DynamicHead`, TorchAO's. Its backward computes both gradients
+        at once. Tests compare this full backward with the split backward.
         """
         return functional.linear(x, weight)
 
     def cast(self, tensor: Tensor, dtype: str, role: str) -> Any:
         """
-        Convert one operand to the form that the products read.
+        Convert one operand to the form in which the products read it.
 
         Args:
             tensor: The operand.
@@ -133,18 +134,21 @@ class SplitHead(torch.nn.Module):
     @property
     def join(self) -> Join | None:
         """
-        Function that joins the operands of several microbatches; None if each microbatch has its
-        own scale.
+        The function that joins the operands of several microbatches; None if each microbatch has
+        its own scale.
         """
         return _one_behind_the_other
 
     @staticmethod
     def write(value: Tensor, destination: Tensor, *, accumulate: bool) -> Tensor:
-        """Store a gradient in the destination, or add it, as autograd adds to `.grad`."""
+        """
+        Write a gradient to the destination tensor, or add it to the tensor, as autograd adds to
+        `.grad`.
+        """
         return destination.add_(value) if accumulate else destination.copy_(value)
 
     def refresh(self) -> None:
-        """Do nothing: F reads the weight itself, not a cache."""
+        """Do nothing, because F reads the weight directly and not from a cache."""
 
 
 def _one_behind_the_other(operands: Sequence[Sequence[Any]]) -> list[Tensor]:

@@ -1,12 +1,13 @@
 """
-Guards for other people's frameworks, one module each: ``from qeffect.guards import pipelining``.
+Guards that check other frameworks, with one module per framework: ``from qeffect.guards import
+pipelining``.
 
-One line of code installs a guard, and one line removes it. A guard changes no file and no option of
-the framework. It refuses or reports each action that breaks the contract.
+One line of code installs a guard, and one line removes the guard. A guard changes no file and no
+option of the framework. Each action that breaks the contract is refused or reported.
 
-The guards share these modules: `works` and `recurring` call the contract, `judging` refuses or
-reports a violation, `evidence` finds out whether a computation ran, and `advice` has causes and
-remedies. `reports` collects violations, `trust` has the sentences of `on_trust`, and `releases`
-checks the framework's release. Inside QEffect only the measurement laboratory
-(`gpu_runtime/lab`) imports this folder.
+The guards share these modules. `works` and `recurring` call the contract. `judging` refuses or
+reports a violation. `evidence` finds out whether a computation ran. `advice` contains causes and
+remedies. `reports` collects violations. `trust` contains the sentences of `on_trust`. `releases`
+checks the framework's release. Inside QEffect only the measurement laboratory (`gpu_runtime/lab`)
+imports this folder.
 """

@@ -1,10 +1,10 @@
 """
 The likely cause and the remedy of each refusal, for a user of a guarded framework.
 
-The contract's own clauses also have a cause and a remedy, but these address a person who calls the
-contract. Here the user calls a framework, and the guard calls the contract. Most texts hold for
-every framework. Each framework's own words replace the placeholders ``{loop}``, ``{between}``,
-``{evaluate}``, ``{update}``, ``{zero}``, ``{recover}`` and ``{failed}``.
+The contract's own clauses also have a cause and a remedy, but these are written for a person who
+calls the contract directly. Here the user calls a framework, and the guard calls the contract. Most
+texts apply to every framework. Each framework's own words replace the placeholders ``{loop}``,
+``{between}``, ``{evaluate}``, ``{update}``, ``{zero}``, ``{recover}`` and ``{failed}``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Advice:
     The advice that is shown with a refusal.
 
     Args:
-        cause: The likely cause.
-        remedy: What to do.
+        cause: The likely cause, as text.
+        remedy: What to do, as text.
     """
 
     cause: str
@@ -525,7 +525,7 @@ PIPELINING_ADVICE: AdviceTable = _table(_PIPELINING_WORDS, _PIPELINING)
 
 def advised(refused: Refused, table: AdviceTable) -> Refused:
     """
-    Add a framework's advice to a refusal, unless the refusal already has advice.
+    Add a framework's advice to a refusal. If the refusal already has advice, leave it unchanged.
 
     Args:
         refused: The refusal.

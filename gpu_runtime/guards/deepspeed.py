@@ -1,23 +1,23 @@
 """
-A guard that checks DeepSpeed's pipeline engine; call it in your own training script.
+A guard that checks DeepSpeed's pipeline engine. Call `guard` in your own training script.
 
-`guard(engine)` changes no result and no file: `train_batch` runs as before, and a contract checks
-each instruction before the instruction runs, and commits the instruction afterwards. The guard
-finds faults that DeepSpeed does not notice, and names the clause and the rank of each. Examples are
-a microbatch that is forwarded twice or left out, a backward over another microbatch's output, an
-update in mid-batch, and a reduction that is left out. The guard reports by default; with
-``manner="refuse"`` it raises.
+`guard(engine)` changes no result and no file. `train_batch` runs as before. A contract checks each
+instruction before the instruction runs, and records the instruction afterwards. The guard finds
+faults that DeepSpeed does not notice, and names the contract's clause and the rank of each fault.
+Examples are a microbatch that is forwarded twice or left out, a backward that uses another
+microbatch's output, an update in the middle of a batch, and a reduction that is left out. By
+default, the guard reports violations; with ``manner="refuse"`` it raises an error.
 
-Where the guard checks: DeepSpeed's `PipelineEngine._exec_schedule` looks each instruction up in the
-engine's `_INSTRUCTION_MAP`. The guard replaces this map by its own map, which runs the method that
-the engine's map has at that moment. The update, the reduction of gradients and a checkpoint are
-checked where the engine calls them, so the guard also sees a call outside the usual instruction.
+Where the guard checks: DeepSpeed's `PipelineEngine._exec_schedule` looks up each instruction in the
+engine's `_INSTRUCTION_MAP`. The guard replaces this map with its own map, which calls the methods
+in the engine's map. The guard checks the update, the reduction of gradients and a checkpoint where
+the engine calls them. Therefore it also sees such a call outside of the usual instruction.
 
-What the guard knows: the instructions, and the tensors in a buffer, show which microbatch the
-buffer holds. The engine's own schedule declares the order of F (forward) and dI (input gradient) on
-the rank. The guard also sees every message, reduction, update and checkpoint, whether
-each computation ran, and on which weights. The guard does not check weight caches, gradient
-buffers, graphs and streams.
+What the guard knows: the instructions, and the tensors in a buffer, show which microbatch is in the
+buffer. The engine's own schedule declares the order of F (forward) and dI (input gradient) on the
+rank. The guard also sees every message, reduction, update and checkpoint. It sees whether each
+computation ran, and on which weights. It does not check weight caches, gradient buffers, graphs and
+streams.
 """
 
 from __future__ import annotations
@@ -67,32 +67,32 @@ def guard(
     untested: bool = False,
 ) -> GuardedEngine:
     """
-    Check a pipeline engine against a contract.
+    Install a guard that checks a pipeline engine against a contract.
 
     Each later `engine.train_batch(...)` is one epoch, that is, one optimizer step.
     `engine.eval_batch(...)` runs only forwards and is not guarded.
 
     In manner ``report`` a step is never refused. The first violation of each clause is logged by
-    ``qeffect.guards`` and given to `on_violation`. After a violation the guard checks nothing until
-    the next step, which has a fresh contract.
+    the logger ``qeffect.guards`` and passed to `on_violation`. After a violation the guard checks
+    nothing until the next step, which has a fresh contract.
 
     Args:
-        engine: What `deepspeed.initialize` returned for a `PipelineModule`.
-        manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
+        engine: The engine that `deepspeed.initialize` returned for a `PipelineModule`.
+        manner: ``report`` reports a violation, and the run continues. ``refuse`` raises an error.
         on_violation: Called with the first violation of each clause, in manner ``report``.
-        log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
-            replay` reads; with data parallelism, each replica has its own subfolder. Each later
+        log: A folder for the event log of each rank (``rank0.jsonl`` and so on), which `qeffect
+            replay` reads. With data parallelism, each replica has its own subfolder. Each later
             contract of a rank has its own file, such as ``rank0.contract1.jsonl``.
         untested: Whether manner ``refuse`` accepts a DeepSpeed release that the guard was not
-            tested with. Manner ``report`` only warns of such a release.
+            tested with. Manner ``report`` only warns about such a release.
 
     Raises:
-        UntestedReleaseError: The guard was not tested with the installed DeepSpeed, the
-            manner is ``refuse``, and `untested` is false.
+        UntestedReleaseError: The manner is ``refuse``, `untested` is False, and the guard was not
+            tested with the installed DeepSpeed.
         TypeError: `engine` is not a pipeline engine.
         ValueError: The engine is guarded already or has no optimizer, or the manner is unknown.
-        ScheduleError: The engine's schedule cannot be read, or, in manner ``refuse``, is wrong; the
-            message is the same as that of `qeffect check`.
+        ScheduleError: The engine's schedule cannot be read. In manner ``refuse`` also: the schedule
+            is wrong. The message is the same as in `qeffect check`.
     """
     if manner not in ("refuse", "report"):
         raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
@@ -124,11 +124,11 @@ def _release(engine: Any) -> str:
 
 class GuardedEngine:
     """
-    A pipeline engine, checked against a contract; `guard` makes this object.
+    A pipeline engine that is checked against a contract. `guard` returns this object.
 
     Args:
         engine: The engine.
-        reports: Where violations are reported; with None, a violation raises.
+        reports: The object that collects violations. With None, a violation raises an error.
         log: The folder for event logs; None writes no log.
     """
 
@@ -171,7 +171,7 @@ class GuardedEngine:
         return self._judge.violations
 
     def on_trust(self) -> tuple[str, ...]:
-        """Return sentences that say what the guard of this engine does not check."""
+        """Return sentences that say what the guard does not check for this engine."""
         names = ["data", "messages", "reductions", "counters", "methods"]
         if TIED in self._stream.buckets:
             names.append("tied")
@@ -185,7 +185,7 @@ class GuardedEngine:
         """
         Remove the guard, and restore the engine's own methods.
 
-        If other code has wrapped a guarded method, that wrapper stays, but the method is no longer
+        If other code has wrapped a guarded method, the wrapper stays, but the method is no longer
         checked.
         """
         self._off = True
@@ -211,9 +211,9 @@ class GuardedEngine:
     @property
     def contract(self) -> Contract:
         """
-        The current contract, after every call of the current step so far.
+        The current contract, which contains every call of the current step so far.
 
-        A new contract replaces it after a violation, and if the number of microbatches changes.
+        After a violation, and after a change of the number of microbatches, a new contract is made.
         """
         return self._recurring.contract
 

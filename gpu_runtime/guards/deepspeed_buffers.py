@@ -1,4 +1,7 @@
-"""Which microbatch each buffer of DeepSpeed's engine should hold, and which it holds."""
+"""
+Find which microbatch each buffer of DeepSpeed's engine should contain, and which microbatch it
+contains.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +38,20 @@ def first_tensor(value: Any, *, with_graph: bool = False) -> Any:
 
 class Buffers:
     """
-    What the buffers of one rank hold in one step.
+    The contents of one rank's buffers in one step.
 
     A *work* is a stage together with a microbatch. An instruction names a buffer, not a microbatch.
-    According to the instructions, the k-th load or receive of a stage brings microbatch k, and a
-    backward belongs to the forward that ran last in its buffer. This class also records which
-    microbatch each tensor was made for, so the tensor in a buffer shows which microbatch is there.
-    The tensors are held weakly, since the engine frees them.
+    The microbatch follows from the instructions: the k-th load or receive of a stage brings
+    microbatch k, and a backward belongs to the last forward in the same buffer. This class also
+    records for which microbatch each tensor was made, so the tensor in a buffer shows which
+    microbatch the buffer contains. Only weak references to the tensors are kept, because the engine
+    frees the tensors.
 
     Attributes:
-        inputs: By buffer, the work whose input came last.
-        tapes: By buffer, the work that was forwarded last.
+        inputs: By buffer, the work whose input arrived last.
+        tapes: By buffer, the work whose forward ran last.
         gradients: By buffer, the work whose backward ran last.
-        labels: The buffers whose labels no forward has used yet.
+        labels: The buffers with labels that no forward has used yet.
         received: The work whose gradient was received last.
     """
 
@@ -61,26 +65,29 @@ class Buffers:
         self._made: dict[tuple[str, int], tuple[Any, Work]] = {}
 
     def next(self, what: str, stage: int) -> Work:
-        """Return a stage's next work, counted from 0, for an instruction without a microbatch."""
+        """
+        Return a stage's next work for an instruction that names no microbatch. Microbatches count
+        from 0.
+        """
         self._counts[what, stage] += 1
         return stage, self._counts[what, stage] - 1
 
     def made(self, what: str, work: Work, value: Any) -> None:
         """
-        Record the work that a value was made for.
+        Record for which work a value was made.
 
         Args:
-            what: ``input``, ``output``, ``gradient``, or ``used`` for the tensor that a backward
-                starts from.
+            what: The kind of value: ``input``, ``output``, ``gradient``, or ``used`` for the tensor
+                from which a backward starts.
             work: The work.
-            value: What a buffer holds.
+            value: The content of a buffer.
         """
         tensor = first_tensor(value, with_graph=what in _WITH_GRAPH)
         if tensor is not None:
             self._made[what, id(tensor)] = weakref.ref(tensor), work
 
     def maker(self, what: str, value: Any) -> Work | None:
-        """Return the work that a value was made for; None if the value is unknown."""
+        """Return the work for which a value was made; None if the value is unknown."""
         tensor = first_tensor(value, with_graph=what in _WITH_GRAPH)
         found = self._made.get((what, id(tensor)))
         return None if found is None or found[0]() is not tensor else found[1]

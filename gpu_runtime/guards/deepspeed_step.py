@@ -1,4 +1,4 @@
-"""One guarded step of DeepSpeed's pipeline engine, as calls of a contract."""
+"""One guarded step of DeepSpeed's pipeline engine. Its instructions become calls of a contract."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MESSAGES = {
 
 class EngineStep:
     """
-    The instructions of one `train_batch`, checked and committed.
+    Checks and commits the instructions of one `train_batch`.
 
-    Every method that calls the contract raises `Refused` if an action breaks it.
+    Every method that calls the contract raises `Refused` if an action breaks the contract.
 
     Args:
         engine: The engine.
-        stream: What the engine's schedule declares.
+        stream: The instructions and the order that the engine's schedule declares.
         steps: The steps of the rank's contract.
     """
 
@@ -54,10 +54,10 @@ class EngineStep:
 
         Args:
             name: DeepSpeed's name of the instruction.
-            given: Its arguments.
+            given: The instruction's arguments, by name.
 
         Returns:
-            A function that commits the instruction; call it once the instruction has run.
+            A function that commits the instruction. Call it after the instruction has run.
         """
         if name in _MESSAGES:
             return self._message(_MESSAGES[name], *self._place(given))
@@ -94,7 +94,7 @@ class EngineStep:
             self._works.finish_reduction(GRADIENTS)
 
     def check_update(self) -> bool:
-        """Check the optimizer's update; return True."""
+        """Check the optimizer's update. Return True."""
         if self._weights is not None:
             self._weights.check("check_update", self._stream.stages[0])
         self._works.check_update()
@@ -107,7 +107,7 @@ class EngineStep:
         self._weights, self._updated = None, True
 
     def finish(self) -> None:
-        """End the step, which has updated the weights."""
+        """End the step after its update of the weights."""
         if not self._updated:
             self._finalize()
             raise not_run("commit_update", "OptimizerStep")

@@ -1,4 +1,4 @@
-"""The instructions of DeepSpeed's pipeline engine, and the table that its schedule class makes."""
+"""The instructions of DeepSpeed's pipeline engine, and the schedule table that they form."""
 
 from __future__ import annotations
 
@@ -21,25 +21,29 @@ GRADIENTS, TIED = "gradients", "tied"
 
 
 def name_of(cls: type) -> str:
-    """Return the name of the DeepSpeed instruction that a class is or is derived from."""
+    """
+    Return the name of a DeepSpeed instruction from its class. For a subclass, return the name of
+    DeepSpeed's own class.
+    """
     return next((base.__name__ for base in cls.__mro__ if base.__name__ in INSTRUCTIONS), "")
 
 
 @attrs.frozen
 class Stream:
     """
-    What a rank's stream of instructions declares.
+    What a rank's sequence of instructions declares.
 
     Args:
-        source: Name of the schedule, with its sizes.
+        source: Name of the schedule, with its number of stages and microbatches.
         stages: The stages of the rank; the stage of phase 0 comes first.
         num_stages: Number of stages of the pipeline.
         microbatches: Number of microbatches.
         slots: Number of buffers of a stage.
-        order: The rank's F and dI, as a contract declares them; None if the table is wrong.
+        order: The order of the rank's F and dI, in the form that a contract takes; None if the
+            table is wrong.
         names: Names of the rank's instructions.
-        buckets: Names of the reductions that the rank runs.
-        wrong: What is wrong with the table; None if it is right.
+        buckets: Names of the gradient reductions that the rank runs.
+        wrong: The first finding of `qeffect check` in the table; None if there is no finding.
     """
 
     source: str
@@ -55,7 +59,8 @@ class Stream:
 
 def stream_of(engine: Any) -> Stream:
     """
-    Return what the engine's own schedule declares, from the instructions of all ranks.
+    Read the instructions of all ranks from the engine's own schedule, and return what they declare
+    for this rank.
 
     Raises:
         ScheduleError: The schedule's class cannot be read, or the rank never updates its weights.
@@ -103,13 +108,15 @@ class GuardedMap(Mapping[type, Callable[..., Any]]):
     """
     The engine's map from instructions to methods, with a guard around each method.
 
-    Methods are looked up in the engine's own map at each instruction, so that a method that is
+    Methods are looked up in the engine's own map at each instruction. Therefore a method that is
     replaced later is guarded too.
 
     Args:
         engine: The engine.
-        before: The engine's own map before the guard; None if the engine used its class's map.
-        run: Called with an instruction's name, its method, the engine and its arguments.
+        before: The engine's own map from before the guard; None if the engine used the map of its
+            class.
+        run: Function that is called with an instruction's name, its method, the engine and its
+            arguments.
     """
 
     def __init__(self, engine: Any, before: Any, run: Callable[..., Any]) -> None:

@@ -1,9 +1,9 @@
 """
 Evidence that a stage's computation ran, and on which weights.
 
-A stage's methods can be replaced, so a call of a method proves nothing. The evidence comes from
-autograd and from tensors: a backward passes through the graph that its forward left, a module calls
-its hooks, and every write to a tensor raises the tensor's version counter.
+A stage's methods can be replaced, so the call of a method proves nothing. The evidence comes from
+autograd and from tensors. A backward passes through the graph of its forward, a module calls its
+hooks, and every write to a tensor increases the tensor's version counter.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def not_once(call: str, action: str, times: int) -> Refused:
 
 
 def work_name(work: Any) -> str:
-    """Return the name of a work (a stage and a microbatch) in messages."""
+    """Return the name of a work (a stage and a microbatch) for messages."""
     stage, microbatch = work
     return f"stage {stage}, microbatch {microbatch}"
 
@@ -80,9 +80,9 @@ def another_work(call: str, what: str, other: Any, work: Work) -> Refused:
     Return the refusal of an action that uses a value of another microbatch.
 
     Args:
-        call: The contract's method that refuses.
-        what: What is used, such as ``input``.
-        other: The work (stage and microbatch) that the used value belongs to.
+        call: The contract's method that refuses the action.
+        what: The kind of the value, such as ``input``.
+        other: The work (stage and microbatch) to which the value belongs.
         work: The work of the action.
     """
     found, expected = (f"the {what} of {work_name(each)}" for each in (other, work))
@@ -103,7 +103,10 @@ def _nodes(value: Any) -> list[Any]:
 
 
 def leaves(outputs: Any) -> set[Any]:
-    """Return the autograd nodes behind nested outputs that accumulate gradients of leaf tensors."""
+    """
+    Return the autograd nodes in the graph of nested outputs that accumulate the gradients of leaf
+    tensors.
+    """
     found: set[Any] = set()
     seen = set(todo := _nodes(outputs))
     while todo:
@@ -122,10 +125,10 @@ class BackwardPasses:
     Counts the backward passes through the outputs of each forward.
 
     Attributes:
-        counts: How many passes went through a forward's outputs: a list of one number for each
-            forward, by name. A forward whose outputs have no graph is left out.
+        counts: By forward, a list with one number: how many backward passes went through its
+            outputs. A forward whose outputs have no graph is left out.
         total: Number of passes through the outputs of all forwards.
-        last: Name of the forward whose outputs the last pass went through.
+        last: Name of the forward through whose outputs the last pass went.
     """
 
     def __init__(self) -> None:
@@ -136,11 +139,11 @@ class BackwardPasses:
 
     def watch(self, work: Hashable, outputs: Any) -> None:
         """
-        Count passes through a forward's outputs from now on.
+        Count backward passes through a forward's outputs from now on.
 
         Args:
             work: Name of the forward.
-            outputs: What the forward returned: a tensor, or nested tuples, lists and mappings.
+            outputs: The outputs of the forward: a tensor, or nested tuples, lists and mappings.
         """
         node = getattr(outputs, "grad_fn", None)
         nodes = _nodes(outputs) if node is None else [node]
@@ -158,12 +161,15 @@ class BackwardPasses:
         self.last = work
 
     def of(self, work: Hashable) -> int | None:
-        """Return how many passes went through a forward's outputs; None without a graph."""
+        """
+        Return how many backward passes went through a forward's outputs; None if the outputs have
+        no graph.
+        """
         passes = self.counts.get(work)
         return None if passes is None else passes[0]
 
     def nodes(self, work: Hashable) -> int:
-        """Return how many tensors of a forward's outputs have a graph."""
+        """Return how many tensors in a forward's outputs have an autograd graph."""
         return self._nodes.get(work, 0)
 
     def clear(self) -> None:
@@ -177,10 +183,10 @@ class ForwardCalls:
     Watches whether a module is called, until `seen` is called.
 
     Args:
-        module: The module; None counts as never called.
+        module: The module. None counts as a module that is never called.
 
     Attributes:
-        output: What the last call returned; None before the first call.
+        output: The result of the last call; None before the first call.
     """
 
     def __init__(self, module: Any) -> None:
@@ -195,7 +201,7 @@ class ForwardCalls:
         self.output = output
 
     def seen(self) -> bool:
-        """Whether the module was called; stops watching."""
+        """Whether the module was called. Also stops watching."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -207,7 +213,7 @@ class GradientWrites:
     Watches whether a gradient of a module's parameters is written, in `.grad` or in `main_grad`.
 
     Args:
-        module: The module; None counts as a module without parameters.
+        module: The module. None counts as a module without parameters.
     """
 
     def __init__(self, module: Any) -> None:
@@ -231,19 +237,20 @@ class GradientWrites:
 
 class ReplicaHooks:
     """
-    Watches when torch's DistributedDataParallel reduces gradients, and whether it is *armed*:
-    whether its next backward will reduce them.
+    Watches when torch's DistributedDataParallel reduces gradients. It also watches whether
+    DistributedDataParallel is *armed*, that is, whether its next backward will reduce gradients.
 
     DistributedDataParallel reduces gradients in the next backward after a forward outside of
-    `no_sync`, in the graph nodes that accumulate gradients. `torch.autograd.grad` passes none of
-    these nodes. So gradients that a program computes this way and writes itself are not reduced.
+    `no_sync`, in the graph nodes that accumulate gradients. `torch.autograd.grad` does not pass
+    these nodes. Therefore gradients are not reduced if a program computes them with this function
+    and writes them itself.
 
     Args:
-        module: The DistributedDataParallel.
+        module: The `DistributedDataParallel` module.
 
     Attributes:
-        armed: Whether a forward has armed the reduction since a backward last passed one of the
-            nodes.
+        armed: Whether the next backward will reduce gradients: a forward has armed the reduction,
+            and no backward has passed one of the nodes since.
     """
 
     def __init__(self, module: Any) -> None:
@@ -280,8 +287,8 @@ class Written:
 
     Args:
         name: Name of the parameter in its module.
-        found: The parameter's version now.
-        expected: The parameter's version when the weights were read first.
+        found: The parameter's current version.
+        expected: The parameter's version when the weights were first read.
     """
 
     name: str
@@ -294,15 +301,16 @@ class Weights:
     The version counters of a module's weights.
 
     The guard watches the trained parameters, with two exceptions. Some modules write a parameter in
-    their own forward (`torch.nn.Embedding` with ``max_norm``). In a module that FSDP shards, FSDP
-    replaces all parameters by gathered parameters.
+    their own forward, such as `torch.nn.Embedding` with ``max_norm``. In a module that FSDP shards,
+    FSDP replaces all parameters with gathered parameters.
 
-    To save a Python frame, a guard may compare the versions of `counters` (read by `VERSION`) with
-    `expected` itself, and call `check` only if the versions differ.
+    To save time, a guard may compare the versions of `counters` (read by `VERSION`) with `expected`
+    directly, and call `check` only if the versions differ.
 
     Args:
-        module: The module; None has no weights.
-        watched: Whether a parameter is watched; by default every trained one.
+        module: The module. None counts as a module without weights.
+        watched: Function that says whether a parameter is watched. By default every trained
+            parameter is watched.
         shards: For a module that FSDP shards: the sharded parameters that the optimizer updates,
             by name.
 
@@ -335,11 +343,14 @@ class Weights:
         self.renew()
 
     def renew(self) -> None:
-        """Record the weights' current versions; later checks compare with them."""
+        """Record the weights' current versions. Later checks compare with these versions."""
         self.expected = [*map(VERSION, self.counters)]
 
     def written(self) -> Written | None:
-        """Return the first weight written since the versions were recorded; None if none was."""
+        """
+        Return the first weight that was written since the versions were recorded; None if no weight
+        was written.
+        """
         found = [*map(VERSION, self.counters)]
         if found == self.expected:
             return None
@@ -350,6 +361,11 @@ class Weights:
         )
         return Written(self._name(counter), now, before)
 
+    def rewritten(self) -> set[Any]:
+        """Return the weights that were written since the versions were recorded."""
+        versions = zip(self.counters, self.expected, strict=True)
+        return {counter for counter, version in versions if counter._version != version}
+
     def _name(self, counter: Any) -> str:
         named = [*self._shards.items(), *self._module.named_parameters()]
         return next((n for n, p in named if any(c is counter for c in counters(p))), "unnamed")
@@ -359,7 +375,7 @@ class Weights:
         Check that no weight was written since the versions were recorded.
 
         Args:
-            call: The contract's method that a refusal names.
+            call: The contract's method that is named in a refusal.
             stage: Index of the stage that is about to act.
 
         Raises:
@@ -378,7 +394,7 @@ class Weights:
 
 
 def counters(parameter: Any) -> list[Any]:
-    """Return the tensors whose version counters show a write to a parameter, or to its shard."""
+    """Return the tensors whose version counters increase if a parameter or its shard is written."""
     local = getattr(parameter, "_local_tensor", None)
     return [parameter] if local is None else [parameter, local]
 

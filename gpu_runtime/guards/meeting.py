@@ -1,4 +1,7 @@
-"""An exchange of messages among all ranks, with a timeout: either all continue or none does."""
+"""
+An exchange of messages among all ranks, with a timeout. Either all ranks continue or no rank
+continues.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ __all__ = ["MeetingError", "Store", "meet"]
 
 
 class MeetingError(RuntimeError):
-    """The ranks did not all take part in a step that needs every rank."""
+    """A rank did not take part in an operation that needs every rank."""
 
 
 class Store(Protocol):
@@ -22,19 +25,21 @@ class Store(Protocol):
         """Set a key."""
 
     def get(self, key: str) -> bytes:
-        """Return a key's value, once it is set."""
+        """Wait until a key is set, and return its value."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return its value."""
+        """Add to a counter. Return the counter's new value."""
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are set."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> Any:
-        """If `expected` is empty, set a key that has no value yet; return the key's value."""
+        """
+        If `expected` is empty and the key has no value yet, set the key. Return the key's value.
+        """
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Wait for keys; raises at the timeout."""
+        """Wait until all keys are set. Raises an error at the timeout."""
 
 
 _MET = "met"
@@ -44,11 +49,11 @@ def meet(
     store: Store, place: str, rank: int, ranks: Sequence[int], word: Any, *, timeout_s: float
 ) -> dict[int, Any]:
     """
-    Exchange one message with every rank; each rank calls this function within the timeout.
+    Exchange one message with every rank. Each rank must call this function within the timeout.
 
     Args:
         store: A store that all ranks share.
-        place: A name that the ranks use for this meeting only.
+        place: A name for this meeting, which the ranks use only once.
         rank: This rank.
         ranks: All ranks.
         word: This rank's message, as JSON data.
@@ -58,7 +63,7 @@ def meet(
         The messages of all ranks.
 
     Raises:
-        MeetingError: A rank did not come in time. Then no rank goes on: a rank that comes later
+        MeetingError: A rank did not call in time. Then no rank continues: a rank that calls later
             gets the same error at once.
     """
     verdict = f"{place}/verdict"

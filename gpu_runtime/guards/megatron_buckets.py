@@ -14,7 +14,7 @@ from typing import Any
 from qeffect.refusals import refused
 from qeffect.schedule.pairing import Work
 
-from .evidence import leaves, work_name
+from .evidence import Weights, leaves, work_name
 
 __all__ = ["check_gathered", "check_not_early", "reduced_and_gathered"]
 
@@ -62,16 +62,18 @@ def _replicas(group: Any) -> int:
     return instances
 
 
-def check_gathered(groups: Sequence[Any], work: Work, output: Any) -> None:
+def check_gathered(groups: Sequence[Any], weights: Weights, work: Work, output: Any) -> None:
     """
     Check that the first forward after an update has gathered the parameters that it read.
 
     A forward read the parameters in the autograd graph of its output. Parameters that are not in
     this graph, such as those of a module that ran no forward or is recomputed as a whole, are not
-    judged.
+    judged; nor are parameters that the program has written since the update, as by loading a
+    checkpoint.
 
     Args:
         groups: The chunk's buckets that hooks gather (`reduced_and_gathered`).
+        weights: The chunk's weights, with their versions after the update.
         work: The forward's stage and microbatch.
         output: What the forward returned.
 
@@ -85,7 +87,7 @@ def check_gathered(groups: Sequence[Any], work: Work, output: Any) -> None:
     ]
     if not ungathered:
         return  # nearly always
-    read = {node.variable for node in leaves(output)}
+    read = {node.variable for node in leaves(output)} - weights.rewritten()
     found = [group for group in ungathered if not read.isdisjoint(group.params)]
     if found:
         missing = sum(not group.param_gather_dispatched for group in found)

@@ -180,7 +180,7 @@ class LoopStep:
         first = self.first
         if first:
             if self._wrote:
-                check_gathered(self._gathers[stage], work, output)
+                check_gathered(self._gathers[stage], self._weights[stage], work, output)
             self._check_caches(work)
         if self._scales and self._norms.get(("F", stage, self._modes[stage])) != updates:
             self._check_scaling("F", work, updates)
@@ -483,6 +483,8 @@ class LoopStep:
         self._works.commit_update()
         self._works.end()
         self._watched.clear()
+        for weights in self._weights.values():
+            weights.renew()  # a later write is not the update's
         self._keep_norms()
         self.updates += 1
 

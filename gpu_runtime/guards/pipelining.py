@@ -1,27 +1,28 @@
 """
-A contract that checks a schedule of `torch.distributed.pipelining`, for your own training code.
+A guard that checks a schedule of `torch.distributed.pipelining`, for your own training code.
 
-`guard(schedule)` needs neither Transformer Engine nor graphs, and changes no result: the schedule
-runs as before, and a contract checks every action before the action runs, and commits the action
-afterwards. The guard refuses faults that torch does not notice, and names the clause and the rank
-of each. Examples are a microbatch that is forwarded twice, a weight gradient or a message that is
-left out, and actions in an order that differs from the table's. A table that `qeffect check`
-refuses is refused before the first step.
+`guard(schedule)` needs neither Transformer Engine nor graphs, and changes no result. The schedule
+runs as before. A contract checks every action before the action runs, and records the action
+afterwards. The guard refuses faults that torch does not notice, and names the contract's clause and
+the rank of each fault. Examples are a microbatch that is forwarded twice, a weight gradient or a
+message that is left out, and actions in another order than in the table. If `qeffect check` refuses
+the table, the guard refuses it before the first step.
 
-This module puts the guard on and takes it off. `pipelining_walk` checks and commits the actions,
-`pipelining_boundary` begins and ends steps and updates, `pipelining_rebuild` lets the ranks restart
-an epoch together.
+This module installs and removes the guard. `pipelining_walk` checks and commits the actions,
+`pipelining_boundary` begins and ends steps and updates, and `pipelining_rebuild` lets the ranks
+restart an epoch (an optimizer step) together.
 
-A function registered with `register_custom_function` replaces an action and cannot call what torch
-would have run. Such a function therefore cannot guard torch's own actions. The guard checks a
-registered function like the action that the function replaces.
+A function registered with `register_custom_function` replaces one of torch's actions, and cannot
+call the code that it replaces. Therefore the guard does not use registered functions to check
+torch's actions. The guard checks a registered function in the same way as the replaced action.
 
-What the guard knows of a plain module: the microbatch whose tensors go from F (forward) to dI
-(input gradient) to dW (weight gradient), and the order of F and dI on the rank. The guard also sees
-the stages' messages and reductions, whether each action's computation ran, and on which weights
-(`pipelining_evidence`). The guard does not see weight caches, gradient buffers, graphs and streams,
-so the contract's relations for them are left out. If the table says where a send or a reduction is
-awaited (torch 2.15), the guard ends it there. Otherwise the guard ends it at the end of the step.
+What the guard knows about a plain module: the order of F (forward) and dI (input gradient) on the
+rank, and which microbatch's tensors pass from F to dI to dW (weight gradient). The guard also sees
+the stages' messages and reductions. It sees whether each action's computation ran, and on which
+weights (`pipelining_evidence`). It does not see weight caches, gradient buffers, graphs and
+streams, so the contract does not check them. If the table says where torch waits for a send or a
+reduction (torch 2.15), the send or reduction counts as ended there. Otherwise it counts as ended at
+the end of the step.
 """
 
 from __future__ import annotations
@@ -69,39 +70,41 @@ def guard(
     untested: bool = False,
 ) -> GuardedSchedule:
     """
-    Check a schedule against a contract.
+    Install a guard that checks a schedule against a contract.
 
     Each later `schedule.step(...)` is one guarded epoch, that is, one optimizer step.
-    `schedule.eval(...)` runs only forwards and is not guarded. Where gradients accumulate over
-    several steps, `GuardedSchedule.follow_optimizer` lets the optimizer's update end the epoch.
+    `schedule.eval(...)` runs only forwards and is not guarded. If gradients accumulate over several
+    steps, call `GuardedSchedule.follow_optimizer`; then the optimizer's update ends the epoch.
 
     In manner ``report`` a step is never refused. The first violation of each clause is logged by
-    ``qeffect.guards`` and given to `on_violation`. After a violation the guard checks nothing until
-    the next step, which has a fresh contract. A wrong table is reported once, and its steps are not
-    checked.
+    the logger ``qeffect.guards`` and passed to `on_violation`. After a violation the guard checks
+    nothing until the next step, which has a fresh contract. A wrong table is reported once, and its
+    steps are not checked.
 
     Args:
         schedule: A schedule of `torch.distributed.pipelining`, with a loss function.
-        transport: How messages are carried, which the check of the table needs. By default, the
-            transport that the stages name (torch 2.14 and later), or else torch's default.
-        manner: ``refuse`` raises at a violation; ``report`` reports it, and the run goes on.
+        transport: How messages are sent; the check of the table needs this. By default, the
+            transport that the stages name (torch 2.14 and later), otherwise torch's default
+            transport.
+        manner: ``refuse`` raises an error at a violation. ``report`` reports the violation, and the
+            run continues.
         on_violation: Called with the first violation of each clause, in manner ``report``.
-        log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
-            replay` reads; with several pipelines, each pipeline has its own subfolder, such as
+        log: A folder for the event log of each rank (``rank0.jsonl`` and so on), which `qeffect
+            replay` reads. With several pipelines, each pipeline has its own subfolder, such as
             ``pipeline1``. Each later contract of a rank has its own file, such as
             ``rank0.contract1.jsonl``. The files are complete after `GuardedSchedule.remove`, or at
             the end of the process.
         untested: Whether manner ``refuse`` accepts a torch release that the guard was not tested
-            with. Manner ``report`` only warns of such a release in the log ``qeffect.guards``.
+            with. Manner ``report`` only warns about such a release, in the log ``qeffect.guards``.
 
     Raises:
-        UntestedReleaseError: The guard was not tested with the installed torch release, the
-            manner is ``refuse``, and `untested` is false.
+        UntestedReleaseError: The manner is ``refuse``, `untested` is False, and the guard was not
+            tested with the installed torch release.
         TypeError: Not a supported schedule, or an invalid transport.
-        ValueError: The schedule or one of its stages is guarded already, the schedule has no loss
+        ValueError: The schedule or one of its stages is already guarded, the schedule has no loss
             function and therefore no backward, or the manner is unknown.
-        ScheduleError: The table is wrong, in manner ``refuse``; the message is the one that
-            `qeffect check` gives.
+        ScheduleError: The table is wrong, and the manner is ``refuse``. The message is the same as
+            in `qeffect check`.
     """
     if manner not in ("refuse", "report"):
         raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
@@ -144,13 +147,13 @@ def _release() -> str:
 
 class GuardedSchedule:
     """
-    A schedule, checked against a contract; `guard` makes this object.
+    A schedule that is checked against a contract. `guard` returns this object.
 
     Args:
         schedule: The schedule.
-        stages: Its stages on this rank.
+        stages: The schedule's stages on this rank.
         transport: As for `guard`.
-        reports: Where violations are reported; with None, a violation raises.
+        reports: The object that collects violations. With None, a violation raises an error.
         log: As for `guard`.
     """
 
@@ -215,7 +218,7 @@ class GuardedSchedule:
 
     @property
     def contract(self) -> Contract:
-        """The current contract; `rebuild` makes a new contract."""
+        """The current contract. `rebuild` replaces it with a new contract."""
         return self._boundaries.contract
 
     @property
@@ -229,7 +232,7 @@ class GuardedSchedule:
         return self._judge.violations
 
     def on_trust(self) -> tuple[str, ...]:
-        """Return sentences that say what the guard of this schedule does not check."""
+        """Return sentences that say what the guard does not check for this schedule."""
         claims = [PIPELINING[name].said() for name in ("methods", "counters", "messages")]
         claims += self._actions.on_trust()
         sharded = self._actions.evidence.sharded()
@@ -242,22 +245,23 @@ class GuardedSchedule:
 
     def follow_optimizer(self, optimizer: Any, *, walks: int | None = None) -> None:
         """
-        Let the optimizer's update end each epoch from now on, not the schedule's step.
+        From now on, let the optimizer's update end each epoch instead of the schedule's step.
 
-        Each step is then a *walk* of the epoch, whose gradients accumulate. Call this method on
-        every rank between two steps, with the optimizer of the rank's stages. The guard sees
-        updates through the optimizer's hooks. A replacement of the optimizer's `step` that does not
-        call torch's `step` counts as an update that did not run.
+        Each step is then a *walk* of the epoch: a pass over the schedule, whose gradients are added
+        to those of the other walks. Call this method on every rank between two steps, with the
+        optimizer of the rank's stages. The guard sees updates through the optimizer's hooks. If
+        another function replaces the optimizer's `step` and does not call torch's `step`, the
+        update counts as not run.
 
         Args:
             optimizer: A `torch.optim.Optimizer`, or a container of optimizers that is itself an
                 `Optimizer`.
-            walks: How many steps of the schedule one update takes. Without this number the guard
-                notices a missing update only when the gradients are dropped.
+            walks: How many steps of the schedule belong to one update. Without this number, the
+                guard notices a missing update only when the gradients are dropped.
 
         Raises:
-            TypeError, ValueError: `optimizer` is not an optimizer, `walks` is not a whole number
-                from 1 on, or the guard follows an optimizer already.
+            TypeError, ValueError: `optimizer` is not an optimizer, `walks` is not an integer of at
+                least 1, or the guard already follows an optimizer.
         """
         if self._boundaries.updates is not None:
             raise ValueError(
@@ -284,24 +288,24 @@ class GuardedSchedule:
 
     def rebuild(self, timeout_s: float = 60.0, *, alone: bool = False) -> None:
         """
-        Restart the epoch on all ranks, after a step that was refused or failed on any of them.
+        Restart the epoch on all ranks, after a step that was refused or failed on any rank.
 
-        Every rank of the pipeline calls this method, once, outside its step. If a rank still waits
-        for a message in `step`, its process group's timeout first ends the step. All ranks then
-        restart the lowest epoch that any rank is in; no rank may have updated its weights since
-        that epoch began. The call drops what the unfinished step left in the schedule
-        and its stages, such as losses: torch would start the next step's backwards from these
-        losses. The caller has to drop the gradients, with `zero_grad`.
+        Every rank of the pipeline must call this method once, outside of its step. If a rank still
+        waits for a message in `step`, the timeout of its process group first ends the step. All
+        ranks then restart the lowest epoch that any rank is in. No rank may have updated its
+        weights since this epoch began. The call drops all data of the unfinished step from the
+        schedule and its stages, such as losses; otherwise torch would start the next step's
+        backwards from these losses. The caller must drop the gradients with `zero_grad`.
 
         Args:
             timeout_s: How long to wait for the other ranks, in seconds.
-            alone: Restart this rank without asking the other ranks. The caller makes sure that the
-                other ranks restart too, and that no message is under way.
+            alone: Whether to restart this rank without asking the other ranks. The caller must then
+                ensure that the other ranks restart too, and that no message is in flight.
 
         Raises:
-            MeetingError: Raised on every rank, if a rank did not come in time, or if the step of a
-                rank ended after some of its messages but before the others. Another rank may then
-                wait for a message that nobody will send. Relaunch the ranks from their checkpoint.
+            MeetingError: A rank did not call in time, or a rank's step ended after only some of its
+                messages. Another rank may then wait for a message that is never sent. Every rank
+                raises this error. Relaunch the ranks from their checkpoint.
         """
         if alone:
             epoch = self.contract.epoch

@@ -1,5 +1,6 @@
 """
-The boundaries of a guarded pipeline's epochs: where a step begins and ends, and the update.
+The boundaries of a guarded pipeline's epochs (optimizer steps): the begin and end of a step, and
+the update.
 
 If the guard follows no optimizer, each step of the schedule is one epoch. If the guard follows an
 optimizer, each step is a walk (one pass over the schedule), and the optimizer's update ends the
@@ -34,14 +35,14 @@ class EpochBoundaries:
 
     Args:
         schedule: The schedule.
-        stages: Its stages on this rank.
-        actions: Guards the actions between the boundaries.
-        judge: Asks the contract.
-        reductions: The reductions of the table.
+        stages: The schedule's stages on this rank.
+        actions: The object that guards the actions between the boundaries.
+        judge: The object that asks the contract.
+        reductions: Which reductions the table contains.
         declared: The order of F and dI that the table declares; None without a table.
-        logs: The event logs of the rank.
+        logs: The rank's event logs.
         rank: This process's rank in the pipeline.
-        known: Whether the table is right, so that its steps can be judged.
+        known: Whether the table is valid, so that its steps can be checked.
 
     Attributes:
         contract: The contract of the current epoch.
@@ -76,18 +77,18 @@ class EpochBoundaries:
 
     @property
     def contract(self) -> Contract:
-        """The contract, after every call of the current step so far."""
+        """The contract, which contains every call of the current step so far."""
         return self._recurring.contract
 
     def follow(self, updates: Updates) -> None:
-        """Let the updates of an optimizer end the epochs from now on."""
+        """From now on, let the updates of an optimizer end the epochs."""
         updates.watch(self._before_update, self._after_update, self._before_part)
         self.updates = updates
         self._actions.evidence.watch_shards(updates.parameters)
         self._actions.step = self._new_step()
 
     def restart(self, epoch: int) -> None:
-        """Begin an epoch with a fresh contract."""
+        """Begin an epoch with a new contract."""
         self._epoch = epoch
         self._restart()
         self._actions.begin_step(self._new_step())
@@ -150,7 +151,7 @@ class EpochBoundaries:
     # A step
 
     def guarded_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the schedule's `step`."""
+        """Return a guarded version of the schedule's `step`."""
 
         def guarded_step(*args: Any, **kwargs: Any) -> Any:
             if not self._schedule._has_backward:  # eval

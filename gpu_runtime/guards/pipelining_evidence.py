@@ -1,4 +1,4 @@
-"""Evidence that the actions of torch's stages ran, and on which weights."""
+"""Evidence that the actions of torch's pipeline stages ran, and on which weights."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ _COMMITS = {"F": "commit_forward", "I": "commit_dgrad", "B": "commit_dgrad", "W"
 
 class StageEvidence:
     """
-    Evidence of the actions of one rank's stages.
+    Collects evidence that the actions of one rank's stages ran.
 
-    An action ran if the stage's own method ran: the method that the stage had before the guard. If
-    another method or a registered function has replaced this method, other evidence is needed. For
-    F, the stage's module was called. For I and B, a backward went through the graph of the forward.
-    For B, W and the scaling of gradients, a gradient was written. In either case, a backward that
-    leaves the graph of its forward untouched counts as not run.
+    An action counts as run if the stage's own method ran, that is, the method that the stage had
+    before the guard. If another method or a registered function has replaced this method, other
+    evidence is needed. For F, the stage's module must have been called. For I and B, a backward
+    must have passed through the graph of the forward. For B, W and the scaling of gradients, a
+    gradient must have been written. In all cases, a backward that did not pass through the graph of
+    its forward counts as not run.
 
     Args:
         stages: torch's stages of the rank.
@@ -74,20 +75,26 @@ class StageEvidence:
         self._split: set[int] = set()
 
     def remove(self) -> None:
-        """Remove every hook that stays between steps."""
+        """Remove all hooks that remain between steps."""
         for hooks in self._replicas.values():
             hooks.remove()
 
     def own(self, stage: int, name: str, method: Any) -> None:
-        """Record the guard's method of a stage, which calls the method that was there before."""
+        """Record the method with which the guard has replaced a stage's own method."""
         self._own[stage, name] = method
 
     def watch_shards(self, shards: Mapping[int, Mapping[str, Any]]) -> None:
-        """Watch the weights of sharded stages from now on, by stage and name."""
+        """
+        From now on, watch the weights of sharded stages. `shards` gives the weights by stage and
+        name.
+        """
         self._shards = {stage: shards.get(stage, {}) for stage in self.sharded()}
 
     def begin_step(self, *, begins_epoch: bool = True) -> None:
-        """Forget the last step; if an epoch begins, also forget the weights' versions."""
+        """
+        Forget the last step. If an epoch (optimizer step) begins, also forget the weights'
+        versions.
+        """
         self._passes.clear()
         if begins_epoch:
             self._weights.clear()
@@ -103,11 +110,11 @@ class StageEvidence:
 
     def begin_split(self, event: Event, loss: Any) -> None:
         """
-        Read the leaves of a dI's graph, once per step and stage.
+        Read the leaf tensors of a dI's autograd graph, once per step and stage.
 
         Args:
             event: The dI.
-            loss: The loss from which the last stage's dI starts.
+            loss: The loss, from which the dI of the last stage starts.
         """
         _, stage, microbatch = event
         own = self._stages[stage]
@@ -118,14 +125,14 @@ class StageEvidence:
 
     def check_split(self, event: Event) -> None:
         """
-        Check that a dI left work for the weight gradient of each leaf of its graph.
+        Check that a dI deferred work for the weight gradient of each leaf tensor in its graph.
 
-        torch looks for the module's parameters in the graph. A parameter that was replaced since
-        the forward, as by FSDP, is not found, and its gradient is never computed. An action whose
-        graph `begin_split` has not read passes this check.
+        torch looks for the module's parameters in the graph. If a parameter was replaced since the
+        forward, for example by FSDP, torch does not find it and never computes its gradient. If
+        `begin_split` has not read the graph of the action, the action is not checked.
 
         Raises:
-            Refused: ``ownership.work-not-queued``.
+            Refused: ``ownership.work-not-queued``: a leaf tensor has no deferred work.
         """
         found = self._leaves.pop(event, None)
         if found is None:
@@ -154,14 +161,16 @@ class StageEvidence:
 
     def wrote(self, event: Event, microbatches: int) -> None:
         """
-        Note that an action has run, and that it may have written gradients.
+        Record that an action has run and may have written gradients.
 
         Args:
             event: The action.
-            microbatches: Microbatches of the step; the last one's backward reduces the gradients.
+            microbatches: Number of microbatches in the step. The backward of the last microbatch
+                reduces the gradients.
 
         Raises:
-            Refused: ``reduction.incomplete``.
+            Refused: ``reduction.incomplete``: the action has reduced gradients, but is not the last
+                backward.
         """
         kind, stage, _ = event
         hooks = self._replicas.get(stage)
@@ -182,10 +191,11 @@ class StageEvidence:
 
     def check_replicas(self) -> None:
         """
-        Check that the last backward of each stage let DistributedDataParallel reduce its gradients.
+        Check that DistributedDataParallel reduced the gradients of each stage in the stage's last
+        backward.
 
         Raises:
-            Refused: ``reduction.missing``.
+            Refused: ``reduction.missing``: the gradients of a stage were not reduced.
         """
         for stage, wrote in self._wrote.items():
             event, passed = wrote[-1]
@@ -199,7 +209,7 @@ class StageEvidence:
                 )
 
     def forget_weights(self) -> None:
-        """Forget the weights' versions: an update has written the weights."""
+        """Forget the weights' versions after an update has written the weights."""
         self._weights.clear()
 
     def sharded(self) -> list[int]:
@@ -237,7 +247,10 @@ class StageEvidence:
             weights.check("check_update", stage)
 
     def keeps_graphs(self, stage: int) -> bool:
-        """Whether a stage computes with its own graphs, which leave no evidence for the guard."""
+        """
+        Whether a stage computes with its own CUDA graphs. Such graphs leave no evidence for the
+        guard.
+        """
         return any(hasattr(self._stages[stage], name) for name in OWN_GRAPHS)
 
     def still_reduces(self, stage: int) -> bool:
@@ -246,11 +259,11 @@ class StageEvidence:
 
     def watch(self, event: Event, *, registered: bool = False) -> None:
         """
-        Watch an action whose method is no longer the guard's.
+        Watch an action if its method is no longer the guard's method.
 
         Args:
             event: The action.
-            registered: Whether a registered function runs the action.
+            registered: Whether a function registered with torch runs the action.
         """
         kind, stage, _ = event
         name = METHODS[kind]
@@ -290,17 +303,22 @@ class StageEvidence:
         return seen
 
     def replaced(self, event: Event) -> bool:
-        """Whether an action, which the guard's method did not run, left no evidence that it ran."""
+        """
+        Whether there is no evidence that an action ran. The guard's method did not run this action.
+        """
         seen = self._watched.pop(event, None)
         return seen is None or not seen()
 
     def forget(self, event: Event) -> None:
-        """Stop watching an action, because the guard's method has run it."""
+        """Stop watching an action, because the guard's method has run the action."""
         if (seen := self._watched.pop(event, None)) is not None:
             seen()
 
     def forwarded(self, event: Event) -> None:
-        """Start to count backward passes through the outputs that a forward left in its stage."""
+        """
+        Start to count backward passes through the outputs of a forward, which are stored in its
+        stage.
+        """
         _, stage, microbatch = event
         returned = self._returned.pop(event, None)
         outputs = _outputs(self._stages[stage], microbatch)
@@ -310,7 +328,7 @@ class StageEvidence:
             self._passes.watch((stage, microbatch), outputs)
 
     def untouched(self, event: Event) -> bool:
-        """Whether a backward left the graph of its forward untouched."""
+        """Whether a backward did not pass through the graph of its forward."""
         kind, stage, microbatch = event
         # torch runs no dI of the model's first stage: its dW runs the whole backward.
         if kind == "F" or (kind == "I" and self._stages[stage].is_first):

@@ -1,4 +1,4 @@
-"""How the ranks of a guarded pipeline restart an epoch together."""
+"""Functions with which the ranks of a guarded pipeline restart an epoch together."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ UNFINISHED = (
 
 class PipelineRanks:
     """
-    Lets one rank of a pipeline agree with the other ranks.
+    Lets one rank of a pipeline agree with the other ranks on the epoch (optimizer step) to restart.
 
     Args:
         schedule: The schedule of this rank.
-        stages: Its stages on this rank.
+        stages: The schedule's stages on this rank.
     """
 
     def __init__(self, schedule: Any, stages: list[Any]) -> None:
@@ -52,7 +52,10 @@ class PipelineRanks:
         return distributed.get_process_group_ranks(getattr(self._stages[0], "group", None))
 
     def folder(self, log: Path | None) -> Path | None:
-        """Return the folder of this process's logs; each of several pipelines has its own."""
+        """
+        Return the folder of this process's logs. If there are several pipelines, each has its own
+        folder.
+        """
         ranks = self.ranks()
         if log is None or not ranks:
             return log
@@ -63,16 +66,17 @@ class PipelineRanks:
 
     def agree(self, own: Mapping[str, Any], timeout_s: float) -> int:
         """
-        Return the lowest epoch that any rank is in; every rank calls this after its step has ended.
+        Return the lowest epoch (optimizer step) that any rank is in. Every rank must call this
+        method after its step has ended.
 
         Args:
-            own: This rank's state. ``epoch`` is its epoch. ``posted`` is the number of messages
-                that its step has posted, and ``of`` the number of messages of a whole step.
-                ``whole`` says whether the step ended before its first message or after its last.
+            own: This rank's state: its ``epoch``; ``posted``, the number of messages that its step
+                has posted; ``of``, the number of messages in a whole step; and ``whole``, whether
+                the step ended before its first message or after its last message.
             timeout_s: How long to wait for the other ranks, in seconds.
 
         Raises:
-            MeetingError: A rank did not come in time, or its step ended between messages.
+            MeetingError: A rank did not call in time, or its step ended between two messages.
         """
         ranks = self.ranks()
         if len(ranks) < 2:
@@ -113,9 +117,9 @@ class PipelineRanks:
 
     def drop_unfinished(self) -> None:
         """
-        Drop what an unfinished step left in the schedule and its stages.
+        Drop the data of an unfinished step from the schedule and its stages.
 
-        All receives must have ended before.
+        All receives must have ended before this call.
         """
         for owner in (self._schedule, *self._stages):
             for name in UNFINISHED:

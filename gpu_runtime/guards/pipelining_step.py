@@ -1,4 +1,7 @@
-"""One guarded step of a `torch.distributed.pipelining` schedule, as calls of a contract."""
+"""
+One guarded step of a `torch.distributed.pipelining` schedule. Its actions become calls of a
+contract.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ __all__ = ["GuardedStep", "TableReductions"]
 @attrs.frozen
 class TableReductions:
     """
-    The reductions and awaited transfers of a table.
+    What a schedule table says about reductions, and about waits for transfers.
 
     Args:
         reduces: Whether the table reduces the gradients of each stage of this rank.
-        awaits_sends: Whether the table awaits its sends; otherwise they end with the step.
-        awaits_reductions: Whether the table awaits its reductions; otherwise they end with the
+        awaits_sends: Whether the table says where to wait for sends. If not, sends end with the
             step.
+        awaits_reductions: Whether the table says where to wait for reductions. If not, reductions
+            end with the step.
     """
 
     reduces: Mapping[int, bool]
@@ -33,18 +37,18 @@ class TableReductions:
 
 class GuardedStep(Works):
     """
-    The live work, messages and reductions of one step under a contract.
+    The unfinished work, messages and reductions of one step, which a contract checks.
 
-    Every method that calls the contract raises `Refused` if an action breaks it.
+    Every method that calls the contract raises `Refused` if an action breaks the contract.
 
     Args:
         steps: The steps of the rank's contract.
-        reductions: The table's reductions.
-        accumulates: Whether gradients accumulate over steps until an update. Each step is then a
-            walk (one pass over the schedule) with reductions of its own. The contract accepts
-            reductions only after the epoch's last walk, but nobody knows in advance which walk is
-            the last. So the step counts reductions itself, and tells the contract about them when
-            the update comes.
+        reductions: What the table says about reductions.
+        accumulates: Whether gradients accumulate over several steps until an update. Each step is
+            then a walk (one pass over the schedule) with its own reductions. The contract accepts
+            reductions only after the epoch's last walk, but the last walk is known only when the
+            update begins. Therefore this object counts the reductions itself, and reports them to
+            the contract at the update.
         whole: Whether the step begins an epoch.
     """
 
@@ -64,7 +68,7 @@ class GuardedStep(Works):
         self._reduced: set[int] = set()
 
     def reduce(self, stage: int) -> None:
-        """Finalize a stage, and start its reduction if the table has one."""
+        """Finalize a stage. If the table contains a reduction of the stage, start the reduction."""
         self.finalize(stage)
         self._final.add(stage)
         if self.reductions.reduces[stage]:
@@ -73,7 +77,7 @@ class GuardedStep(Works):
             self._reducing.append(stage)
 
     def end_reduction(self, stage: int) -> None:
-        """End a reduction that the framework has waited for."""
+        """Record the end of a reduction for which the framework has waited."""
         if not self._accumulates:
             self.finish_reduction(stage)
         elif stage not in self._reducing or stage in self._reduced:
@@ -87,7 +91,7 @@ class GuardedStep(Works):
 
     def finish(self, stages: Iterable[int]) -> None:
         """
-        End the step: its transfers, stages and reductions, then the epoch.
+        End the step: first its transfers, stages and reductions, then the epoch.
 
         Args:
             stages: Indices of this rank's stages.
@@ -101,7 +105,7 @@ class GuardedStep(Works):
 
     def finish_walk(self, stages: Iterable[int]) -> None:
         """
-        End a step whose gradients wait for a later update.
+        End a step whose gradients a later update uses.
 
         Args:
             stages: Indices of this rank's stages.

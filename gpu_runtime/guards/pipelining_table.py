@@ -1,4 +1,6 @@
-"""The table of a `torch.distributed.pipelining` schedule, as rows that a guard can follow."""
+"""
+The table of a `torch.distributed.pipelining` schedule, in a form that lets a guard follow its rows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _READ = 1 << 16
 
 
 class RowGuard(Protocol):
-    """Follows torch's pass over a row (the actions of one rank)."""
+    """An object that follows torch's pass over a row (the actions of one rank)."""
 
     def begin(self, step: int, action: Any) -> None:
         """Check an action of the row before torch runs it."""
@@ -65,14 +67,14 @@ class ReadActions:
 
 class GuardedRow(list[Any]):
     """
-    A rank's row of actions; the row tells a guard of each action, before and after the action runs.
+    A rank's row of actions. The row calls a guard before and after each action runs.
 
-    The row tells the guard only during the first pass over the row, which is the step. torch makes
-    a second pass only to print the row after an action has failed.
+    The row calls the guard only during the first pass, which is the step. torch makes a second pass
+    only to print the row after an action has failed.
 
     Args:
         row: torch's actions.
-        guard: Follows the first pass.
+        guard: The guard that is called in the first pass.
     """
 
     def __init__(self, row: list[Any], guard: RowGuard) -> None:
@@ -91,7 +93,10 @@ class GuardedRow(list[Any]):
 
 
 def table_of(schedule: Any) -> Schedule | None:
-    """Return the table that a schedule executes; None for a user's own class without a table."""
+    """
+    Return the table that a schedule executes; None if the schedule is a user's own class without a
+    table.
+    """
     name = type(schedule).__name__
     order: Mapping[int, Any] | None = getattr(schedule, "pipeline_order_with_comms", None)
     if order is not None:
@@ -109,7 +114,10 @@ def table_of(schedule: Any) -> Schedule | None:
 
 
 def transport_of(stages: list[Any]) -> Transport | None:
-    """Return how torch's stages carry messages; None if they do not say, or use the default."""
+    """
+    Return how torch's stages send messages; None if the stages do not say so, or use torch's
+    default.
+    """
     for name, queues in (("p2p_per_edge", "edge"), ("p2p_per_direction", "direction")):
         if any(getattr(stage, name, False) for stage in stages):
             return Transport(queues=queues)
@@ -118,7 +126,7 @@ def transport_of(stages: list[Any]) -> Transport | None:
 
 def declared_order(table: Schedule, stages: list[Any]) -> Mapping[Hashable, list[tuple[str, Cell]]]:
     """
-    Return the order of F and dI on one rank, as a contract declares it.
+    Return the order of F and dI on one rank, in the form that a contract takes.
 
     Args:
         table: The table.

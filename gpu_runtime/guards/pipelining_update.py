@@ -1,4 +1,4 @@
-"""The update that ends a guarded epoch, after one step of a schedule or after several."""
+"""The update that ends a guarded epoch, after one step of a schedule or after several steps."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ class Updates:
     """
     The optimizer whose updates end a guarded schedule's epochs, and the evidence in its tensors.
 
-    Each step of the schedule is a walk; the walks between two updates are one epoch. A write of a
-    parameter, or of its state in the optimizer, shows that the update ran. The state is needed
-    because fused optimizers write parameters without raising their version counters. A gradient
-    that disappears before the update shows that a walk was lost. If a gradient is left untouched
-    after the update, the next epoch would add to it.
+    Each step of the schedule is a walk (one pass over the schedule). The walks between two updates
+    are one epoch. A write to a parameter, or to its state in the optimizer, shows that the update
+    ran. The state is also watched, because fused optimizers write parameters without increasing
+    their version counters. If a gradient disappears before the update, the gradients of earlier
+    walks are lost. If a gradient stays unchanged after the update, the next epoch would add to it.
 
     Args:
         optimizer: A `torch.optim.Optimizer`, or a container of optimizers that is itself an
             `Optimizer`.
-        walks: How many steps of the schedule an update takes; None if that is not declared.
+        walks: How many steps of the schedule belong to one update; None if this number is not
+            declared.
         stages: torch's stages of the rank.
 
     Attributes:
-        walked: How many walks of the epoch are over.
+        walked: Number of finished walks of the epoch.
 
     Raises:
-        TypeError: Not an optimizer, or the number of walks is not an ``int``.
-        ValueError: The number of walks is below 1.
+        TypeError: `optimizer` is not an optimizer, or `walks` is not an ``int``.
+        ValueError: `walks` is below 1.
     """
 
     def __init__(self, optimizer: Any, walks: int | None, stages: list[Any]) -> None:
@@ -67,7 +68,7 @@ class Updates:
 
     @property
     def declared(self) -> bool:
-        """Whether the number of walks of an epoch is declared."""
+        """Whether the number of walks (passes over the schedule) per update is declared."""
         return self._walks is not None
 
     def watch(
@@ -76,7 +77,10 @@ class Updates:
         after: Callable[..., None],
         part: Callable[..., None],
     ) -> None:
-        """Call functions before and after each update, and before each optimizer of a container."""
+        """
+        Register functions that are called before and after each update, and before the update of
+        each optimizer in a container.
+        """
         self._hooks = [
             self._optimizer.register_step_pre_hook(before),
             self._optimizer.register_step_post_hook(after),
@@ -90,10 +94,10 @@ class Updates:
 
     def check_first_walk(self) -> None:
         """
-        Check that every gradient that the last update used has been dropped or changed.
+        Check that every gradient used by the last update has since been dropped or changed.
 
         Raises:
-            Refused: ``arena.stale-accumulation``.
+            Refused: ``arena.stale-accumulation``: a gradient is unchanged since the last update.
         """
         used, self._used = self._used, []
         for stage, name, parameter, grad, version in used:
@@ -108,7 +112,7 @@ class Updates:
 
     def check_next_walk(self) -> None:
         """
-        Check that another walk of the epoch may begin.
+        Check that another walk (pass over the schedule) of the epoch may begin.
 
         Raises:
             Refused: ``epoch.device-count`` if the update is due; ``arena.overwrite`` if the
@@ -120,7 +124,7 @@ class Updates:
 
     def check_due(self) -> None:
         """
-        Check that every walk of the epoch is over.
+        Check that every walk (pass over the schedule) of the epoch has finished.
 
         Raises:
             Refused: ``epoch.not-final`` if walks are missing; ``arena.overwrite`` if gradients of
@@ -148,7 +152,7 @@ class Updates:
 
     def check_part(self) -> None:
         """
-        Check that no optimizer of a container updates its weights before the epoch is over.
+        Check that no single optimizer in a container updates its weights before the epoch's update.
 
         Raises:
             Refused: ``version.wrong-epoch``.
@@ -163,7 +167,7 @@ class Updates:
             )
 
     def finish_walk(self) -> None:
-        """Record which gradients exist at the end of a walk."""
+        """Record which gradients exist at the end of a walk (pass over the schedule)."""
         self._made = [
             (stage, name, parameter)
             for stage, named in self.parameters.items()
@@ -172,7 +176,7 @@ class Updates:
         ]
 
     def begin_update(self) -> None:
-        """Record the versions of the parameters that the update has to write."""
+        """Record the versions of the parameters that the update must write."""
         self._before = {
             stage: self._versions(named)
             for stage, named in self.parameters.items()
@@ -181,10 +185,11 @@ class Updates:
 
     def finish_update(self) -> None:
         """
-        Check that the update has written parameters of each stage, or their state.
+        Check that the update has written parameters of each stage, or the optimizer's state of
+        these parameters.
 
         Raises:
-            Refused: ``epoch.device-count``.
+            Refused: ``epoch.device-count``: the update of a stage did not run.
         """
         for stage, before in self._before.items():
             named = self.parameters[stage]
@@ -198,7 +203,7 @@ class Updates:
         ]
 
     def forget(self) -> None:
-        """Begin an epoch; forget the last one, even if it did not end."""
+        """Begin an epoch. Forget the last epoch, even if it has not ended."""
         self.walked = 0
         self._made = []
 

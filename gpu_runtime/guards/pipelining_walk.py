@@ -1,11 +1,13 @@
 """
-The actions of a guarded pipeline's steps: each is checked before it runs, and committed afterwards.
+The actions of a guarded pipeline's steps. Each action is checked before it runs, and committed
+afterwards.
 
 torch's `_PipelineScheduleRuntime` goes through the rank's row of a table (the walk), and runs
-assertions before an action computes. So the guard checks an action when the walk reaches it. The
-stages' methods do the computation. The single-stage classes (1F1B, GPipe) have no table and call
-these methods in their own loops. The guarded methods check every action that the walk has not
-checked, and commit every action.
+assertions before an action computes. Therefore the guard checks an action when the walk reaches it.
+Methods of the stages then compute the action. Schedule classes with a single stage per rank (1F1B,
+GPipe) have no table and call these methods in their own loops. The guard replaces these methods
+with guarded methods, which check every action that the walk has not checked, and commit every
+action.
 """
 
 from __future__ import annotations
@@ -44,16 +46,17 @@ _REDUCE_METHODS = ("perform_reduce_grad", "start_gradient_reduction")
 
 class ActionGuard:
     """
-    Guards the actions of one rank, in the walk over its row and in its stages' methods.
+    Guards the actions of one rank, both in the walk over the rank's row and in the methods of its
+    stages.
 
     Args:
         schedule: The schedule.
-        stages: Its stages on this rank.
-        judge: Asks the contract.
+        stages: The schedule's stages on this rank.
+        judge: The object that asks the contract.
 
     Attributes:
         evidence: The evidence that the actions ran.
-        step: The current step; `begin_step` sets this attribute.
+        step: The current step, which `begin_step` sets.
         messages: How many messages the current step has posted.
         walks: Whether torch runs the schedule from a table.
     """
@@ -76,7 +79,7 @@ class ActionGuard:
         self._posted: set[Event] = set()
 
     def begin_step(self, step: GuardedStep, *, begins_epoch: bool = True) -> None:
-        """Drop the records of the last step, even if it did not finish."""
+        """Drop the records of the last step, even if it has not finished, and begin a new step."""
         self.step = step
         self.evidence.begin_step(begins_epoch=begins_epoch)
         self._checked.clear()
@@ -84,22 +87,22 @@ class ActionGuard:
         self._parts.clear()
 
     def forget(self) -> None:
-        """Forget the actions that are under way: nothing is judged until the next step."""
+        """Forget all unfinished actions. Nothing is checked until the next step."""
         self.abort()
         self._checked.clear()
         self._posted.clear()
 
     def abort(self) -> None:
-        """Abort the actions that are under way."""
+        """Abort all unfinished actions."""
         self._judge.abort(self.step.steps)
 
     def registered(self) -> frozenset[str]:
-        """Return the kinds of action that a registered function runs in torch's place."""
+        """Return the kinds of action for which a registered function replaces torch's own code."""
         functions = getattr(self._schedule, "_comp_type_to_function_map", {})
         return frozenset(kind.value for kind in functions)
 
     def on_trust(self) -> list[str]:
-        """Return what the guard takes on trust about registered functions."""
+        """Return sentences that say what the guard does not check about registered functions."""
         kept = [s.stage_index for s in self._stages if self.evidence.keeps_graphs(s.stage_index)]
         judged = METHODS.keys() if len(kept) < len(self._stages) else ()
         kinds = sorted(self.registered())
@@ -110,12 +113,12 @@ class ActionGuard:
         return said + [PIPELINING["graphs"].said(stage=n) for n in kept if kinds]
 
     def read_functions(self) -> None:
-        """Read which functions are registered in this step."""
+        """Find out which functions are registered in this step."""
         self._functions = self.registered()
 
     def check_functions(self) -> None:
         """
-        Check that no registered function hides the order of two actions.
+        Check that the order of actions is visible, whatever functions are registered.
 
         Raises:
             ValueError: A function runs a forward and a backward at the same time.
@@ -149,14 +152,15 @@ class ActionGuard:
 
     def begin(self, step: int, action: Any) -> None:
         """
-        Check an action of the table that the walk has reached.
+        Check the action of the table that the walk has reached.
 
         Args:
             step: The action's place in the row, from 0.
             action: torch's action.
 
         Raises:
-            Refused: The action breaks the contract; a note names rank, step and action.
+            Refused: The action breaks the contract. A note at the error names rank, step and
+                action.
         """
         event, text = self._read(action)
         self._judge(text, self._begin, event, action, step=step)
@@ -184,7 +188,7 @@ class ActionGuard:
 
     def end(self, step: int, action: Any) -> None:
         """
-        Commit an action that no stage method committed, if its computation ran.
+        Commit an action if its computation ran and no stage method has committed it.
 
         Args:
             step: The action's place in the row, from 0.
@@ -250,11 +254,12 @@ class ActionGuard:
 
     def guard_methods(self, stage: Any, replace: Callable[[Any, str, Any], None]) -> None:
         """
-        Replace a stage's methods by guarded ones.
+        Replace a stage's methods with guarded methods.
 
         Args:
             stage: The stage.
-            replace: Called with the stage, a method's name and its replacement.
+            replace: Function that is called with the stage, a method's name and the replacement of
+                the method.
         """
         index = stage.stage_index
         forward, backward = stage.forward_one_chunk, stage.backward_one_chunk

@@ -15,20 +15,21 @@ class UntestedReleaseError(RuntimeError):
 
 def check_release(name: str, found: str, *tested: str, manner: Manner, untested: bool) -> None:
     """
-    Warn of a release that the guard was not tested with, or refuse this release.
+    Warn about a release that the guard was not tested with, or refuse this release.
 
-    For a release between two tested releases, both manners only warn.
+    If the release is between two tested releases, both manners only warn.
 
     Args:
         name: Name of the framework.
         found: The installed release of the framework.
-        tested: The tested releases, oldest first, each as major and minor number.
-        manner: ``report`` warns; ``refuse`` raises, unless `untested` is set.
-        untested: Whether the caller accepts a guard of an untested release.
+        tested: The tested releases, oldest first, each with major and minor number, such as
+            ``2.13``.
+        manner: ``report`` warns. ``refuse`` raises an error, unless `untested` is True.
+        untested: Whether the caller accepts an untested release.
 
     Raises:
         UntestedReleaseError: The release is untested, the manner is ``refuse``, and `untested` is
-            false.
+            False.
     """
     known = [_minor(release) for release in tested]
     if _minor(found) in known:

@@ -1,4 +1,6 @@
-"""The reports of a guard in manner ``report``: the first violation of each clause."""
+"""
+The reports of a guard in manner ``report``. A guard reports the first violation of each clause.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class Violation:
 
     @classmethod
     def of(cls, refused: Refused, rank: int, step: int, action: str) -> Violation:
-        """Convert a refusal into a violation."""
+        """Convert a refusal to a violation."""
         r = refused.record()
         return cls(r.clause, rank, step, action, r.found, r.expected, r.cause, r.remedy)
 
@@ -73,7 +75,8 @@ class Reports:
     The violations that a guard in manner ``report`` has found.
 
     Args:
-        call: Called with the first violation of each clause; an error that it raises is logged.
+        call: Function that is called with the first violation of each clause. An error that it
+            raises is logged.
 
     Attributes:
         violations: The first violation of each clause, in the order in which they were found.
@@ -85,7 +88,7 @@ class Reports:
         self._failed = False
 
     def add(self, violation: Violation) -> None:
-        """Report a violation if it is the first of its clause."""
+        """Report a violation if it is the first violation of its clause."""
         if violation.clause in self.violations:
             return
         self.violations[violation.clause] = violation
@@ -98,7 +101,7 @@ class Reports:
             LOGGER.exception("the callable on_violation raised; the run goes on")
 
     def fail(self, error: Exception, place: str) -> None:
-        """Log, only once, that the guard itself failed."""
+        """Log that the guard itself failed. Only the first failure is logged."""
         if not self._failed:
             self._failed = True
             LOGGER.error(

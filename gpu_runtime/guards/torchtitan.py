@@ -1,16 +1,16 @@
 """
-A guard that checks TorchTitan's pipeline; call it in your own configuration module.
+A guard that checks TorchTitan's pipeline. Call `guarded` in your own configuration module.
 
 `guarded(spec)` returns a `ModelSpec` whose two hooks also install a guard. The hook `pipelining_fn`
 builds the schedule, which `pipelining.guard` then guards. TorchTitan calls the hook
-`post_optimizer_build_fn` with the optimizers; from then on, each update by these optimizers ends an
-epoch (one optimizer step, not a pass over the data). TorchTitan accumulates gradients over several
-steps of the schedule; each of these steps is a *walk* of the epoch. The guard changes no file and
-no option, and does not change the results of a correct run. The guard reports by default; with
-``manner="refuse"`` it raises.
+`post_optimizer_build_fn` with the optimizers. From then on, each update by these optimizers ends an
+epoch (one optimizer step, not a pass over the data). If TorchTitan accumulates gradients over
+several steps of the schedule, each of these steps is a *walk* of the epoch. The guard changes no
+file, no option, and no result of a correct run. By default, violations are reported; with
+``manner="refuse"`` they raise an error.
 
-Evaluation by TorchTitan's validator calls `schedule.eval`, which is not guarded. What the guard
-checks is described in `pipelining` and `pipelining_update`; this module connects it to TorchTitan.
+TorchTitan's validator calls `schedule.eval`, which is not guarded. `pipelining` and
+`pipelining_update` describe what the guard checks. This module connects the guard to TorchTitan.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ def guarded(
     Return a model's specification whose pipeline is guarded.
 
     Write ``config.model_spec = guarded(config.model_spec)`` at the end of a function of your
-    configuration module. A run without pipeline parallelism is not guarded; the logger
-    ``qeffect.guards`` then gets a warning.
+    configuration module. A run without pipeline parallelism is not guarded. The logger
+    ``qeffect.guards`` then logs a warning.
 
     Args:
         spec: A `ModelSpec` of TorchTitan.
-        manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
+        manner: ``report`` reports a violation, and the run continues. ``refuse`` raises an error.
         on_violation: Called with the first violation of each clause, in manner ``report``.
-        log: A folder in which each rank writes an event log, as with `pipelining.guard`; None
-            writes no log.
+        log: A folder in which each rank writes an event log, as in `pipelining.guard`. None writes
+            no log.
         untested: Whether manner ``refuse`` accepts releases that the guard was not tested with.
-            Manner ``report`` only warns of such releases.
+            Manner ``report`` only warns about such releases.
 
     Raises:
-        UntestedReleaseError: The guard was not tested with the installed TorchTitan, the
-            manner is ``refuse``, and `untested` is false.
+        UntestedReleaseError: The manner is ``refuse``, `untested` is False, and the guard was not
+            tested with the installed TorchTitan.
         TypeError: `spec` is not a `ModelSpec`.
         ValueError: The model has no pipeline or is already guarded, or the manner is unknown.
     """
@@ -98,7 +98,7 @@ def guarded(
 
 def guard_of(built: Any) -> GuardedSchedule:
     """
-    Return the guard of a run, an object with `violations`, `on_trust()`, `contract` and `remove()`.
+    Return the guard of a run. The guard has `violations`, `on_trust()`, `contract` and `remove()`.
 
     Args:
         built: A `Trainer`, or its `pp_schedule`.

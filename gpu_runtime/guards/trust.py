@@ -1,7 +1,8 @@
 """
-What each guard takes on trust (does not check): the sentences of `on_trust`, and when each applies.
+Sentences that say what each guard does not check (takes on trust), and when each sentence applies.
+`on_trust` returns these sentences.
 
-The tables of the documentation pages are generated from the same sentences.
+The tables in the documentation pages are generated from these sentences.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ __all__ = ["DEEPSPEED", "MEGATRON", "PIPELINING", "Trust"]
 @attrs.frozen
 class Trust:
     """
-    A sentence of `on_trust`.
+    A sentence that `on_trust` returns.
 
     Args:
-        text: The sentence; ``{stage}`` and ``{kind}`` stand for a stage and a kind of action.
+        text: The sentence. ``{stage}`` and ``{kind}`` are placeholders for a stage and a kind of
+            action.
         when: When the sentence applies, for the table of the documentation page.
     """
 
@@ -27,53 +29,61 @@ class Trust:
     when: str = "always"
 
     def said(self, **values: object) -> str:
-        """Return the sentence, with values in place of ``{stage}`` and ``{kind}``."""
+        """Return the sentence with values for the placeholders ``{stage}`` and ``{kind}``."""
         return self.text.format(**values)
 
 
 #: The guard of torch's pipeline, and of TorchTitan's.
 PIPELINING: Mapping[str, Trust] = {
-    "methods": Trust("each stage's own method performs its whole action"),
+    "methods": Trust("each stage's own method runs its whole action"),
     "counters": Trust(
-        "no write to a weight bypasses its version counter, as through `.data` or a fused kernel"
+        "during a step, no weight is written through `.data` or by fused kernels, which leave "
+        "version counters unchanged"
     ),
     "messages": Trust("all posted messages arrive, with the contents that were sent"),
     "function": Trust(
-        "the function that is registered for {kind} performs its whole action",
+        "the function that is registered for {kind} runs its whole action",
         "a function is registered for a kind of action whose run leaves evidence",
     ),
     "unseen function": Trust(
         "the function that is registered for {kind} runs its action",
-        "`UNSHARD`, `RESHARD`, `OVERLAP_F_B`; every kind if all stages have graphs of their own",
+        "`UNSHARD`, `RESHARD`, `OVERLAP_F_B`; every kind if all stages have their own CUDA graphs",
     ),
     "graphs": Trust(
-        "stage {stage} runs its registered actions, in graphs of its own",
-        "the stage has graphs of its own, as under TorchTitan's GraphPP",
+        "stage {stage} runs its registered actions in its own CUDA graphs",
+        "the stage has its own CUDA graphs, as under TorchTitan's GraphPP",
     ),
     "sharded": Trust(
-        "no weight of stage {stage} is written in mid-step; not checked, as its module is sharded",
+        "no weight of stage {stage} is written in the middle of a step; not checked, because its "
+        "module is sharded",
         "FSDP, without `follow_optimizer`",
     ),
     "update": Trust(
-        "the update uses the gradients that the walks of its epoch have made",
+        "the update uses the gradients of all walks (passes over the schedule) of its epoch",
         "after `follow_optimizer`",
     ),
     "walks": Trust(
-        "the walks (passes over the schedule) since the last update are all walks of the epoch",
+        "no walk (pass over the schedule) of an epoch is left out before its update",
         "after `follow_optimizer` without `walks`",
     ),
 }
 
 #: The guard of DeepSpeed's engine.
 DEEPSPEED: Mapping[str, Trust] = {
-    "data": Trust("the data iterator yields each microbatch once; its contents are not checked"),
+    "data": Trust(
+        "the data iterator yields each microbatch once; the contents of microbatches are not "
+        "checked"
+    ),
     "messages": Trust("all sent messages arrive, with their contents unchanged"),
     "reductions": Trust("each reduction that ran covers every gradient and the right ranks"),
-    "counters": Trust("no write to a weight bypasses its version counter, as through `.data`"),
-    "methods": Trust("each method of the engine performs its whole instruction"),
+    "counters": Trust(
+        "during a step, no weight is written through `.data`, which leaves version counters "
+        "unchanged"
+    ),
+    "methods": Trust("each method of the engine runs its whole instruction"),
     "tied": Trust("ReduceTiedGrads reduces the gradients of tied weights", "tied layers"),
     "optimizer": Trust(
-        "the optimizer reduces gradients by itself: ReduceGrads is switched off",
+        "the optimizer reduces the gradients, because ReduceGrads is switched off",
         "`pipeline_enable_backward_allreduce` is off",
     ),
     "partitioned": Trust(
@@ -84,15 +94,21 @@ DEEPSPEED: Mapping[str, Trust] = {
 
 #: The guard of Megatron-core's loops.
 MEGATRON: Mapping[str, Trust] = {
-    "data": Trust("the data iterator yields each microbatch once; its contents are not checked"),
+    "data": Trust(
+        "the data iterator yields each microbatch once; the contents of microbatches are not "
+        "checked"
+    ),
     "messages": Trust("all messages arrive, in the order in which the loop sends them"),
     "reductions": Trust("each reduction that ran covers every gradient and the right ranks"),
-    "counters": Trust("no write to a weight bypasses its version counter, as through `.data`"),
+    "counters": Trust(
+        "during a step, no weight is written through `.data`, which leaves version counters "
+        "unchanged"
+    ),
     "reruns": Trust("if no update comes between two loops, the second loop is a rerun"),
     "function": Trust("the forward step function does the whole forward"),
     "unmatched": Trust(
-        "all messages match the schedule; not checked, as an exchange has several tensors or the "
-        "order is too long",
+        "all messages match the schedule; not checked, because an exchange has several tensors or "
+        "the order is too long",
         "`adjust_tensor_shapes_fn`, or an order above the limit of `qeffect check`",
     ),
     "replays": Trust(

@@ -78,20 +78,20 @@ class Works:
     """
     Tells a contract about the computations and messages of one step.
 
-    A *work* is what a stage computes for one microbatch.
+    A *work* is a stage together with a microbatch.
 
-    A step that repeats a recorded one only compares its calls with the recorded calls; see
+    If a step repeats a recorded step, its calls are only compared with the recorded calls; see
     `recurring`. Every method raises `Refused` if its action breaks the contract.
 
-    To save a Python frame, a guard may compare a call itself: if ``script[place]`` equals the call,
-    the guard adds 1 to `place`; otherwise the guard passes the call to `make`.
+    To save time, a guard may compare a call directly. If ``script[place]`` equals the call, the
+    guard adds 1 to `place`. Otherwise the guard passes the call to `make`.
 
     Args:
-        steps: The steps of the rank's contract; also an attribute.
-        whole: Whether the step begins an epoch; only such a step is recorded or compared.
+        steps: The steps of the rank's contract. This is also an attribute.
+        whole: Whether the step begins an epoch. Only such a step is recorded or compared.
 
     Attributes:
-        script: The calls that the step is compared with.
+        script: The recorded calls with which the step is compared.
         place: The index of the next call in `script`.
     """
 
@@ -111,10 +111,11 @@ class Works:
 
     def make(self, call: Call) -> None:
         """
-        Make a call that does not repeat the recorded one.
+        Make a call that differs from the recorded call.
 
         Args:
-            call: The name of a method, its positional arguments, and its named arguments if any.
+            call: A tuple: the name of a method, its positional arguments, and its named arguments
+                if there are any.
         """
         if not self._begun:
             self._begun = True
@@ -142,8 +143,10 @@ class Works:
             self._calls.append(call)
 
     def catch_up(self) -> None:
-        """Make the calls that were only compared so far, and go on without comparing or
-        recording."""
+        """
+        Make all calls that were only compared so far. The rest of the step is neither compared nor
+        recorded.
+        """
         if self._calls is not None:
             self._calls = None
             self.steps.drop()
@@ -158,7 +161,7 @@ class Works:
             _MAKES[name](self, *given, **named or {})
 
     def end(self) -> None:
-        """End the step, whose last call has committed its epoch."""
+        """End the step. Its last call must have committed the epoch."""
         if self.script is not _NOTHING:
             if self.steps.commit():
                 self.script, self.place = _NOTHING, 0
@@ -177,8 +180,8 @@ class Works:
 
         Args:
             event: The action.
-            used: The work whose output a backward uses; by default the backward's own work.
-            refresh: Whether F quantizes the stage's weights anew.
+            used: The work whose output a backward uses; by default the work of the backward itself.
+            refresh: Whether F quantizes the stage's weights again.
         """
         kind, stage, microbatch = event
         contract, work = self._contract, (stage, microbatch)
@@ -207,7 +210,7 @@ class Works:
 
     @_compared
     def reserve(self, work: Work, slot: int | None = None) -> None:
-        """Reserve a slot for the input of a work."""
+        """Reserve a slot (the place of one microbatch) for the input of a work."""
         self._reserve(work, slot)
 
     def _reserve(self, work: Work, slot: int | None) -> None:
@@ -220,8 +223,9 @@ class Works:
 
         Args:
             event: The message.
-            slot: The slot that takes a received input; by default a free slot.
-            used: The work whose output or gradient is sent; by default the message's own work.
+            slot: The slot for a received input; by default a free slot.
+            used: The work whose output or gradient is sent; by default the work of the message
+                itself.
         """
         kind, stage, microbatch = event
         work = (stage, microbatch)
@@ -237,7 +241,7 @@ class Works:
 
     @_compared
     def finish_receive(self, event: Event) -> None:
-        """End a receive, if it was posted and has not ended."""
+        """Record the end of a receive, if the receive was posted and has not ended."""
         self._end_receive(event)
 
     def _end_receive(self, event: Event) -> None:
@@ -251,7 +255,10 @@ class Works:
 
     @_compared
     def finish_sends(self, events: tuple[Event, ...] | None = None) -> None:
-        """End sends that the framework has waited for; by default every send under way."""
+        """
+        Record the end of sends for which the framework has waited; by default of all unfinished
+        sends.
+        """
         for kind, stage, microbatch in sorted(self._reading) if events is None else events:
             work = (stage, microbatch)
             key, ref = self._keys[work], self._refs[work]
@@ -262,32 +269,32 @@ class Works:
 
     @_compared
     def finalize(self, stage: int) -> None:
-        """Finalize a stage: its gradients are whole."""
+        """Finalize a stage, that is, declare its gradients complete."""
         self._contract.finalize(stage)
 
     @_compared
     def start_reduction(self, name: int | str) -> None:
-        """Check a reduction, which is about to start; `name` is its stage or bucket."""
+        """Check a reduction that is about to start. `name` is its stage or bucket."""
         self._contract.start_reduction(name)
 
     @_compared
     def finish_reduction(self, name: int | str) -> None:
-        """Record that a reduction has ended."""
+        """Record that a reduction has ended. `name` is its stage or bucket."""
         self._contract.finish_reduction(name)
 
     @_compared
     def check_update(self) -> None:
-        """Check the optimizer's update, which is about to run."""
+        """Check an optimizer update that is about to run."""
         self._update = self._contract.check_update()
 
     @_compared
     def commit_update(self) -> None:
-        """Commit the update that was checked and has run; `end` then ends the step."""
+        """Commit the update after it has run. Call `end` afterwards."""
         update, self._update = self._update, None
         assert update is not None
         self._contract.commit(update)
 
     @_compared
     def commit_epoch(self) -> None:
-        """Check and commit an update in one call; `end` then ends the step."""
+        """Check and commit an update in one call. Call `end` afterwards."""
         self._contract.commit_epoch()

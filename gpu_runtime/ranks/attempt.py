@@ -1,18 +1,19 @@
 """
-All ranks agree on a name for their attempt. An attempt begins when all ranks have connected, and
-ends when the first rank ends.
+The agreement of all ranks on a name for their attempt. An attempt begins when all ranks have
+connected, and ends when the first rank ends.
 
 torchrun restarts its workers in rounds. Workers do not learn the number of their round, and the
-store of torchrun's agents outlives all rounds. Each agent (one per host) passes its own count of
-restarts to its workers. These counts differ: an agent does not count a restart that another agent's
-worker caused, and an agent that was killed counts from 0 again (pytorch/pytorch#135712). So no
-count identifies a round, and the ranks agree on a random name instead.
+key-value store of torchrun's agents outlives all rounds. Each agent (one per host) passes its own
+count of restarts to its workers. An agent does not count a restart that another agent's worker
+caused, and a new agent counts from 0 again (pytorch/pytorch#135712). Therefore the counts of agents
+differ and cannot identify a round. The ranks agree on a random name instead.
 
 Rank 0 draws a name and writes it under a key that every round overwrites. Each other rank registers
 under a key that begins with this name; only the first process that writes such a key is accepted.
 Once all ranks are registered, rank 0 confirms the name, also under a key that begins with the name.
-All registrations come after the name was drawn. So a confirmed name has one process for each rank,
-and all these processes ran while rank 0 waited. Keys of an earlier round begin with another name.
+All registrations come after the name was drawn. Therefore a confirmed name belongs to exactly one
+process per rank, and all these processes ran while rank 0 waited. Keys of an earlier round begin
+with another name.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MARGIN_S = 5.0
 
 
 class UnreachableError(BackendError):
-    """This rank cannot reach the other ranks, so it must report the cause itself."""
+    """This rank cannot reach the other ranks. Therefore this rank must report the cause itself."""
 
 
 def agree_on_attempt(
@@ -54,13 +55,13 @@ def agree_on_attempt(
 
     Args:
         store: The launcher's key-value store. Earlier attempts may have written to this store, and
-            processes left over from them may still write.
+            processes of these attempts may still write to it.
         rank: The global rank of this process.
         world: Number of ranks.
         deadline: Timeout in seconds for all ranks to agree.
-        events: A list to which this function appends what this rank did, for the rank log: pairs of
-            an event (`offer`, `confirm`, `take_seat` or `connect`) and the name of the attempt.
-            None records nothing.
+        events: A list for the rank log, to which this function appends this rank's actions. Each
+            entry is a pair: an event (`offer`, `confirm`, `take_seat` or `connect`) and the name of
+            the attempt. With None nothing is recorded.
 
     Raises:
         BackendError: A rank did not register in time, or the store is gone or does not answer.
@@ -137,5 +138,5 @@ class _Meeting:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error message; the further lines are a stack trace."""
+    """Return the first line of a library's error message. The other lines are a stack trace."""
     return str(error).strip().partition("\n")[0]

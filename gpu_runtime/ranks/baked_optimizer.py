@@ -1,9 +1,9 @@
 """
-Detect changes of the optimizer that the graph of a captured step would not see.
+Detect changes of the optimizer that would have no effect on the graph of a captured step.
 
-The graph contains the addresses of the optimizer's state, and numbers such as the learning rate. If
-such a number is a tensor on the device, the graph contains only the tensor's address, so the value
-may change.
+The graph contains the addresses of the optimizer's state, and the values of numbers such as the
+learning rate. If such a number is a tensor on the device, the graph contains only its address. Then
+the number may change between launches.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class BakedOptimizer:
         Return whether all addresses of the state and all numbers of all parameter groups are
         unchanged.
 
-        A number that is still the same object counts as unchanged; the items of a list are always
-        compared.
+        A number that is still the same Python object counts as unchanged. The items of a list are
+        always compared.
         """
         if self.optimizer.addresses() != self._addresses:
             return False

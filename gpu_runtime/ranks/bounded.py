@@ -1,4 +1,4 @@
-"""A timeout for calls that have no timeout of their own."""
+"""A timeout for functions that have no timeout."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 def bounded(call: Callable[[], T], seconds: float) -> T:
     """
-    Return the result of a call, or stop waiting for the call at a timeout.
+    Return the result of a call, or stop waiting after a timeout.
 
-    For example, a query of a store on an unreachable host returns neither a value nor an error. The
-    call runs in a daemon thread: if the call does not return, the thread is abandoned, and does not
-    keep the process alive.
+    For example, a query of a store on an unreachable host may never return. The call runs in a
+    daemon thread. If the call does not return, the thread is abandoned, and does not keep the
+    process alive.
 
     Args:
         call: The function to call, without arguments.

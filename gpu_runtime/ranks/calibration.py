@@ -1,9 +1,10 @@
 """
-Calibrate a pipeline's FP8 scales before epoch 0 (the first optimizer step), by walks (passes over
-the rank's row of the schedule) that the contract does not check.
+Calibrate a pipeline's FP8 scales before epoch 0 (the first optimizer step). Each rank runs several
+walks (passes over its row of the schedule), which the contract does not check.
 
-The walks send messages and write device memory as a step does, and they change the scales. For the
-contract, epoch 0 has not begun. Neither the event log nor the rank log records these walks.
+The walks send messages, write device memory and change the scales, as a step does. In the contract,
+epoch 0 has not begun during these walks. Neither the event log nor the rank log records these
+walks.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class _CalibratingRun(SecondRun):
 
 def calibrate_pipeline(pipeline: Pipeline) -> Calibration:
     """
-    Calibrate scales that are updated once an epoch, in a new run. Every rank calls this function
-    before its first step.
+    Calibrate scales that are updated once an epoch (an optimizer step). In a new run, every rank
+    calls this function before its first step.
 
     Raises:
         StoppedError: A rank could not continue; all ranks stop with the same cause.

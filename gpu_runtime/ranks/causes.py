@@ -50,9 +50,9 @@ class Difference:
         rank: The rank that computed the gradient, state or weight.
         stage: The stage of the gradient, state or weight.
         name: The gradient's name within the stage. For a weight: the prefix `WEIGHT`, then the
-            weight's name. For numerical state: the text `double_run.STATE`.
-        count: 1 if every difference of the rank has its own `Difference` object. Otherwise only the
-            rank's first difference is known, and `count` is the number of all its differences.
+            weight's name. For numerical state (such as FP8 scales): the text `double_run.STATE`.
+        count: 1 if every difference of the rank has its own `Difference` object. If only the rank's
+            first difference is known, `count` is the number of all differences of the rank.
     """
 
     rank: int
@@ -63,13 +63,14 @@ class Difference:
 
 class MismatchError(RuntimeError):
     """
-    Two runs of one step, both from the same state, have different gradients.
+    Two runs of one step from the same state have different results.
 
     Args:
         found: The gradients, weights and states that differ.
 
     Attributes:
-        unrecoverable: Whether a weight has changed. If so, the step cannot be restarted.
+        unrecoverable: Whether a weight has changed. A step with changed weights cannot be
+            restarted.
     """
 
     unrecoverable = False
@@ -118,20 +119,22 @@ class Cause:
     The cause of a stop, the same on all ranks.
 
     Args:
-        kind: `refused` (by the contract), `raised`, `dropped` (a message was skipped), `disagreed`
-            (epochs, messages or gradients differ between ranks), `gone` (a process ended), `late`
-            (a rank missed the deadline), `ended` (by the launcher), `lost` (a connection broke),
-            `differs` (two runs of one step have different gradients) or `diverged` (a number of the
-            training is not finite).
+        kind: `refused` (the contract refused), `raised` (an error was raised), `dropped` (a message
+            was skipped), `disagreed` (epochs, messages or gradients differ between ranks), `gone`
+            (a process ended), `late` (a rank missed the deadline), `ended` (the launcher ended the
+            rank), `lost` (a connection broke), `differs` (two runs of one step have different
+            gradients) or `diverged` (a number of the training is not finite).
         rank: The rank that the cause names, usually the rank where the cause began
             (`Verdicts.cause`).
-        stage: Stage of the action at which the cause began; None if there is no such action.
-        action: That action in the notation of schedule tables, such as ``1W2``, or `commit`.
-        clause: The clause that refused the action, or None.
+        stage: Stage of the action that caused the stop; None if no action caused it.
+        action: The action that caused the stop, in the notation of schedule tables, such as
+            ``1W2``; or `commit`.
+        clause: The contract's clause that refused the action; None if the contract did not refuse
+            it.
         text: The whole cause in one line.
         recoverable: Whether every rank still runs and can restart the step from the last commit.
         step: The number of the optimizer step in which the cause began; None if unknown.
-        differ: For the kind `differs`, the gradients that differ.
+        differ: For the kind `differs`, the gradients, weights and states that differ.
     """
 
     kind: str
@@ -147,11 +150,11 @@ class Cause:
 
 class StoppedError(RuntimeError):
     """
-    This rank stopped a step; all ranks that stop have the same `cause`.
+    This rank stopped a step. All ranks that stop report the same `cause`.
 
-    If a rank stopped before the last consent or vote reached it, its weights may be one step behind
-    the weights of other ranks. The cause is then not recoverable. After launches,
-    `OneLaunch.rebuild` detects such a difference and raises an error.
+    If a rank stopped before it received the last consent or vote, its weights may be one step
+    behind the weights of other ranks. Then the ranks cannot continue without a checkpoint. In mode
+    ``one launch``, `OneLaunch.rebuild` detects such a difference and raises an error.
     """
 
     def __init__(self, cause: Cause) -> None:
@@ -166,11 +169,11 @@ class Verdicts:
 
     Args:
         said: The verdicts (reasons) that ranks published, by rank, as `verdict_of` makes them. Each
-            also has the entry `row`: the index of the rank's line in the schedule table, or None.
+            verdict also has the entry `row`: the index of the rank's row in the schedule table, or
+            None.
         world: Number of ranks.
-        every: Every channel (the messages from one rank to another), in the same order on all
-            ranks.
-        table: The schedule table, which has one line of actions and messages for each rank.
+        every: Every channel (a pair of sending and receiving rank), in the same order on all ranks.
+        table: The schedule table, with one row of actions and messages per rank.
     """
 
     said: Mapping[int, dict[str, Any]]
@@ -180,15 +183,15 @@ class Verdicts:
 
     def cause(self, epoch: int) -> Cause:
         """
-        Choose the common cause. If several causes are known, the first of this list is taken: a
-        refusal or an error, two runs of a step that differ, a skipped message, a disagreement, a
-        rank that is gone or late.
+        Choose the common cause. If ranks published several causes, the first one in this list is
+        chosen: a refusal or an error, two runs of a step that differ, a skipped message, a
+        disagreement, a rank that is gone or late.
 
-        The cause names only a rank that `_nameable` allows. If messages or two runs differ on
+        The cause names only ranks that `_nameable` returns. If messages or two runs differ on
         another rank, the cause names a rank that published the difference.
 
         Args:
-            epoch: The epoch of the rank that makes the choice.
+            epoch: The epoch (optimizer step) of the rank that makes the choice.
         """
         said = self.said
         alive = self._recoverable() and len({v["epoch"] for v in said.values()}) == 1
@@ -350,14 +353,13 @@ def verdict_of(
     at: str,
 ) -> dict[str, Any]:
     """
-    Describe why a rank stopped, as plain data for the store.
+    Describe why a rank stopped, as plain data for the key-value store.
 
     Args:
         error: The error that stopped the rank.
-        epoch: The epoch of the error.
-        atom: The rank's action or message that raised the error; None if the error has another
-            origin.
-        passed: How many actions and messages of its line in the schedule table the rank has
+        epoch: The epoch (optimizer step) in which the error occurred.
+        atom: The rank's action or message that raised the error; None if no action or message did.
+        passed: How many actions and messages of its row in the schedule table the rank has
             completed.
         posted: By channel, the `Message.number` of each message that the rank posted in this step.
         at: Description of what the rank was doing, if `atom` is None.

@@ -1,12 +1,12 @@
 """
-Messages of one rank, sent from and received into the memory of slots (the buffers of one
-microbatch), with one communicator per direction.
+Messages of one rank. A message is sent from, or received into, the memory of a slot (the buffers of
+one microbatch).
 
-A channel carries messages from one rank to another. Each channel has its own process group, and
-therefore its own communicator and stream, so that a receive that waits never delays a send. Under
-gloo, each message has a tag for its kind, stage and microbatch. NCCL ignores tags and pairs sends
-with receives by order alone. So both ranks record the messages that they posted, and fold these
-messages into a digest. The ranks compare the digests when they consent to the step, before any
+A channel carries messages from one rank to another rank. Each channel has its own process group
+with its own communicator and stream, so a waiting receive never delays a send. Under gloo, each
+message has a tag for its kind, stage and microbatch. NCCL ignores tags and pairs sends with
+receives by order alone. Therefore both ranks record the messages that they posted, and compute a
+digest of these messages. The ranks compare the digests when they consent to the step, before any
 weight changes.
 """
 
@@ -73,7 +73,7 @@ class Message(NamedTuple):
 
     Args:
         stage: The stage that sends the message.
-        microbatch: The microbatch of the output or gradient.
+        microbatch: The microbatch that the output or gradient belongs to.
         gradient: Whether the message is the gradient of the stage's input; otherwise it is the
             stage's output.
     """
@@ -84,25 +84,23 @@ class Message(NamedTuple):
 
     @property
     def sent(self) -> str:
-        """The entry that sends the message, in the notation of schedule tables, such as
-        ``1SEND_F2``."""
+        """The table entry that sends the message, such as ``1SEND_F2``."""
         return f"{self.stage}{'SEND_B' if self.gradient else 'SEND_F'}{self.microbatch}"
 
     @property
     def received(self) -> str:
-        """The entry that receives the message, in the notation of schedule tables, such as
-        ``2RECV_F2``."""
+        """The table entry that receives the message, such as ``2RECV_F2``."""
         to = self.stage - 1 if self.gradient else self.stage + 1
         return f"{to}{'RECV_B' if self.gradient else 'RECV_F'}{self.microbatch}"
 
     @property
     def number(self) -> int:
-        """A positive number that identifies the message; also its tag."""
+        """A positive number that identifies the message; gloo uses it as the tag."""
         return 1 + 2 * (self.microbatch * _STAGES + self.stage) + self.gradient
 
     @classmethod
     def of(cls, number: int) -> Message:
-        """Return the message with a number."""
+        """Return the message that has the given number."""
         place, gradient = divmod(number - 1, 2)
         microbatch, stage = divmod(place, _STAGES)
         return cls(stage, microbatch, bool(gradient))
@@ -110,7 +108,7 @@ class Message(NamedTuple):
 
 @attrs.define(eq=False)
 class Transfer:
-    """One posted transfer; keeps the tensor alive until the transfer has been waited for."""
+    """One posted send or receive. This object keeps the tensor alive until `wait` returns."""
 
     work: Any
     tensor: Tensor
@@ -137,8 +135,8 @@ class _Channel:
 
 def channels_of(table: Schedule, ranks: Sequence[int]) -> list[ChannelEnds]:
     """
-    Return the channels of a schedule table: every directed pair of ranks with messages, in the same
-    order on all ranks.
+    Return the channels of a schedule table: every pair of sending and receiving rank that has
+    messages, in the same order on all ranks.
 
     Args:
         table: The schedule table of all ranks, with messages.
@@ -149,7 +147,8 @@ def channels_of(table: Schedule, ranks: Sequence[int]) -> list[ChannelEnds]:
 
 def messages_of(table: Schedule, ranks: Sequence[int]) -> Counter[ChannelEnds]:
     """
-    Return the number of messages of a step, by channel; the arguments are those of `channels_of`.
+    Return the number of messages in a step, by channel. The arguments are the same as for
+    `channels_of`.
     """
     home = table.stage_to_rank
     found: Counter[ChannelEnds] = Counter()
@@ -165,7 +164,7 @@ def first_different_message(
     sent: Iterable[int], received: Iterable[int]
 ) -> tuple[int, Message | None, Message | None] | None:
     """
-    Return the first place (index from 0) where sender and receiver recorded different messages.
+    Find the first place (index from 0) at which sender and receiver recorded different messages.
 
     >>> place, sent, received = first_different_message([3, 5], [3, 7])
     >>> place, sent.sent, received.received
@@ -174,8 +173,8 @@ def first_different_message(
     True
 
     Returns:
-        A tuple of the place, the message sent there and the message received there; a missing
-        message is None. If sender and receiver recorded the same messages, the result is None.
+        The place, the sent message and the received message; a missing message is None. If sender
+        and receiver recorded the same messages, the result is None.
     """
     for place, (a, b) in enumerate(zip_longest(sent, received)):
         if a != b:
@@ -190,8 +189,7 @@ class Channels:
 
     Args:
         rank: The global rank of this process.
-        groups: By channel, the process group, for each channel on which this rank sends or
-            receives.
+        groups: The process group of each channel on which this rank sends or receives.
         host: True for gloo: the host waits for a transfer, and tags are used. False for NCCL: the
             current stream waits, and tags are ignored.
         deadline: Timeout of a host's wait, in seconds.
@@ -236,18 +234,18 @@ class Channels:
         number.
 
         Every rank of the job calls this method, with the same channels. On a GPU, a channel's first
-        transfer creates the communicator and blocks the host until both ranks take part. So this
-        method makes the first transfer of every channel, in the same order on all ranks. NCCL has
-        no timeout for this wait, so the wait runs in a thread.
+        transfer creates the communicator and blocks the host until both ranks take part. Therefore
+        this method makes the first transfer of every channel, in the same order on all ranks. NCCL
+        has no timeout for this wait, so a separate thread waits.
 
         Args:
-            every: Every channel of the world, in the same order on all ranks.
+            every: Every channel between ranks of the job, in the same order on all ranks.
             device: Device of the tensors; it decides the transport.
             deadline: Timeout of a host's wait, and of each connection, in seconds.
             tagged: Whether to use tags where the transport has tags.
 
         Raises:
-            RuntimeError: The communication library could not make a group.
+            RuntimeError: The communication library could not create a process group.
             LostError: The rank at the other end of a channel is gone, or did not answer in time.
         """
         host, rank = device.type == "cpu", dist.get_rank()
@@ -379,7 +377,7 @@ class Channels:
 
     def digests(self) -> dict[ChannelEnds, int]:
         """
-        Return, for each channel of this rank, the digest of all messages that this rank posted.
+        Return the digest of all messages that this rank posted, for each channel of this rank.
         """
         return {ends: channel.roll() for ends, channel in self._channels.items()}
 
@@ -395,9 +393,9 @@ class Channels:
             before: What `posted` returned.
 
         Returns:
-            For each rank with a channel to or from this rank, a list of three numbers: the rank,
-            the digest of the messages sent to it, and the digest of the messages received from it.
-            The digests depend on the order of the messages.
+            One list of three numbers for each rank with a channel to or from this rank: the other
+            rank, the digest of the messages to this other rank, and the digest of the messages from
+            it. The digests depend on the order of the messages.
         """
         found: dict[int, list[int]] = {}
         for ends, channel in self._channels.items():
@@ -409,7 +407,7 @@ class Channels:
 
     def commit(self) -> None:
         """
-        Fold the step's messages into the digests, once both ranks of each channel agree.
+        Add the step's messages to the digests. Called once both ranks of each channel agree.
         """
         for channel in self._channels.values():
             channel.digest = channel.roll()
@@ -417,8 +415,8 @@ class Channels:
 
     def close(self, *, abort: bool = True) -> None:
         """
-        End every transfer and connection of this rank; peers that wait on a connection wake up at
-        once.
+        End every transfer and connection of this rank. Peers that wait on a connection stop waiting
+        at once.
 
         Gloo has no call that closes a connection: a connection closes when the last reference to
         its group and its transfers is dropped. An NCCL communicator is aborted, which frees a
@@ -436,10 +434,10 @@ class Channels:
 
     def let_go(self) -> None:
         """
-        Begin to abort every connection, without waiting; `close` waits.
+        Begin to abort every connection, but do not wait; `close` waits.
 
-        A graph may hold kernels of several groups. The graph ends only once all these groups are
-        aborted.
+        A graph may contain kernels of several process groups. The graph can end only when all these
+        groups are aborted.
         """
         if not self.host:
             groups = self._forget()
@@ -512,8 +510,8 @@ def device_group(ranks: list[int], device: torch.device, seconds: float) -> Any:
     """
     Make a group of ranks for collectives; every rank of the job calls this function.
 
-    On a GPU the group's first collective creates a communicator and blocks the host until all its
-    ranks take part. So this function runs a first collective, with a timeout.
+    On a GPU the group's first collective creates a communicator and blocks the host until all ranks
+    of the group take part. Therefore this function runs a first collective, with a timeout.
 
     Args:
         ranks: The global ranks of the members of the group.
@@ -551,7 +549,7 @@ def _nccl_group(ranks: list[int], seconds: float, **options: Any) -> Any:
 
 
 def transport_of(device: torch.device) -> str:
-    """Return the transport between tensors of a device: gloo on a CPU, otherwise NCCL."""
+    """Return the transport for tensors of a device: gloo for a CPU, otherwise NCCL."""
     return "gloo" if device.type == "cpu" else "nccl"
 
 
@@ -559,12 +557,13 @@ class Abort:
     """
     Aborts, in its own thread, an NCCL group that other ranks may have left.
 
-    NCCL first releases the communicator's kernels, then waits for every graph that holds one of
-    these kernels (`commDestroySync`). A graph runs until the kernels of *all* its communicators are
-    released. So all groups are aborted at the same time, and meanwhile the graph is dropped.
+    NCCL first stops the communicator's kernels, then waits until no graph contains one of these
+    kernels (`commDestroySync`). A graph runs until the kernels of *all* its communicators have
+    stopped. Therefore all groups must be aborted at the same time, and the graph must be dropped
+    meanwhile.
 
     Args:
-        group: The group; the caller must keep no other reference to it.
+        group: The process group. The caller must keep no other reference to this group.
     """
 
     def __init__(self, group: Any) -> None:
@@ -578,7 +577,7 @@ class Abort:
             self._group.abort()
 
     def join(self) -> None:
-        """Wait for the abort and destroy the group, unless a graph still holds it."""
+        """Wait for the abort and destroy the group, unless a graph still contains its kernels."""
         self._thread.join(_ABORT_S)
         group, self._group = self._group, None
         if group is not None and not self._thread.is_alive():
@@ -587,11 +586,12 @@ class Abort:
 
 def end_groups(groups: list[Any], *, abort: bool) -> None:
     """
-    Destroy process groups; if other ranks may have left the groups, first abort all of them at
-    once.
+    Destroy process groups. If other ranks may have left the groups, first abort all groups at the
+    same time.
 
     Args:
-        groups: The groups. The list is emptied, because a group ends with its last reference.
+        groups: The groups. This function empties the list, because a group ends with its last
+            reference.
         abort: Whether other ranks may have left the groups.
     """
     aborts = []

@@ -1,17 +1,17 @@
 """
 Consent of all ranks to a step: no rank updates its weights before all ranks agree to the update.
 
-Consent is one small all-reduce on the CPU over all ranks, which waits for no device. Each rank
+Consent is one small all-reduce of all ranks on the CPU, which waits for no device. Each rank
 contributes its epoch (the number of the optimizer step). For each of its channels (messages to or
-from one other rank), a rank also contributes the digest of the messages that it posted. A rank that
-cannot continue first publishes the reason in the store, then closes its connections. The rank's
-peers wake up at once and publish which error they saw. The first rank that has the reports of all
-other ranks, or has waited for `grace` seconds, chooses the cause of the stop; all ranks read this
-cause.
+from one other rank), it also contributes the digest of the messages that it posted. If a rank
+cannot continue, it first publishes the reason in the store, then closes its connections. The rank's
+peers stop waiting at once and publish the error that they saw. A rank chooses the cause of the stop
+as soon as it has the reports of all other ranks, or has waited for `grace` seconds. All ranks use
+the cause of the first rank that chooses.
 
 If a rank stops during the all-reduce, the all-reduce may succeed on some ranks and fail on others.
 Then some ranks have updated their weights and others have not. The epochs in the ranks' reports
-differ, so the cause is not recoverable in place, and all ranks must restart from a checkpoint.
+then differ, so all ranks must restart from a checkpoint.
 """
 
 from __future__ import annotations
@@ -77,18 +77,19 @@ _PATIENCE = 50
 
 def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: float) -> None:
     """
-    Wait for this rank's device, but stop waiting soon after another rank has stopped.
+    Wait for this rank's device, but give up soon after another rank has stopped.
 
     Args:
-        done: An event of the device, recorded after the work.
-        consent: Says whether another rank has stopped; None skips this check.
-        deadline: Timeout of the work, in seconds.
-        grace: Once another rank has stopped, the wait continues for at most a quarter of this time,
-            in seconds: the work may be able to finish without the other rank.
+        done: A device event that was recorded after the work.
+        consent: The consent, which knows whether another rank has stopped. With None this is not
+            checked.
+        deadline: Timeout for the work, in seconds.
+        grace: Time in seconds. After another rank has stopped, the wait continues for at most a
+            quarter of this time, because the work may finish without the other rank.
 
     Raises:
         LostError: The work did not finish in time.
-        UnansweredError: The work did not finish in time, and meanwhile the store did not answer.
+        UnansweredError: The work did not finish in time, and the store did not answer meanwhile.
     """
     until = time.monotonic() + deadline
     given_up = None
@@ -121,25 +122,28 @@ class Consent:
     The agreement of all ranks to commit or to stop.
 
     Args:
-        store: A key-value store that outlives every rank, such as the store of torchrun's agent,
-            with keys for this attempt only.
-        group: A gloo group of all ranks, used only for consent; None with one rank.
+        store: A key-value store that outlives every rank, such as the store of torchrun's agent.
+            Its keys must belong to this attempt only.
+        group: A gloo group of all ranks that is used only for consent; None if there is only one
+            rank.
         rank: The global rank of this process.
         world: Number of ranks.
-        every: Every channel between two ranks of the job, in the same order on all ranks.
+        every: Every channel (pair of sending and receiving rank) of the job, in the same order on
+            all ranks.
         channels: The channels on which this rank sends or receives.
-        table: The schedule table, which has one line of actions and messages for each rank.
-        ranks: Global rank of each of the table's ranks, in this replica.
+        table: The schedule table, with one row of actions and messages per rank.
+        ranks: Global rank of each row of the table, in this replica.
         deadline: Timeout in seconds for all ranks to reach the commit.
-        grace: Timeout in seconds for the other ranks to publish why they stopped.
+        grace: How long to wait, in seconds, until the other ranks have published why they stopped.
         replicas: The reducer over replicas; a stop also closes its connections.
         log: The rank log, which records a stop; None for no log.
-        release: Drops the captured graph of the step, which holds kernels of the connections;
-            called before the connections end. Otherwise the end would wait for the graph.
+        release: Function that drops the captured graph of the step. It is called before the
+            connections are closed, because the graph contains kernels of the connections and
+            closing would wait for the graph.
         ending: Whether this rank has begun to stop.
-        asks: A number of at least 0 that the next `agree` sends to all ranks: this rank's request
-            for what to do after the step, such as to end the run (`training/ending.py`).
-        heard: The largest `asks` of any rank in the last agreement.
+        asks: This rank's request for what to do after the step, such as to end the run: a number of
+            at least 0 (`training/ending.py`). The next `agree` sends it to all ranks.
+        heard: The largest `asks` that any rank sent in the last agreement.
         waits: Measures the time that the host waits.
         until: The time at which a stop must have ended, in seconds of `time.monotonic`; None for no
             limit.
@@ -181,8 +185,8 @@ class Consent:
         Args:
             epoch: The number of the optimizer step that ends.
             parts: The sum of squared gradients of each part of the model (embedding, layer, rest of
-                a stage) on this rank. Either all ranks give these sums or no rank does. The sums
-                are exchanged in the all-reduce of the consent.
+                a stage) on this rank. Either all ranks pass these sums or no rank does. The
+                all-reduce also exchanges these sums.
             places: Every part of the model, in the model's order; the same on all ranks.
 
         Returns:
@@ -234,8 +238,8 @@ class Consent:
 
     def all_gather(self, own: Tensor) -> Tensor:
         """
-        Gather a tensor from every rank over the connection of consent; the wait ends if a rank
-        stops.
+        Gather a tensor from every rank, over the connection that consent uses. The wait ends if a
+        rank stops.
 
         Args:
             own: This rank's tensor, on the CPU, with the same shape and type on all ranks.
@@ -287,14 +291,15 @@ class Consent:
         at: str = "commit",
     ) -> StoppedError:
         """
-        Publish why this rank cannot continue, wake its peers, and agree on one cause.
+        Publish why this rank cannot continue, end the waits of its peers, and agree on one cause
+        with all ranks.
 
         Args:
             error: The error for which this rank stops.
-            epoch: The epoch of the error.
-            atom: This rank's action or message that raised the error; None if the error has another
-                origin.
-            passed: How many actions and messages of its line in the schedule table this rank has
+            epoch: The epoch (optimizer step) in which the error occurred.
+            atom: This rank's action or message that raised the error; None if no action or message
+                did.
+            passed: How many actions and messages of its row in the schedule table this rank has
                 completed.
             at: What the rank was doing, if `atom` is None.
         """
@@ -330,8 +335,8 @@ class Consent:
 
     def claim(self, speaker: str) -> bool:
         """
-        Return whether the calling thread must report why this process stops. The first thread that
-        calls gets True, the second gets False.
+        Return whether the calling thread must report why this process stops. Only the first thread
+        that calls this method gets True.
 
         Args:
             speaker: ``main``, the thread that trains, or ``aside``, another thread.
@@ -342,18 +347,19 @@ class Consent:
 
     @property
     def claimed(self) -> bool:
-        """Whether a thread has claimed to report why this rank stops."""
+        """Whether a thread of this rank has taken over the report of why this rank stops."""
         return bool(self._speaker)
 
     def publish(self, error: BaseException, epoch: int, at: str, *, seconds: float) -> None:
         """
         Publish why this rank cannot continue, while its main thread waits in a library.
 
-        No connection is closed. If the store does not answer in time, the call returns.
+        This method closes no connection. If the store does not answer in time, the method returns
+        without an error.
 
         Args:
             error: The error for which this rank stops.
-            epoch: The epoch of the error.
+            epoch: The epoch (optimizer step) in which the error occurred.
             at: What the rank was doing.
             seconds: Timeout in seconds.
         """
@@ -366,8 +372,8 @@ class Consent:
         Choose the cause of all ranks while this rank's main thread waits in a library.
 
         Args:
-            error: Why this rank cannot continue, as published.
-            epoch: The epoch of the error.
+            error: The error that this rank published.
+            epoch: The epoch (optimizer step) in which the error occurred.
             at: What the rank was doing.
             seconds: Timeout in seconds.
         """
@@ -413,7 +419,7 @@ class Consent:
         return any(self.store.check([f"verdict/{rank}"]) for rank in range(self.world))
 
     def close(self) -> None:
-        """Close every connection of this rank; peers that wait on a connection wake up."""
+        """Close every connection of this rank. Peers that wait on a connection stop waiting."""
         # All at once: dropping a graph may wait for its end, and it ends only once every group
         # whose kernels it holds is aborted.
         self.channels.let_go()

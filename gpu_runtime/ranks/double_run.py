@@ -1,16 +1,17 @@
 """
-Two runs of one step, before its update: the device compares the gradients of both.
+Two runs of one step before its update. The device compares the results of the two runs.
 
-Every N-th step runs twice from the same numerical state. Both runs have the same inputs, weights,
-scales and random numbers. So if any bit of the gradients or of the numerical state differs, memory
-or a computation was wrong in one of the runs. The comparison does not find an error that is the
-same in both runs, such as a bit of a weight that flipped before the first run, or a device that
-always computes the same wrong number. If a weight changes during the runs, the error names this
-weight. A step cannot be restarted from a changed weight, so the stop is then not recoverable in
-place.
+Every N-th step runs twice from the same numerical state (FP8 scales and amaxes). Both runs have the
+same inputs, weights, scales and random numbers. If any bit of the gradients or of the numerical
+state differs, memory or a computation was wrong in one of the runs. The comparison does not find
+errors that are the same in both runs. Examples are a bit of a weight that flipped before the first
+run, and a device that always computes the same wrong number. If a weight changes during the runs,
+the error names this weight. Then the ranks must restart from a checkpoint, because the former
+weight is lost.
 
-The contract checks and counts a single step. The second run (`second_run.py`) repeats only device
-work, before this rank agrees to the update (with launches: before its device votes).
+The contract checks and counts the two runs as one step. The second run (`second_run.py`) repeats
+only device work. It runs before this rank consents to the update, or in mode ``one launch`` before
+this rank's device votes.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ WORD = 3
 
 def is_due(every: int, epoch: int) -> bool:
     """
-    Whether the step with the number `epoch` runs twice: every N-th step does, beginning with step
-    N - 1.
+    Whether step number `epoch` runs twice. Every N-th step runs twice, beginning with step N - 1.
 
     >>> [epoch for epoch in range(7) if is_due(3, epoch)]
     [2, 5]
@@ -49,12 +49,12 @@ def is_due(every: int, epoch: int) -> bool:
 
 def first_of(word: int, count: int) -> tuple[int, int]:
     """
-    Decode a number that a gate published; return the index of the first name whose tensors differ
-    between the two runs, and the number of names whose tensors differ.
+    Decode a number that a rank's gate (`gate.py`) published after two runs that differ. Return the
+    index of the first name whose tensors differ, and the number of names whose tensors differ.
 
     Args:
         word: The published 64-bit number, at least `WORD`.
-        count: Number of names that `compared` returned on the rank.
+        count: Number of names that `compared` returned on that rank.
 
     >>> first_of(3, 10), first_of(3 + 4 + 2 * 10, 10)
     ((0, 1), (4, 3))
@@ -82,8 +82,8 @@ def _by_stage(runtime: Runtime) -> dict[int, list[Tensor]]:
 
 def compared(runtime: Runtime, gradients: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
     """
-    Return the stage and the name of each weight, gradient and state that must be equal in both
-    runs.
+    Return the stage and the name of each weight, gradient and state tensor that must be equal in
+    both runs.
 
     Args:
         runtime: The guarded runtime of this rank, after the first run of the step.
@@ -116,17 +116,17 @@ class DoubleRun:
 
     Args:
         runtime: The guarded runtime of this rank, which makes the first run.
-        every: N: every N-th step runs twice.
+        every: The number N: every N-th step runs twice.
         names: By rank, the names that `compared` returned on that rank.
         rank: The global rank of this process.
-        log: Takes the gradients' digests for the training log, from the second run; None if the log
+        log: Computes the gradients' digests of the second run for the training log; None if the log
             has no digests.
 
     Attributes:
         differs: Float64 scalar on the device, valid after the second run. 0 if both runs are equal,
-            otherwise 1 + i + n * k. Here `i` is the index in this rank's `names` of the first
-            weight, gradient or state that differs, `n` the number of these names, and `k` the
-            number of further names whose tensors differ.
+            otherwise 1 + i + n * k. `i` is the index in this rank's `names` of the first tensor
+            that differs. `n` is the number of these names. `k` is the number of further tensors
+            that differ.
         between: Called between the two runs of a guarded step; for tests.
     """
 
@@ -159,13 +159,13 @@ class DoubleRun:
         self.between: Callable[[], None] = lambda: None
 
     def due(self, epoch: int) -> bool:
-        """Whether the step of an epoch runs twice."""
+        """Whether the step with the number `epoch` runs twice."""
         return is_due(self.every, epoch)
 
     # The device's part; a graph can hold each call
 
     def begin(self) -> None:
-        """Copy the state before the first run, and take the digests of the weights."""
+        """Copy the state before the first run, and compute the digests of the weights."""
         self._state.take()
         self._before.take(self._weights())
 
@@ -174,7 +174,8 @@ class DoubleRun:
 
     def keep_first(self, gradients: Gradients) -> None:
         """
-        Take the digests of the first run's gradients, and of the numerical state after this run.
+        Compute the digests of the first run's gradients, and of the numerical state after the first
+        run.
         """
         self.first.take(gradients, self._state_bytes())
 
@@ -188,7 +189,9 @@ class DoubleRun:
         self._state.restore()
 
     def compare(self, gradients: Gradients) -> None:
-        """Take the second run's digests, and compare them with the first run's."""
+        """
+        Compute the digests of the second run, and compare them with the digests of the first run.
+        """
         self.second.take(gradients, self._state_bytes())
         if self.log is not None:
             self.log.values.copy_(self.second.values[: self.log.values.numel()])
@@ -202,13 +205,15 @@ class DoubleRun:
         self._told.copy_(self._unlike, non_blocking=True)
 
     def forget(self) -> None:
-        """Forget earlier differences, because the epoch restarts."""
+        """Forget earlier differences. Called when a step restarts."""
         self._unlike.zero_()
         self._told.zero_()
         self.differs.zero_()
 
     def warm(self, gradients: Gradients) -> None:
-        """Run every kernel once, because a capture cannot load a kernel; no state changes."""
+        """
+        Run every kernel once, because a capture cannot load a kernel. The state stays unchanged.
+        """
         self.begin()
         self.keep_first(gradients)
         self.restore()
@@ -245,7 +250,8 @@ class DoubleRun:
 
     def of_guarded(self, pipeline: Walk, gradients: Gradients) -> Gradients:
         """
-        Run a guarded step a second time; the device compares both runs, and no host waits.
+        Run a guarded step (whose actions the contract has checked) a second time. The device
+        compares both runs; the host does not wait.
 
         Args:
             pipeline: The pipeline of this rank, whose step runs twice.
@@ -267,10 +273,10 @@ class DoubleRun:
 
     def require_equal(self) -> None:
         """
-        Raise an error if the results of a guarded step's two runs differ; waits for the device.
+        Raise an error if the results of a guarded step's two runs differ. Waits for the device.
 
         Raises:
-            MismatchError: A gradient of this rank differs.
+            MismatchError: A gradient, weight or state of this rank differs.
         """
         if float(self.differs):
             raise _mismatch(self._own())
@@ -289,7 +295,7 @@ class DoubleRun:
 
         Raises:
             MismatchError: A rank's two runs differ. The error names the first difference of each
-                such rank, and all differences of this rank.
+                such rank. For this rank it names all differences.
         """
         found: list[Difference] = []
         for rank, word in words.items():

@@ -1,5 +1,6 @@
 """
-Change from one launch per step to guarded replays, if a rank cannot capture the step.
+Change from one launch per step to guarded replays (a graph per action), if a rank cannot capture
+the step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ __all__ = ["capture_failed", "fall_back"]
 
 def capture_failed(whole: OneLaunch, stopped: StoppedError) -> bool:
     """
-    Whether the ranks stopped because a rank could not capture the step, and all ranks survived.
+    Whether the ranks stopped only because a rank could not capture the step, so all ranks can
+    continue.
     """
     cause = stopped.cause
     return whole.steps == 1 and cause.kind == "raised" and cause.recoverable
@@ -20,16 +22,17 @@ def capture_failed(whole: OneLaunch, stopped: StoppedError) -> bool:
 
 def fall_back(whole: OneLaunch | None, stopped: StoppedError) -> str | None:
     """
-    Change from the launch to guarded replays, if a rank could not capture the step.
+    Change from the launch to guarded replays (a graph per action, checked before each replay), if a
+    rank could not capture the step.
 
     Args:
-        whole: The `OneLaunch` that should have captured the step; None if replays already run
-            instead.
+        whole: The `OneLaunch` that should have captured the step; None if the ranks already use
+            replays.
         stopped: The error with which the step ended on every rank.
 
     Returns:
         The reason why the step could not be captured. None if the step ended for another reason;
-        nothing has changed then.
+        then nothing was changed.
     """
     if whole is None or not capture_failed(whole, stopped):
         return None

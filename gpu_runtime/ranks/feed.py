@@ -19,8 +19,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     Copy a tensor from the host to a device; the host does not wait for the device.
 
-    A plain ``tensor.to("cuda")`` from pageable memory waits; `to_device` first copies to pinned
-    memory.
+    A plain ``tensor.to("cuda")`` from pageable memory waits for the device. Therefore `to_device`
+    first copies to pinned memory.
 
     Args:
         tensor: A tensor on the CPU.
@@ -35,14 +35,14 @@ class Feed(Protocol):
     """
     Supplies the pipeline's data, and receives its outputs.
 
-    A step in mode ``one launch`` asks for all its data before it uses any of them. On a GPU, the
-    pipeline asks for inputs and gradients on a separate stream that does not wait for any other
-    stream. So the returned tensors must not be written again, and must not depend on the `outputs`
-    of the same step.
+    In mode ``one launch``, a step requests all its data before it uses any of them. On a GPU, the
+    pipeline requests inputs and gradients on a separate stream that does not wait for other
+    streams. Therefore the returned tensors must not be written again, and must not depend on the
+    `outputs` of the same step.
 
-    No method may wait for the device, so copy with `to_device`. A graph that waits for another rank
-    can block every stream of its device. If the other rank is gone, a host that waits for the
-    device waits forever and never learns why.
+    No method may wait for the device. Therefore use `to_device` for copies. A graph that waits for
+    another rank can block every stream of its device. If the other rank is gone, a host that waits
+    for the device never returns and cannot report the cause.
     """
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
@@ -54,12 +54,12 @@ class Feed(Protocol):
         """
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """Return the gradients of the last stage's outputs; 1 for a scalar loss."""
+        """Return the gradients of the last stage's outputs. For a scalar loss the gradient is 1."""
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
         """
-        Receive the last stage's outputs; copy them if they are needed later, because they are
-        overwritten.
+        Receive the last stage's outputs. A later microbatch overwrites these tensors, so copy them
+        if you need them later.
         """

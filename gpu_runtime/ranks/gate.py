@@ -1,6 +1,7 @@
 """
-The gate is the check before an update: each device compares its counts of actions with the expected
-counts, sends its vote on the update to all ranks, and publishes votes and counts for the host.
+The gate is the device's check before an update. Each device compares its counts of actions with the
+expected counts, sends its vote on the update to all ranks, and publishes votes and counts for the
+host.
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ class UpdateGate:
 
         Args:
             gradients: Gradients of this rank's stages, for the norm; None in a warm-up.
-            differs: `DoubleRun.differs` of a step that ran twice; otherwise None. If this scalar is
-                not 0, this rank votes no, and its vote says which gradients differ.
+            differs: `DoubleRun.differs` if the step ran twice, otherwise None. If this scalar is
+                not 0, the two runs differ: this rank votes no, and its vote says which tensors
+                differ.
 
         Returns:
             Float32 scalar on the device: 1 to skip the update, else 0.
@@ -138,8 +140,8 @@ class UpdateGate:
 
     def warm(self) -> None:
         """
-        Run the gate once outside a capture, because a capture can neither load a kernel nor open a
-        communicator.
+        Run the gate once outside of a capture, because a capture cannot load kernels or open
+        communicators.
 
         The device waits for every rank; the host does not wait for the device.
         """
@@ -150,8 +152,8 @@ class UpdateGate:
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
         """
-        Compute from the counts before and after one step how every step changes the counters, and
-        the digest of the order of actions.
+        Compute how a step changes the device's counters and the digest of the order of actions.
+        `before` and `after` are the counts before and after one step.
         """
         first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
         factors, terms = advance(first, then)
@@ -164,12 +166,13 @@ class UpdateGate:
 
     def read(self) -> tuple[DeviceCounts, list[int]]:
         """
-        Read the published results of the next unread step; the device must have finished that step.
+        Read the published results of the oldest unread step. The device must have finished this
+        step.
 
         Returns:
-            The counts, and a number per rank: 0 for a yes; 1 for a no or a missing vote; `UNLIKE`
-            if the gradients of the rank's replica differ; a larger number if the rank's two runs
-            differ (`double_run.first_of`).
+            The counts, and a number per rank. The number is 0 for a yes; 1 for a no or a missing
+            vote; `UNLIKE` if the gradients of the rank's replica differ; or a larger number if the
+            rank's two runs differ (`double_run.first_of`).
 
         Raises:
             LostError: The device has not published this step's results.
@@ -183,15 +186,15 @@ class UpdateGate:
 
     def let_go(self) -> None:
         """
-        Start to abort the gate's group without waiting, so that a graph that contains the group's
-        kernels can end.
+        Start to abort the gate's process group without waiting. A graph that contains kernels of
+        this group can then end.
         """
         group, self.group = self.group, None
         if group is not None:
             self.ending = Abort(group)
 
     def close(self, *, abort: bool = False) -> None:
-        """End the gate's group; an abort wakes all ranks that wait in the group."""
+        """End the gate's process group. An abort ends the waits of all ranks in the group."""
         self.open = False
         ending, self.ending = self.ending, None
         if ending is not None:

@@ -1,10 +1,10 @@
 """
-Three kernels, of one thread block each, for a step that is one launch: compare the counters,
-publish the votes, and stamp the time.
+Three kernels for a step that is one launch. They compare the counters, publish the votes, and
+record the time. Each kernel has one thread block.
 
 A rank votes yes with the step's number, counted from 1. A rank votes no with 0, or with a number
-below 0 that gives the reason. An aborted communicator may leave behind a vote of an earlier step. A
-yes from an earlier step has another number, and does not count for the current step.
+below 0 that gives the reason. After an abort of a communicator, the buffer may still contain a vote
+of an earlier step. Such a vote has another number, and does not count for the current step.
 """
 
 import torch
@@ -80,13 +80,13 @@ def compare(
     values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, number: Tensor, word: Tensor
 ) -> None:
     """
-    Advance the expected counters by one step, and compare them with the device's counters.
+    Update the expected counters for one more step, and compare them with the device's counters.
 
     Args:
-        values: The device's counters, int64; all arguments are on the device.
-        wanted: The expected counters after the previous step; advanced in place.
+        values: The device's counters, int64. All arguments are on the device.
+        wanted: The expected counters after the previous step; updated in place.
         factors: Factors by which a step multiplies the counters.
-        terms: Terms that a step adds.
+        terms: Terms that a step adds to the counters.
         number: Scalar of int64: the step's number, from 0.
         word: Scalar of float64: the vote; 0 if a counter differs, else `number` plus 1.
     """
@@ -111,14 +111,15 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
 
     Args:
         values: Counters, int64, on the device.
-        heard: Each rank's vote, float64, on the device; -1 if the reduced gradients of its replica
-            differ from the first replica's; below -1 if the rank's two runs of the step differ.
+        heard: Each rank's vote, float64, on the device. A vote is -1 if the reduced gradients of
+            its replica differ from the first replica's, and below -1 if the rank's two runs of the
+            step differ.
         skip: Scalar of float32 on the device; set to 1 if any rank did not vote yes on this step,
             else 0.
-        ring: Lines of int64 numbers in pinned memory, one line per step: the step's number, its
-            counters, and a number for each rank. A rank's number is 0 for a yes on this step, 1
-            minus the vote if the vote is below 0, otherwise 1.
-        number: Scalar of int64 on the device: the step's number, advanced in place.
+        ring: Ring buffer of int64 numbers in pinned memory, with one line per step: the step's
+            number, its counters, and a number for each rank. A rank's number is 0 for a yes on this
+            step, 1 minus the vote if the vote is below 0, otherwise 1.
+        number: Scalar of int64 on the device: the step's number, increased by 1 in place.
     """
     size, world = values.numel(), heard.numel()
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
@@ -139,10 +140,10 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
 
 def stamp(ring: Tensor, number: Tensor, place: int) -> None:
     """
-    Write the device's clock, in nanoseconds, into the line of a step in a ring of stamps.
+    Write the time of the device's clock, in nanoseconds, into a step's line of a ring buffer.
 
     Args:
-        ring: Lines of stamps, one line per step; int64, pinned.
+        ring: Ring buffer of time stamps in pinned memory, int64, with one line per step.
         number: Scalar of int64 on the device: the step's number.
         place: Index within the step's line.
     """

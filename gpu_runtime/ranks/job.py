@@ -1,5 +1,5 @@
 """
-A small model and its data, for either backend; the pipeline command and its tests train this model.
+A small model and its data, for both backends. The pipeline command and its tests train this model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Job:
     Args:
         schedule: A short name from `NAMES`, the name of a torch class, or the path of a CSV table.
         pp: Number of ranks of the pipeline.
-        vpp: Number of stages per rank; None takes 1 for 1F1B and GPipe, 2 for other schedules.
+        vpp: Number of stages per rank. None means 1 for 1F1B and GPipe, and 2 for other schedules.
         dp: Number of replicas (data parallelism).
         microbatches: Number of microbatches per step and replica, over all walks (passes over the
             table).
@@ -62,16 +62,16 @@ class Job:
             microbatches are in progress at once; `static`: one slot per microbatch.
         config: Dimensions of a layer.
         seed: Seed of parameters and data.
-        amax: Which amaxes (largest absolute values) determine a replica's scales: those of the
-            `replica` itself, or those of all `replicas`.
+        amax: Which amaxes (largest absolute values) determine a replica's scales: with `replica`
+            the replica's own amaxes, with `replicas` the amaxes of all replicas.
         dropout: Probability with which each layer drops elements of its two residual branches.
         wgrad_group: Number of microbatches whose weight gradients are computed as one product; more
             than 1 needs ``scales="epoch"``.
         recompute: Stages that keep only the inputs of their layers, so that dI recomputes the
             activations. The bits stay the same.
-        scales: When FP8 scales move (are updated): at the end of every ``action``, or once an
-            ``epoch``. With ``epoch``, seeds and dropout's random numbers depend on the layer, and
-            the process uses deterministic kernels and, on a CPU, one thread.
+        scales: When FP8 scales are updated: at every F and dI (``action``), or once per optimizer
+            step (``epoch``). With ``epoch``, seeds and dropout's random numbers depend on the
+            layer. The process then uses deterministic kernels and, on a CPU, one thread.
 
     Raises:
         ValueError: `dropout` is not a number in [0, 1).
@@ -105,7 +105,7 @@ class Job:
         torch's name for the schedule class; empty if the schedule table comes from a file.
 
         Raises:
-            ScheduleError: torch has no such class.
+            ScheduleError: torch has no schedule class for this schedule.
         """
         if self.schedule.endswith(".csv"):
             return ""
@@ -155,7 +155,10 @@ class Job:
         return [replica * self.pp + rank for rank in range(self.pp)]
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
-        """Return the arguments for making a stage, for either backend, except the dimensions."""
+        """
+        Return the arguments of a stage's constructor, without the dimensions. They are the same for
+        both backends.
+        """
         target = attrs.evolve(self.config.hidden_states(device), differentiable=False)
         ends = loss and index == self.num_stages - 1
         by_layer = self.scales == "epoch"
@@ -179,16 +182,18 @@ class Job:
         replica: int = 0,
     ) -> list[StageBackend]:
         """
-        Make stages in a new state domain; a stage starts with the same bits in any process.
+        Make stages in a new state domain (stages whose FP8 scales are updated together). A stage
+        starts with the same bits in any process.
 
         Args:
             indices: Indices of the stages.
             device: Device of the stages' tensors.
             backend: `reference` or `transformer-engine`.
-            loss: Whether the last stage ends in the loss.
-            fuse: Whether the library itself accumulates into `main_grad`; None lets the library
-                choose.
-            replica: Number of the stages' replica; dropout differs between replicas.
+            loss: Whether the last stage computes the loss.
+            fuse: Whether the library itself adds gradients to `main_grad`; with None the library
+                decides.
+            replica: Index of the replica that the stages belong to. Dropout differs between
+                replicas.
         """
         if self.scales == "epoch":
             require_deterministic(device)
@@ -235,28 +240,30 @@ class Job:
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Tied weights; this model has none."""
+        """Tied weights. This model has no tied weights."""
         return ()
 
     @property
     def clipping(self) -> Clipping:
         """
-        How an update uses the norm of all gradients; this model's updates do not use the norm.
+        How an update uses the norm of all gradients. The updates of this model do not use the norm.
         """
         return Clipping()
 
     def optimizer(self, stages: list[StageBackend], *, capturable: bool = False) -> Optimizer:
-        """Return the optimizer of a rank's stages; if `capturable`, its update can be captured."""
+        """
+        Return the optimizer of a rank's stages. With `capturable`, a graph can contain its update.
+        """
         return Optimizer(stages, capturable=capturable)
 
     def prepare(self, step: int, optimizer: Optimizer) -> None:
-        """Change the optimizer before a step runs; this model changes nothing."""
+        """Change the optimizer before a step runs. For this model nothing changes."""
 
     @property
     def loss(self) -> LossShare:
         """
-        The function for a microbatch's share of the loss; the loss is the sum over microbatches and
-        replicas.
+        The function that computes a microbatch's share of the loss. The loss is the sum of the
+        shares over microbatches and replicas.
         """
         return LossShare(mean_squared_error, self.microbatches * self.dp)
 
@@ -264,8 +271,8 @@ class Job:
         self, device: torch.device, replica: int = 0
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
         """
-        Return a function from step and microbatch to input and target, with the same values on all
-        ranks.
+        Return a function of step and microbatch that returns input and target. The values are the
+        same on all ranks.
         """
         c = self.config
 
@@ -285,8 +292,10 @@ def mean_squared_error(hidden: Tensor, target: Tensor) -> Tensor:
 
 
 def loss_of(hidden: Tensor, target: Tensor, parts: int) -> Tensor:
-    """Return the mean squared error divided by `parts` (the number of microbatches): a microbatch's
-    share of the loss."""
+    """
+    Return a microbatch's share of the loss: the mean squared error divided by `parts` (the number
+    of microbatches).
+    """
     return mean_squared_error(hidden, target) / parts
 
 
@@ -297,7 +306,8 @@ def require_meeting(
     Raise an error unless each stage's output has the shape and type of the next stage's input.
 
     Args:
-        ends: Index, inputs and outputs of every stage of the pipeline, in any order.
+        ends: For every stage of the pipeline, in any order: its index, and the specifications of
+            its inputs and outputs.
 
     Raises:
         BackendError: The output of a stage and the next stage's input differ; the message names
@@ -318,13 +328,13 @@ def require_meeting(
 
 class Batches:
     """
-    A job's data as the feed of a pipeline; also keeps each step's losses.
+    A pipeline's feed that supplies a job's data. It also keeps each step's losses.
 
     Args:
         draw: Function of step and microbatch that returns input and target.
         device: Device of the loss gradient.
-        repeat: Whether every step gets the first step's data, which are drawn once, because drawing
-            takes longer than a step.
+        repeat: Whether every step gets the first step's data. They are then drawn only once,
+            because drawing takes longer than a step.
     """
 
     def __init__(

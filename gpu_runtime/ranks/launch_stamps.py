@@ -1,10 +1,11 @@
 """
-Times of a rank's own work in a launch, stamped by the device itself.
+Times of a rank's own work in a launch. The device itself records these times.
 
-A launch is one graph, in which the device also waits for other ranks. So the time of a launch is
-the same on all ranks, and does not show which rank is slow. A dW reads neither messages nor reduced
-sums, so during a dW the device does not wait for another rank. Two nodes of the graph stamp the
-device's clock around one dW of each stage. The time between the two stamps shows a slow device.
+In a launch, which is one graph, the device also waits for other ranks. Therefore the time of a
+launch is the same on all ranks, and does not show which rank is slow. A dW reads neither messages
+nor reduced sums, so the device does not wait for another rank during a dW. For one dW of each
+stage, two nodes of the graph record the device's clock before and after the dW. The time between
+the two stamps shows a slow device.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LaunchStamps:
 
     def mark(self, place: int) -> None:
         """
-        Queue a stamp on the current stream; during a capture, the stamp becomes a node of the
+        Queue a time stamp on the current stream. During a capture, the stamp becomes a node of the
         graph.
         """
         self._stamp(self.ring, self._number, place)
@@ -58,17 +59,17 @@ class LaunchStamps:
 
     def around(self, executor: Any) -> Any:
         """
-        Return an executor for one step, which stamps around the first dW of each stage.
+        Return an executor for one step that records the clock before and after the first dW of each
+        stage.
 
         Args:
-            executor: The executor that runs the step's actions, around whose first dW the stamps
-                are made.
+            executor: The executor that runs the step's actions.
         """
         return _StampedExecutor(executor, self)
 
     def take(self, step: int) -> float:
         """
-        Return the milliseconds of a launch's stamped dW, and forget these stamps.
+        Return the milliseconds that a launch's measured dW took, and forget its time stamps.
 
         Args:
             step: The launch's number, from 0; the device has finished it.

@@ -1,7 +1,7 @@
 """
 The host's waits for launches, and each launch's verdict: the device's counts and all ranks' votes.
 
-No wait is longer than the deadline: a device may wait for a rank that has died.
+Every wait has a deadline, because a device may wait for a rank that has died.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _KEPT = 1024
 @attrs.define(eq=False, slots=False)
 class LaunchWaits:
     """
-    The launches of one rank that have no verdict yet.
+    The launches of one rank that have no verdict (counts and votes) yet. A launch runs a whole step
+    as one graph.
 
     Args:
         worker: The worker (the pipeline of this rank) that launches the steps.
@@ -34,9 +35,10 @@ class LaunchWaits:
     Attributes:
         under_way: The events of launches without a verdict, in the order of the launches.
         spare: Events of launches that have ended, for reuse.
-        asking: Number of verdicts for which the host waits at this moment.
-        weights_ms: For the last launches with a verdict, by epoch: milliseconds of the device in
-            one dW of each stage (`LaunchStamps`); NaN for a launch without time stamps.
+        asking: Number of verdicts for which the host currently waits.
+        weights_ms: By epoch, for the last launches with a verdict: device milliseconds in one dW of
+            each stage, summed over the stages (`LaunchStamps`); the value is NaN for a launch
+            without time stamps.
     """
 
     worker: Worker
@@ -51,15 +53,15 @@ class LaunchWaits:
         self.pipeline = self.worker.pipeline
 
     def record(self) -> None:
-        """Record the end of the launch that was just queued."""
+        """Record an event at the end of the launch that was just queued."""
         done = self.spare.pop() if self.spare else _event()
         self.pipeline.runtime.handoff.record(done)
         self.under_way.append(done)
 
     def confirm(self) -> None:
         """
-        Wait for the oldest launch and read its verdict, if the contract still awaits that launch's
-        counts; otherwise do nothing.
+        Wait for the oldest launch without a verdict, and read its verdict. Do nothing if the
+        contract expects no counts.
 
         Raises:
             Refused: The device did not run exactly the committed actions.
@@ -122,7 +124,10 @@ class LaunchWaits:
 
 
 def log_event(pipeline: Pipeline, event: str, epoch: int | None = None, **fields: Any) -> None:
-    """Write an event of the current step or of another epoch to the rank log, if there is a log."""
+    """
+    Write an event to the rank log, if there is a log. The event belongs to the current step, or to
+    `epoch`.
+    """
     if pipeline.log is not None:
         pipeline.log(event, epoch=pipeline.runtime.epoch if epoch is None else epoch, **fields)
 

@@ -53,21 +53,21 @@ def within(
     """
     Return the result of a call, or raise an error if the call does not return in time.
 
-    The call runs in a thread (`bounded`), with the default device and stream as current ones.
-    Python handles SIGTERM during this wait, but would not during a direct call of a library.
+    The call runs in a separate thread (`bounded`), with the default device and stream. Python
+    handles SIGTERM during this wait; during a direct call of a library it would not.
 
     Args:
         call: Function that waits for a device, or for a library that has no timeout.
         seconds: Timeout in seconds.
         rank: This rank.
-        what: Name of the awaited thing, for the error's text.
-        action: What this rank does, for the error's text.
-        peer: The awaited rank; -1 for all ranks, or for no rank.
+        what: What the call waits for, for the error's text.
+        action: What this rank is doing, for the error's text.
+        peer: The rank to wait for; -1 for all ranks, or for no rank.
         step: The step; None outside of steps.
 
     Raises:
-        UnansweredError: The call did not return in time; the text names the rank, the step and the
-            awaited thing.
+        UnansweredError: The call did not return in time; the text contains `rank`, `step` and
+            `what`.
         BaseException: Any error that the call raises.
 
     >>> within(lambda: 3, 1.0, rank=0, what="a number", action="start")

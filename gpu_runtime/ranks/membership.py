@@ -41,8 +41,8 @@ class Limits:
     Args:
         start: Timeout for all ranks to connect.
         message: Timeout for one message that the host waits for.
-        commit: Timeout for all ranks to reach the commit, and for this rank's device to finish its
-            work, during a step and between two steps.
+        commit: Timeout for all ranks to reach the commit of a step. Also the timeout for this
+            rank's device to finish its work.
         grace: Timeout for all ranks to publish why they stopped.
         save: Timeout for all ranks to write or read their files of a checkpoint.
     """
@@ -64,9 +64,9 @@ class Member:
         world: The number of ranks.
         local: The rank of this process on its host.
         device: The device of this process's tensors.
-        store: The key-value store that all ranks reach.
-        met: How this rank connected to the other ranks: events for the rank log, each with a name;
-            empty if another library connected the ranks.
+        store: The key-value store that all ranks share.
+        met: Events of this rank's connection to the other ranks, for the rank log. Each event comes
+            with the attempt's name. Empty if another library connected the ranks.
     """
 
     rank: int
@@ -83,8 +83,8 @@ class Member:
         Wait for the device; a CPU needs no wait.
 
         Args:
-            seconds: Timeout in seconds; None waits without a limit, which suits only measurements.
-            action: What this rank does, for the cause.
+            seconds: Timeout in seconds. None waits without a limit; use it only for measurements.
+            action: What this rank is doing, for the error's text.
             step: The step; None outside of steps.
 
         Raises:
@@ -107,8 +107,8 @@ def launcher_ranks() -> tuple[int, int | None]:
         The rank and the number of ranks; 0 and None without a launcher.
 
     Raises:
-        BackendError: A variable is not a number, is too large, or names a rank beyond the number
-            of ranks.
+        BackendError: A variable is not a number or is too large, or the rank is not below the
+            number of ranks.
     """
     found: dict[str, int] = {}
     wanted = dict.fromkeys(_NUMBERS, _MOST_RANKS)
@@ -146,9 +146,9 @@ def join(device: str, limits: Limits | None = None) -> Member:
         limits: Timeouts; `Limits()` by default.
 
     Raises:
-        BackendError: The device is unknown, torchrun's environment variables are missing or
-            malformed, the ranks did not meet in time, this torch has no NCCL, or the host has no
-            GPU for this rank.
+        BackendError: The device is unknown, or torchrun's environment variables are missing or
+            malformed. Or the ranks did not connect in time, this torch has no NCCL, or the host has
+            no GPU for this rank.
     """
     if device not in ("cpu", "cuda"):
         raise BackendError(
@@ -241,13 +241,13 @@ def leave() -> None:
     """
     End the remaining groups on the CPU, and their threads; called at the end of the process.
 
-    A thread of gloo may hold the tensors of its last collective for a while after the collective.
-    If the thread releases these tensors while the interpreter ends, the thread waits for a lock
-    that it never gets. The process then ends in `std::terminate`, although all its work is done
-    (pytorch/pytorch#190489). A group ends once no reference to it is left. The group then waits for
-    its threads, at most for the group's timeout. No rank waits for another rank in this function,
-    because all messages have been sent. If groups on GPUs remain, the driver ends them, and the
-    group of all ranks remains too.
+    After a collective, a gloo thread may keep the tensors of this collective for a while. If the
+    thread releases these tensors while the interpreter ends, the thread waits for a lock that it
+    never gets. The process then ends in `std::terminate`, although all its work is done
+    (pytorch/pytorch#190489). A group ends when its last reference is dropped. The group then waits
+    for its threads, at most for the group's timeout. In this function no rank waits for another
+    rank, because all messages have been sent. If groups on GPUs remain, the driver ends them, and
+    the group of all ranks is kept too.
     """
     gc.collect()  # pipelines refer to themselves, and to groups
     held = dist.distributed_c10d._world.pg_map
@@ -261,7 +261,8 @@ def leave() -> None:
 
 def agree_on(member: Member, problem: str, failed: Exception | None = None) -> None:
     """
-    If any rank has a problem, raise the problem of the lowest such rank on every rank.
+    If a rank has a problem, raise an error on every rank. If several ranks have problems, the error
+    is about the lowest of these ranks.
 
     Args:
         member: This process.
@@ -269,7 +270,8 @@ def agree_on(member: Member, problem: str, failed: Exception | None = None) -> N
         failed: The exception that caused this rank's problem.
 
     Raises:
-        BackendError: A rank has a problem; the message is the problem of the lowest such rank.
+        BackendError: A rank has a problem; the message describes the problem of the lowest such
+            rank.
     """
     for text in all_gather(member, problem):
         if text:

@@ -1,8 +1,8 @@
 """
-Find out why a worker's step cannot be one launch, on this rank or on any rank.
+Find the reasons why a worker's step cannot be one launch, on this rank or on any rank.
 
 `one_launch_obstacles` in `runtime/step_mode.py` lists the reasons for a configuration. This module
-reads that configuration from a worker.
+reads the configuration from a worker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ __all__ = ["first_obstacle", "obstacles"]
 
 def obstacles(worker: Worker) -> list[str]:
     """
-    Return why the step of a worker cannot be one launch: one sentence per reason, empty if it can.
+    Return why the step of a worker cannot be one launch (one CUDA graph): one sentence per reason.
+    The list is empty if the step can be one launch.
     """
     config = worker.runtime.config
     found = one_launch_obstacles(

@@ -1,38 +1,38 @@
 """
-A rank's whole step as one CUDA graph, under the same contract.
+A rank's whole step as one CUDA graph (a launch). The contract is the same as for guarded steps.
 
 The actions (F, dI and dW), the messages between ranks, the reductions and the update are nodes of
-one graph, so no host acts between two actions. These checks are made:
+one graph, so the host does nothing between two actions. The following checks are made:
 
-* *Once, when the step is captured*: everything that a guarded step checks, since the capture is a
-  guarded step; and whether both ends of each channel posted the same messages in the same order.
-* *Before each of the two launches that follow the captured step*: the contract checks every action
-  of the step, one after another, without device work. This is a rehearsal (`rehearsal.py`). The
+* *Once, when the step is captured*: the capture is a guarded step, so the contract checks each
+  action. In addition, both ends of each channel must have posted the same messages in the same
+  order.
+* *Before each of the two launches after the captured step*: the contract checks every action of the
+  step, one after another, without device work. This is called a rehearsal (`rehearsal.py`). The
   records of both rehearsals must describe the same step.
-* *Before each later launch*: everything that these checks read must be unchanged. Counters may have
-  advanced, if all of them advanced by the same amount (`qeffect.steps` says why all guards then
-  decide as before). The rank's list of actions and the gradient destinations must also be
+* *Before each later launch*: everything that the contract's checks read must be unchanged. Only
+  counters may have changed, all by the same amount (`qeffect.steps` explains why all checks then
+  have the same result). The rank's list of actions and the gradient destinations must also be
   unchanged. If anything differs, the step is rehearsed again. After the launch, one call commits
   the whole step.
-* *Before each launch*: all addresses that a graph contains must be unchanged.
+* *Before each launch*: all memory addresses that the graph contains must be unchanged.
 * *In each launch, by the device*: the device must have run every action as often as the contract
-  requires (`qeffect.counts`), and in the required order, no matter who launched the action
-  (`gate.py`). Each rank sends its vote to all ranks. If one rank's counts differ, or its vote is
-  missing, every rank skips this update and the update of every later launch. If a rank dies while
-  votes are exchanged, some ranks may have received all votes and updated: then all ranks restart
-  from a checkpoint.
+  requires, and in the required order (`qeffect.counts`). The device counts actions whatever code
+  launched them (`gate.py`). Each rank votes on the update and sends its vote to all ranks. If one
+  rank's counts differ, or its vote is missing, every rank skips this update and the update of every
+  later launch. If a rank dies while votes are exchanged, some ranks may have received all votes and
+  updated their weights. Then all ranks restart from a checkpoint.
 * *One step later, by the host*: the contract checks the device's counts. If a rank voted no, the
-  training ends on all ranks with the same cause, and no rank has updated its weights since that
-  vote.
+  training stops on all ranks with the same cause. No rank has updated its weights since that vote.
 
 A step that runs twice (`double_run.py`) is two launches. The first launch runs the work of the step
 and keeps the digests of its gradients. The second launch restores the state, runs the work again,
-compares the digests, and then runs the vote and the update. A rank whose gradients differ votes no.
+compares the digests, and then runs the vote and the update. A rank whose two runs differ votes no.
 
-After a stop that all ranks survived, `OneLaunch.rebuild` restarts the epoch. The epoch restarts
-from the weights and scales after the last update that all devices ran; each device has kept this
-state. The graph of the step contains closed connections, so the step is captured again. If a rank
-is gone, all ranks restart from a checkpoint.
+After a stop that all ranks survived, `OneLaunch.rebuild` restarts the epoch (the optimizer step).
+The epoch restarts from the weights and scales after the last update. Each device has kept this
+state. The graph of the step contains connections that are closed now, so the step is captured
+again. If a rank is gone, all ranks restart from a checkpoint.
 
 `step_capture.py` captures the step, and `launch_waits.py` waits for launches and reads their
 verdicts.
@@ -72,8 +72,8 @@ verdict.
 
 class OneLaunch:
     """
-    Training steps of one rank: the first step is guarded and runs without graphs, the second step
-    is captured and launched, and each later step is launched.
+    Runs the training steps of one rank. The first step is guarded and runs without graphs. The
+    second step is captured and launched. Each later step is launched.
 
     Every rank of the job makes a `OneLaunch`, and takes part in each step.
 
@@ -81,14 +81,14 @@ class OneLaunch:
         worker: The rank's worker, in mode ``one launch``.
 
     Attributes:
-        host_ms: The host's time in the latest launch, in milliseconds, by the kind of work in
-            `PARTS`, such as the launch itself.
-        rehearsal: Runs the contract's checks without device work. This object also counts rehearsed
-            steps and steps checked in one call, and says why the latest rehearsed step could not be
-            checked in one call.
+        host_ms: The host's time for the latest launch, in milliseconds, by kind of work. `PARTS`
+            lists the kinds, such as the launch itself.
+        rehearsal: Runs the contract's checks without device work. This object also counts the
+            rehearsed steps and the steps checked in one call. It says why the latest rehearsed step
+            could not be checked in one call.
 
     Raises:
-        BackendError: The step cannot be one launch; every obstacle is named.
+        BackendError: The step cannot be one launch. The message lists every obstacle.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -301,16 +301,17 @@ class OneLaunch:
 
     def weights_ms(self, epoch: int) -> float:
         """
-        Return the device's milliseconds in one dW of each stage, for a launch that has a verdict.
+        Return the device's time in one dW of each stage, summed over the stages, in milliseconds.
+        The launch of the epoch must have a verdict.
 
-        These milliseconds contain no wait for another rank. The result is NaN if the step was not a
-        launch, if the step ran twice, or if its time was already returned.
+        This time contains no wait for another rank. The result is NaN if the step was not a launch,
+        if the step ran twice, or if its time was already returned.
         """
         return self._waits.weights_ms.pop(epoch, math.nan)
 
     def all_gather(self, own: Tensor) -> Tensor:
         """
-        Gather every rank's tensor between two steps; the earlier step may still be running.
+        Gather every rank's tensor between two steps. The earlier step may still be running.
 
         Args:
             own: This rank's tensor, on the CPU, with the same shape and dtype on all ranks. Every
@@ -331,11 +332,11 @@ class OneLaunch:
 
     def leave(self) -> None:
         """
-        Wait for the last step and its verdict; afterwards guarded steps or a checkpoint are
-        possible.
+        Wait for the last step and its verdict (counts and votes). Afterwards guarded steps or a
+        checkpoint are possible.
 
         Raises:
-            StoppedError: The last step was stopped on every rank, with the same cause.
+            StoppedError: All ranks stopped in the last step, with the same cause.
         """
         with self._ending():
             if self.ahead:
@@ -359,10 +360,10 @@ class OneLaunch:
 
     def rebuild(self, stopped: StoppedError) -> None:
         """
-        Restart the epoch (the stopped optimizer step) after a stop that all ranks survived; every
-        rank calls this method.
+        Restart the epoch (the stopped optimizer step) after a stop that all ranks survived. Every
+        rank must call this method.
 
-        The next step is guarded; the step after it is captured.
+        The next step is guarded, and the step after it is captured.
 
         Raises:
             StoppedError: The cause is not recoverable, or the ranks' devices have run different
@@ -375,11 +376,11 @@ class OneLaunch:
 
     def give_up(self, stopped: StoppedError) -> None:
         """
-        Restart the epoch as `rebuild` does, and end the launches; later steps use `Worker.step`,
-        which replays a graph of each action.
+        Restart the epoch as `rebuild` does, and use no launches any more. Later steps use
+        `Worker.step`, which replays one graph per action.
 
-        The method makes no connections for launches, because a rank that made and closed such
-        connections could close them while another rank is still connecting.
+        This method makes no connections for launches. Otherwise one rank could close such a
+        connection while another rank is still connecting.
 
         Raises:
             StoppedError: The cause is not recoverable, or the ranks' devices have run different
@@ -406,10 +407,10 @@ class OneLaunch:
 
     def resume(self) -> None:
         """
-        Continue with launches after `leave`, if no step was taken since.
+        Continue with launches after `leave`, if no step has run since.
 
         Raises:
-            BackendError: A step was taken since `leave`: make a new OneLaunch.
+            BackendError: A step has run since `leave`. Make a new `OneLaunch`.
         """
         rebuilt = self.pipeline is not self.worker.pipeline
         if rebuilt or self._left_at not in (None, self.runtime.epoch):
@@ -422,7 +423,7 @@ class OneLaunch:
 
     def close(self) -> None:
         """
-        Drop the graph, which contains connections; the connections cannot be closed while the graph
+        Drop the graph. The graph contains connections, which cannot be closed while the graph
         exists.
         """
         if self._gate.open:  # after a stop a device may wait for a rank that is gone

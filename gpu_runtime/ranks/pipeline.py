@@ -1,13 +1,13 @@
 """
-Run one rank's row of a schedule table with messages: the entries run in order, and the contract
+Run one rank's row of a schedule table with messages. The entries run in order, and the contract
 checks each action.
 
 A slot is the set of static buffers that a microbatch uses in a stage. A receive reserves a slot,
-and fills the slot's input in place. A send reads the result of F or dI in the slot, until the send
-has been waited for. Two neighbouring stages on the same rank pass tensors directly, without a
-message. A `Passage` carries what dI and dW of a microbatch need from its F: the key (epoch, stage
-and microbatch) and the reference (which slot). At the end of the step all ranks consent, and only
-then is the update run.
+and fills the slot's input in place. A send reads the result of F or dI in the slot until a wait for
+the send has returned. Between two neighbouring stages on the same rank, tensors are passed
+directly, without a message. A `Passage` keeps what dI and dW of a microbatch need from its F: the
+key (epoch, stage and microbatch) and the reference (the slot). At the end of the step all ranks
+consent. Only then does each rank run its update.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ class Messages(Protocol):
 @attrs.define(eq=False)
 class Passage:
     """
-    One microbatch's way through one local stage, from F to dW.
+    One microbatch in one stage of this rank, from F to dW.
 
     Args:
-        stage: The stage that the microbatch passes through.
+        stage: The stage.
         microbatch: The number of the microbatch.
-        upstream: The microbatch's passage through the local stage that feeds this stage; None if no
-            local stage does.
-        reader: The microbatch's passage through the local stage that this stage feeds; None if this
-            stage feeds no local stage.
-        source: The rank that sends the input by message; None without a message.
-        target: The rank that receives the output by message; None without a message.
-        others: The passages whose dW is computed with this passage's dW as one product. Empty if
-            this passage's dW is computed alone, or with the dW of an earlier passage.
+        upstream: The passage of the same microbatch in the previous stage, if that stage is on this
+            rank; otherwise None.
+        reader: The passage of the same microbatch in the next stage, if that stage is on this rank;
+            otherwise None.
+        source: The rank that sends the input in a message; None without a message.
+        target: The rank that receives the output in a message; None without a message.
+        others: The other passages whose dW are computed as one product with this passage's dW.
+            Empty if this dW is computed alone, or together with the dW of an earlier passage.
     """
 
     stage: StageBackend
@@ -90,14 +90,14 @@ class Passage:
     leaving_gradient: Transfer | None = None
 
     def forget(self) -> None:
-        """Drop the transfers of a failed step, because they keep connections open."""
+        """Drop the transfers of a failed step, because open transfers keep connections open."""
         self.arriving = self.arriving_gradient = self.leaving = self.leaving_gradient = None
 
 
 class Entry(NamedTuple):
     """
-    One entry of a rank's program: a function, the passage (a microbatch in a stage) that is its
-    argument, and the action or message of the schedule table that the function carries out.
+    One entry of a rank's program: a function, its argument (a `Passage`), and the action or message
+    of the schedule table that the function runs.
     """
 
     act: Callable[[Passage], None]
@@ -110,20 +110,20 @@ class Pipeline:
     Training steps of one rank.
 
     Args:
-        runtime: The guarded runtime of this rank's stages, made with the same `row=`.
-        row: This rank's line of the schedule table (its actions and messages in order), with the
+        runtime: The guarded runtime of this rank's stages, which must be made with the same `row=`.
+        row: This rank's row of the schedule table (its actions and messages in order), with the
             slots (buffers) that they use.
         channels: Posts the rank's messages.
         feed: Supplies the data and receives the losses.
         ranks: Global rank of each rank of the schedule table, in this replica.
-        consent: The agreement of all ranks to a commit or a stop; with None (a single rank), errors
-            are raised unchanged.
+        consent: The agreement of all ranks to a commit or a stop. Pass None for a single rank;
+            errors are then raised unchanged.
         clipping: How the update uses the norm of all gradients; the same on every rank. If the
             update uses the norm, the host waits for the gradients before the commit, because it
-            must send their norm to the other ranks.
+            must send this rank's share of the norm to the other ranks.
 
     Raises:
-        BackendError: The runtime was made for another line of the schedule table, or a stage cannot
+        BackendError: The runtime was made for another row of the schedule table, or a stage cannot
             be part of a pipeline.
     """
 
@@ -219,11 +219,11 @@ class Pipeline:
     @contextmanager
     def unlogged_walks(self, run: Runtime) -> Iterator[None]:
         """
-        A context for walks (passes over the rank's actions) that are not training steps, so that
-        neither logs nor subclasses record them.
+        A context for walks (passes over the rank's actions) that are not training steps. Logs and
+        subclasses do not record these walks.
 
         Args:
-            run: The object that replaces the runtime.
+            run: The object that replaces the runtime in these walks.
         """
         before = self.runtime, self.log, self.channels.log
         self.runtime, self.log, self.channels.log = run, None, None
@@ -238,8 +238,8 @@ class Pipeline:
         """
         Run every action of the row, wait for all ranks' consent, then update.
 
-        A step that must run twice repeats its device work before the consent; this rank consents
-        only if both runs have the same gradients.
+        If the step must run twice, its device work is repeated before the consent. This rank
+        consents only if both runs have the same results.
 
         Args:
             optimizer: The optimizer over the runtime's stages.
@@ -249,8 +249,9 @@ class Pipeline:
 
         Raises:
             StoppedError: A rank could not continue. All ranks stop with the same cause. This rank
-                has not updated its weights, but another rank may have done so. After a recoverable
-                cause no rank has updated, and every rank calls `Worker.rebuild`.
+                has not updated its weights, but another rank may have done so. If the cause is
+                recoverable, no rank has updated its weights, and every rank can call
+                `Worker.rebuild`.
         """
         epoch, handoff = self.runtime.epoch, self.runtime.handoff
         log = self.log
@@ -328,7 +329,8 @@ class Pipeline:
 
     def run_actions(self) -> None:
         """
-        Run every action and message of the row, in the table's order, once in each walk of a step.
+        Run every action and message of the row in the table's order, once per walk (pass over the
+        row).
 
         Only the last walk reduces gradients.
         """
@@ -346,8 +348,8 @@ class Pipeline:
 
     def drawn(self, p: Passage) -> int:
         """
-        Return the microbatch's number in the step's data. Each walk (pass over the row) takes the
-        next microbatches of the step, as many as the table has.
+        Return the microbatch's number in the step's data. A step's microbatches are distributed
+        over its walks (passes over the row): each walk takes as many as the table has.
         """
         return p.microbatch + self.walk * self.row.table.num_microbatches
 
@@ -358,8 +360,8 @@ class Pipeline:
 
     def finalize(self) -> Gradients:
         """
-        Return every stage's complete, reduced gradients, and queue the computation of configured
-        digests.
+        Return every stage's complete, reduced gradients. Also queue the computation of digests, if
+        digests are configured.
         """
         gradients = self.runtime.finalize()
         if self.zeros is not None:
@@ -399,8 +401,10 @@ class Pipeline:
     # Forward
 
     def receive_input(self, p: Passage) -> None:
-        """RECV_F: post the receive of the input. From now on the message uses the slot (the
-        microbatch's buffers)."""
+        """
+        RECV_F: post the receive of the input into the microbatch's slot (its buffers). The slot is
+        in use from now on.
+        """
         actions, stage = self.runtime.actions, p.stage.index
         p.ref = actions.reserve(p.key)
         into = actions.post_receive(p.key, p.ref)[0]
@@ -457,7 +461,7 @@ class Pipeline:
         return self.feed.inputs(p.stage, p.key.epoch, self.drawn(p))
 
     def send_output(self, p: Passage) -> None:
-        """SEND_F: post the send, which reads the output until `await_output`."""
+        """SEND_F: post the send. It reads the output until `await_output` returns."""
         (output,) = self.runtime.actions.outputs(p.key, p.ref)
         assert p.target is not None
         self._place(p)
@@ -475,7 +479,7 @@ class Pipeline:
     # Backward
 
     def receive_gradient(self, p: Passage) -> None:
-        """RECV_B: post the receive, into the buffer that dI reads."""
+        """RECV_B: post the receive into the buffer from which dI reads."""
         into = self.runtime.actions.post_receive(p.key, p.ref, gradient=True)[0]
         assert p.target is not None
         self._place(p)
@@ -500,7 +504,7 @@ class Pipeline:
             actions.dgrad(key, ref)
 
     def send_gradient(self, p: Passage) -> None:
-        """SEND_B: post the send, which reads the input gradient until `await_gradient`."""
+        """SEND_B: post the send. It reads the input gradient until `await_gradient` returns."""
         (gradient,) = self.runtime.actions.dgrads(p.key, p.ref)
         assert p.source is not None
         self._place(p)
@@ -516,7 +520,10 @@ class Pipeline:
         self.runtime.actions.finish_dgrads(p.key, p.ref)
 
     def wgrad(self, p: Passage) -> None:
-        """Run dW, for several microbatches as one product if the configuration groups them."""
+        """
+        Run dW. If the configuration groups microbatches, run the dW of the whole group as one
+        product.
+        """
         group = [(other.key, other.ref) for other in p.others]
         self.runtime.actions.wgrad(p.key, p.ref, group=group)
 

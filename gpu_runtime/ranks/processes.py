@@ -1,6 +1,6 @@
 """
-Functions for commands that run on every rank: connect the ranks, print on one rank, choose the exit
-code of a stop.
+Functions for commands that run on every rank. They connect the ranks, let one rank print, and
+choose the exit code after a stop.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _VIOLATIONS = ("refused", "dropped", "disagreed", "differs", "diverged")
 
 def join_ranks(device: str, limits: Limits, *, deterministic: bool) -> Member:
     """
-    Connect to the other ranks; must be called before Transformer Engine is imported.
+    Connect to the other ranks. Call this function before Transformer Engine is imported.
 
     Args:
-        device: ``cpu`` (each rank then runs one thread) or ``cuda``.
+        device: ``cpu`` or ``cuda``. On ``cpu`` each rank runs one thread.
         limits: Timeouts in seconds.
-        deterministic: Whether to ask the libraries for deterministic kernels, unless environment
-            variables already decide.
+        deterministic: Whether to request deterministic kernels from the libraries, unless
+            environment variables already set this.
 
     Raises:
         BackendError: The ranks could not connect; `join` lists the reasons.
@@ -78,7 +78,7 @@ def process_count() -> int | None:
 
 def report_once(run: Callable[[], Outcome]) -> Outcome:
     """
-    Run a command on this rank; one rank prints the result for all ranks.
+    Run a command on this rank. One rank prints the result for all ranks.
 
     Rank 0 prints the result, or rank 1 if rank 0 was lost. A rank that lost its connections prints
     its own cause.
@@ -100,8 +100,8 @@ def report_once(run: Callable[[], Outcome]) -> Outcome:
 
 def speaker_of(outcome: Outcome) -> int:
     """
-    Return the rank that prints an outcome. If the outcome names a rank that lost its connections,
-    that rank prints. Otherwise rank 0 prints, or rank 1 if rank 0 is lost.
+    Return the number of the rank that prints an outcome. If the outcome names a rank that lost its
+    connections, that rank prints. Otherwise rank 0 prints, or rank 1 if rank 0 is lost.
     """
     cause = outcome.data.get("cause") or {}
     lost = cause.get("rank") == 0 and cause["kind"] in _LOST
@@ -111,7 +111,7 @@ def speaker_of(outcome: Outcome) -> int:
 
 def mute_unless_speaker(*, failed: bool, speaker: int = 0) -> None:
     """
-    Silence every rank but the speaker, since all ranks would print the same lines.
+    Silence every rank except the speaker, because all ranks would print the same lines.
 
     Args:
         failed: Whether this rank ends with an error. torchrun ends all ranks as soon as one rank
@@ -134,10 +134,9 @@ def stopped_outcome(cause: Cause, what: str) -> Outcome:
     """
     Return the outcome of a run that every rank stopped.
 
-    A violation has exit code 1: the contract refused, ranks disagreed, a message was skipped, two
-    runs of a step differ, or the training diverged.
-    Any other stop has exit code 2: a rank raised an error, ended, was terminated or was late, or a
-    connection broke.
+    Exit code 1 means a violation: the contract refused an action, ranks disagreed, a message was
+    skipped, two runs of a step differ, or the training diverged. Exit code 2 means any other stop:
+    a rank raised an error, ended, was terminated or was late, or a connection broke.
 
     Args:
         cause: Why the ranks stopped.

@@ -1,14 +1,14 @@
 """
-A rehearsal is a step of a pipeline without device work. A rehearsal lets the contract check a step
-that is one launch.
+A rehearsal is a step of a pipeline without device work. It lets the contract check a step that runs
+as one launch.
 
-The pipeline's own actions ask the contract, in the order of a guarded step; a performer that does
-nothing replaces the device. So the contract gets the same calls in a rehearsal as in a guarded
-step; a test compares these calls. Two rehearsed steps are recorded. If both records describe the
-same step (`qeffect.steps`), later steps need no rehearsal. Before such a step's launch, everything
-that the contract's checks would read is compared with the record. After the launch, one call
-commits the step. If anything differs, the step is rehearsed again, action by action, and recorded
-anew.
+The pipeline's own actions ask the contract, in the order of a guarded step. A performer that does
+nothing replaces the device work. Therefore the contract gets the same calls in a rehearsal as in a
+guarded step; a test compares these calls. Two rehearsed steps are recorded. If both records
+describe the same step (`qeffect.steps`), later steps need no rehearsal. Before the launch of such a
+later step, everything that the contract's checks would read is compared with the record. After the
+launch, one call commits the step. If anything differs, the step is rehearsed again, action by
+action, and recorded again.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ __all__ = ["CaptureRecord", "Rehearsal"]
 
 
 class CaptureRecord(Protocol):
-    """The effects of each action, as an executor recorded them at its captures."""
+    """The effects of each action, which an executor recorded when it captured the action."""
 
     @property
     def slots(self) -> Mapping[int, Any]:
-        """For each slot (the buffers of one microbatch), by its index: the recorded reports of F
-        and dI."""
+        """By slot (the buffers of one microbatch): the recorded reports of F and dI."""
 
     @property
     def wgrads(self) -> Mapping[Product, Any]:
-        """For each dW, the matrices whose gradients this dW computed at its capture."""
+        """For each dW, the matrices whose gradients it computed at its capture."""
 
     @property
     def refreshed(self) -> Mapping[int, Effects]:
-        """By stage, the recorded report of its refresh."""
+        """By stage, the recorded report of the weight cache's refresh."""
 
     def check_addresses(self, memory: StageMemory) -> None:
         """Raise an error if an address that graphs contain has changed."""
@@ -119,8 +118,8 @@ class RehearsalPerformer:
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
         """
-        Send nothing. Return an object to wait for if the last real reduction returned such an
-        object.
+        Start no reduction. If the last real reduction returned an object to wait for, return such
+        an object too.
         """
         return _EndedReduction() if waited else None
 
@@ -140,11 +139,11 @@ class _RehearsalChannels:
 
 class Rehearsal:
     """
-    Asks the contract for every action of a step, through a pipeline's own actions, without device
-    work.
+    Lets a pipeline's own actions ask the contract for every action of a step, without device work.
 
-    An event log writes one line for a step that is committed in one call. With any other observer,
-    every step is rehearsed, so that the observer sees each action, and no step is recorded.
+    An event log contains one line for a step that is committed in one call. If the contract has any
+    other observer, every step is rehearsed, so that the observer sees each action. Then no step is
+    recorded.
 
     Args:
         pipeline: The pipeline; its runtime's contract checks and commits the actions.
@@ -153,7 +152,7 @@ class Rehearsal:
     Attributes:
         as_one: Whether the latest step was checked in one call, and must therefore be committed in
             one call.
-        steps: Number of steps that were rehearsed, and number of steps checked in one call.
+        steps: Two numbers: of the rehearsed steps, and of the steps that were checked in one call.
         recurs: The recorded step, if two consecutive rehearsed steps were the same; otherwise None.
         difference: Why the latest rehearsed step could not be checked in one call; empty before the
             first rehearsal.
@@ -194,7 +193,7 @@ class Rehearsal:
 
     def commit(self) -> None:
         """
-        Commit the epoch, as the update of a guarded step does.
+        Commit the epoch (the optimizer step), as the update of a guarded step does.
 
         Raises:
             Refused: A check fails; `Runtime.update` would raise the same refusal.
@@ -217,10 +216,11 @@ class Rehearsal:
 
     def stopped(self) -> None:
         """
-        After a stop, report the step's actions to the contract, if they were only checked so far.
+        After a stop, report the step's actions to the contract, if the contract has only checked
+        them.
 
-        Device work may have been launched. So the contract must be in the middle of an epoch, as
-        after a rehearsed step. In this state the contract accepts neither a step nor a checkpoint
+        Device work may have been launched. Therefore the contract must be in the middle of an
+        epoch, as after a rehearsed step. In this state it accepts neither a step nor a checkpoint
         before a restore.
         """
         self.drop()

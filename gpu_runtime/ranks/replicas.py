@@ -1,10 +1,10 @@
 """
-Sum a stage's gradients over the replicas, once the stage's gradients are complete.
+Sum a stage's gradients over the data-parallel replicas, once the stage's gradients are complete.
 
 Several gradients of a bucket can share one collective call. With two replicas, sharing changes no
-bits: each sum is a single addition, which commutes. With more replicas, a value's position in the
-call decides the order of the additions, so the last bits can differ from those of separate calls.
-All replicas still get the same bits.
+bits, because each sum is a single addition, which commutes. With more replicas, a value's position
+in the call determines the order of the additions. Then the last bits can differ from the bits of
+separate calls. All replicas still get the same bits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Replicas:
         host: Whether the host waits for a collective (gloo).
         deadline: Timeout of a host's wait, in seconds.
         mean: Whether to divide each sum by the number of replicas.
-        together: Whether gradients of the same type in a bucket share a call. With None they share
+        together: Whether gradients of the same dtype in a bucket share a call. With None they share
             a call only if there are two replicas, because sharing then changes no bits.
     """
 
@@ -133,10 +133,10 @@ class Replicas:
 
     def let_go(self) -> None:
         """
-        Begin to abort the group, without waiting; `close` waits.
+        Begin to abort the group, but do not wait; `close` waits.
 
-        A graph may hold kernels of several groups. The graph ends only once all these groups are
-        aborted.
+        A graph may contain kernels of several process groups. The graph can end only when all these
+        groups are aborted.
         """
         self._forget()
         group, self.group = self.group, None
@@ -151,8 +151,8 @@ class Replicas:
 
     def close(self, *, abort: bool = True) -> None:
         """
-        End the group; replicas that wait on the group wake up. `abort` says whether collectives may
-        still be running.
+        End the group; replicas that wait in the group stop waiting. `abort` says whether
+        collectives may still be running.
         """
         self._forget()
         ending, self._ending = self._ending, None
@@ -167,12 +167,13 @@ def calls_of(
     gradients: Iterable[Tensor], *, together: bool, alone: int | None
 ) -> list[list[Tensor]]:
     """
-    Group gradients into calls by type and size only, so that every replica makes the same groups.
+    Assign gradients to collective calls. Only dtype and size decide, so every replica makes the
+    same calls.
 
     Args:
         gradients: The gradients of a bucket, in the bucket's order.
-        together: Whether gradients of one type may share a call.
-        alone: Size in bytes above which a gradient gets its own call; None sets no limit.
+        together: Whether gradients of one dtype may share a call.
+        alone: Size in bytes. A larger gradient gets its own call. None sets no limit.
 
     Returns:
         The gradients of each call.

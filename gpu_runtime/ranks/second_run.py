@@ -1,12 +1,12 @@
 """
-Run a step's device work a second time, without asking the contract, which has checked the first
-run.
+Run a step's device work a second time. The contract has checked the first run and is not asked
+again.
 
 `SecondRun` replaces the runtime while the rank's row runs again. The second run performs every
 action on the same slot as the first run, and sums and reduces the gradients again. Before the
-second run, the numerical state and the device's counters must be restored to their values before
-the first run (`double_run.py`). Weight caches need no copy: each run refreshes them from the
-weights.
+second run, the numerical state and the device's counters must be restored to their values from
+before the first run (`double_run.py`). Weight caches are not restored, because each run refreshes
+them from the weights.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class _Actions:
 
 class SecondRun:
     """
-    A replacement for the runtime in a walk (a pass over the rank's actions), without the contract.
+    A replacement for the runtime that runs a walk (a pass over the rank's actions) without the
+    contract.
 
     Args:
         runtime: The runtime whose contract has accepted the step's actions.

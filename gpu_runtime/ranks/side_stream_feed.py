@@ -1,10 +1,11 @@
 """
-Make a pipeline's data on a side stream, so that the feed never waits for a message.
+Create a pipeline's data on a side stream, so that the data never wait for a message.
 
-A pipeline's stream waits for messages of other ranks. If the sender of a message is gone, and the
-host waits for data behind this message on the same stream, the host waits forever and cannot learn
-the cause. Even a separate stream can be blocked, if a launch occupies all the device's queues. So a
-feed must not wait for the device at all (`feed.to_device`).
+A pipeline's stream waits for messages of other ranks. Suppose that the sender of a message is gone,
+and that the host waits for data that are queued after this message on the same stream. Then the
+host waits forever and cannot report the cause. Even a separate stream can be blocked, if a launch
+occupies all the device's queues. Therefore a feed must not wait for the device at all
+(`feed.to_device`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ Place = tuple[str, StageBackend, int]
 
 class SideStreamFeed:
     """
-    A feed for a GPU that makes the data on a side stream.
+    A feed for a GPU that creates the data on a side stream.
 
     Args:
-        inner: The feed that makes the data, without waiting for any stream.
+        inner: The feed that creates the data, without waiting for any stream.
         device: Device of the data.
     """
 
@@ -52,7 +53,7 @@ class SideStreamFeed:
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Pass the outputs to the inner feed, on the stream that made them."""
+        """Pass the outputs to the inner feed, on the stream that computed them."""
         self.inner.outputs(stage, step, microbatch, outputs)
 
     def _given(self, make: Any, *place: Any) -> Sequence[Tensor]:
@@ -70,13 +71,13 @@ class SideStreamFeed:
         microbatch: int,
     ) -> None:
         """
-        Make the inner feed's inputs, and copy them into a slot (the buffers of one microbatch) on a
-        separate stream.
+        Create the inner feed's inputs, and copy them into a slot (the buffers of one microbatch) on
+        a separate stream.
 
-        The data are made on the side stream, so that no copy from the host waits for the slot. The
-        caller's stream waits for the data. The copy into the slot runs on a third stream. This
-        stream first waits for the caller's stream, on which the slot was last used; afterwards the
-        caller's stream waits for the copy.
+        The data are created on the side stream, so that copies from the host do not wait for the
+        slot. The caller's stream waits for the data. The copy into the slot runs on a third stream.
+        The third stream first waits for the caller's stream, which last used the slot. Afterwards
+        the caller's stream waits for the copy.
         """
         given = self.inputs(stage, step, microbatch)
         if self.copies is None:
@@ -87,7 +88,7 @@ class SideStreamFeed:
             tensor.record_stream(stream)
 
     def every(self, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
-        """Return the same data as `feed_data`, but change streams only once."""
+        """Return the same data as `feed_data`, but switch the stream only once."""
         with self.made_here() as caller:
             given = _asked(self.inner, step, places)
         for tensor in {id(tensor): tensor for own in given for tensor in own}.values():
@@ -96,8 +97,8 @@ class SideStreamFeed:
 
     def made_here(self) -> AbstractContextManager[Any]:
         """
-        A context in which the side stream is current; it yields the caller's stream, which waits
-        for the side stream at the end.
+        A context in which the side stream is current. It yields the caller's stream. At the end the
+        caller's stream waits for the side stream.
         """
         return self.side.scope()
 
@@ -109,7 +110,8 @@ def feed_data(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[T
     Args:
         feed: The feed, which supplies the data of each step.
         step: The number of the step.
-        places: For each request: `inputs` or `output_gradients`, the stage, and the microbatch.
+        places: One triple per request: `inputs` or `output_gradients`, the stage, and the
+            microbatch.
     """
     if isinstance(feed, SideStreamFeed):
         return feed.every(step, places)
@@ -124,8 +126,8 @@ def feed_into(
     microbatch: int,
 ) -> None:
     """
-    Copy a microbatch's inputs into a slot (its buffers), on the feed's own stream if the feed has
-    one.
+    Copy a microbatch's inputs into a slot (its buffers). If the feed has its own stream, the copy
+    runs there.
 
     Args:
         feed: The feed, which supplies the data of each step.

@@ -24,7 +24,7 @@ _form_and_graph = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class StagedFeed:
-    """A feed with data in fixed buffers, which a graph can read."""
+    """A feed that keeps its data in fixed buffers, from which a graph can read."""
 
     def __init__(self, inner: Feed) -> None:
         self.inner = inner
@@ -47,7 +47,9 @@ class StagedFeed:
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Keep the last stage's first output. A rehearsal has no outputs, so it keeps nothing."""
+        """
+        Keep the last stage's first output. In a rehearsal there are no outputs, so nothing is kept.
+        """
         if not self.rehearsing:
             if microbatch not in self.losses:
                 self.losses[microbatch] = torch.empty_like(outputs[0])
@@ -77,7 +79,7 @@ class StagedFeed:
 
     def load(self, step: int) -> None:
         """
-        Copy a step's data into the buffers on the current stream, one copy per dtype.
+        Copy a step's data into the buffers on the current stream, with one copy per dtype.
 
         Raises:
             BackendError: The data's number, shapes, dtypes or devices differ from those of the

@@ -1,9 +1,9 @@
 """
-Capture a rank's whole step as one graph. If some steps run twice, also capture two further graphs,
-one for each run of such a step.
+Capture a rank's whole step as one graph. If some steps run twice, two more graphs are captured, one
+for each run of such a step.
 
-Either all ranks capture at once, or no rank does. A capture is a guarded step: the contract checks
-each action while the device work is recorded.
+Either all ranks capture in the same step, or no rank captures. A capture is a guarded step: the
+contract checks each action while the device work is recorded.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CapturedStep:
 
     Args:
         graph: The graph of the step.
-        twice: The graphs of both launches of a step that runs twice; empty if no step runs twice.
-        optimizer: The optimizer's addresses and numbers, as captured in the graph.
+        twice: The two graphs of a step that runs twice, one per run; empty if no step runs twice.
+        optimizer: The optimizer's addresses and numbers at the capture.
         messages: The messages that each graph posts (`Channels.orders`).
         seconds: Host time of the capture.
     """
@@ -62,8 +62,8 @@ class StepCapture:
         feed: The step's data, at the addresses from which the graph reads.
         gate: Exchanges the votes on the update.
         waits: Waits for the device.
-        epoch: The epoch of the captured step, from which all ranks rebuild; None before the
-            capture.
+        epoch: The epoch of the captured step. If the capture fails, all ranks restart at this
+            epoch. None before the capture.
     """
 
     worker: Worker
@@ -81,13 +81,14 @@ class StepCapture:
 
     def run(self, release: Callable[[], None]) -> CapturedStep:
         """
-        Capture this step while the contract checks the actions, then launch the graph, as in later
+        Capture this step while the contract checks the actions. Then launch the graph, as in later
         steps.
 
         Every rank calls this method.
 
         Args:
-            release: Called after a stop, before the connections that the graph holds are closed.
+            release: Function that is called after a stop, before the connections that the graph
+                contains are closed.
         """
         pipeline, runtime = self.pipeline, self.pipeline.runtime
         contract = runtime.contract
@@ -180,9 +181,9 @@ class StepCapture:
 
 def post_by_graph(pipeline: Pipeline, by_graph: bool) -> None:
     """
-    Set who posts the messages. If `by_graph` is True, the graph posts the messages, and the rank
-    log has only the messages of the capture. If `by_graph` is False, the host posts and logs each
-    message.
+    Set whether the graph or the host posts the messages. If `by_graph` is True, the graph posts
+    them, and the rank log contains only the messages of the capture. If `by_graph` is False, the
+    host posts and logs each message.
     """
     pipeline.launched = by_graph
     pipeline.channels.log = None if by_graph else pipeline.log

@@ -1,10 +1,11 @@
 """
-Tied weights of a pipeline: two copies of one weight, which both get the sum of their gradients.
+Tied weights of a pipeline. A tied weight has two copies, and both copies get the sum of their
+gradients.
 
 Each copy has its own gradient, summed over the microbatches of its stage, then over the replicas.
 Once a rank has reduced all its other gradients, the two copies' gradients are added, and both
-copies get the result. A single addition commutes, so both ranks get the same bits. AdamW then makes
-the same update to each copy, and the copies stay equal.
+copies get the result. A single addition commutes, so both ranks get the same bits. AdamW then
+updates both copies in the same way, and the copies stay equal.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Tie:
     Args:
         name: The weight's name in the model and in a checkpoint, and the name of its bucket.
         copies: For each of the two copies, its stage and its name within the stage. Gradients are
-            added in this order; the norm of all gradients counts only the first copy.
+            added in this order. The norm of all gradients counts only the first copy.
 
     Raises:
         BackendError: The tie does not have exactly two different copies.
@@ -49,7 +50,7 @@ class Tie:
             )
 
     def of(self, stages: Sequence[int]) -> tuple[Place, ...]:
-        """Return those copies that are in the given stages."""
+        """Return the copies that are in the given stages."""
         return tuple(place for place in self.copies if place[0] in stages)
 
 
@@ -57,16 +58,17 @@ def require_declared(
     said: Sequence[Sequence[Tie]], homes: Mapping[int, int], ranks: Sequence[int]
 ) -> None:
     """
-    Raise an error unless every rank of a pipeline declares the same ties, before the first step.
+    Raise an error unless every rank of a pipeline declares the same ties. Called before the first
+    step.
 
     Args:
-        said: By rank, the ties that this rank declares.
-        homes: By stage, the rank within the pipeline that has the stage.
+        said: By rank, the ties that the rank declares.
+        homes: By stage, the rank within the pipeline that holds the stage.
         ranks: By rank within the pipeline, its global rank.
 
     Raises:
-        Refused: ``arena.overlapping-destinations``: one rank declares a copy on another rank as
-            tied, but the other rank does not declare this tie.
+        Refused: ``arena.overlapping-destinations``: a rank declares a tie with a copy on another
+            rank, but the other rank does not declare this tie.
         BackendError: A tie names a missing stage, or ranks declare different ties.
     """
     for name in dict.fromkeys(tie.name for ties in said for tie in ties):
@@ -115,18 +117,18 @@ def _described(stage: int, names: set[str], weight: str, own: Sequence[Tie]) -> 
 
 class Reducers:
     """
-    The reducer of a rank that has a copy of a tied weight: sums over replicas, and over the
-    weight's copies.
+    The reducer of a rank that has a copy of a tied weight. It computes sums over replicas and sums
+    over the weight's copies.
 
     The sum over a weight's copies starts after the sum over replicas, and later sums wait for the
-    sum over copies. If sums of two groups ran side by side, each device would choose their order.
-    Ranks with different orders could then wait for each other forever, because a weight's copies
-    and its replicas are on different ranks.
+    sum over copies. If sums of two process groups ran at the same time, each device would choose
+    their order. A weight's copies and its replicas are on different ranks, so ranks with different
+    orders could wait for each other forever.
 
     Args:
         replicas: Computes the sum over replicas; None with one replica.
         pairs: For each tied weight with a copy on this rank, the object that adds the gradients of
-            this copy and of the copy on the other rank; None if this rank has both copies.
+            both copies; None if this rank has both copies.
     """
 
     def __init__(self, replicas: Replicas | None, pairs: Mapping[str, Replicas | None]) -> None:
@@ -149,18 +151,18 @@ class Reducers:
 
     def largest(self, words: Tensor) -> Any:
         """
-        Begin to replace int32 numbers by their maximum over all replicas; with one replica, the
-        numbers already are the maximum.
+        Begin to replace int32 numbers by their maximum over all replicas. With one replica, nothing
+        has to be done.
         """
         return None if self.replicas is None else self.replicas.largest(words)
 
     def let_go(self) -> None:
-        """Begin to abort all groups at once, without waiting; `close` waits."""
+        """Begin to abort all groups at the same time, but do not wait; `close` waits."""
         for held in self._held():
             held.let_go()
 
     def close(self, *, abort: bool = True) -> None:
-        """End the groups; ranks that wait on a group wake up."""
+        """End the groups. Ranks that wait in a group stop waiting."""
         for held in self._held():
             held.close(abort=abort)
 

@@ -1,8 +1,8 @@
 """
 Check whether torchrun's agent, which started this rank, still runs.
 
-torchrun's agent starts the ranks of its host. If the agent is killed, nothing ends its ranks, and
-without this check they would continue to train beside the next run.
+torchrun's agent starts the ranks of its host. If the agent is killed, its ranks continue to run.
+Without this check these ranks would still train while the next run has already started.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["TorchrunAgent", "shared_store_warning"]
 
 class TorchrunAgent:
     """
-    The agent of torchrun that started this process, if torchrun did.
+    The torchrun agent that started this process, if there is one.
 
     Attributes:
         pid: The agent's process id, read when this process first imports qeffect, seconds before
             the first step; None if torchrun did not start this process.
         orphaned: True if torchrun started this process, but this process's parent is not torchrun's
-            agent. The agent had then ended before the first import.
+            agent. In this case the agent ended before the first import.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class TorchrunAgent:
 
     def require(self) -> None:
         """
-        Raise an error if the launcher has ended; costs one system call.
+        Raise an error if the launcher has ended. The check costs one system call.
 
         Raises:
             TerminatedError: The launcher has ended.
@@ -53,8 +53,8 @@ def shared_store_warning() -> str:
     Return a warning if a torchrun agent that is restarted could not join the run again; otherwise
     return an empty text.
 
-    Agents of several hosts that restart their ranks share one store over all restarts by default.
-    torch 2.13 tells agents the store's address only in the first round.
+    By default, the agents of several hosts share one store over all restarts of their ranks. torch
+    2.13 gives agents the store's address only in the first round.
     """
     told = os.environ.get
     restarts = int(told("GROUP_WORLD_SIZE", "1")) > 1 and told("TORCHELASTIC_MAX_RESTARTS") != "0"

@@ -1,12 +1,13 @@
 """
-Write a Chrome trace of one step on every rank, followed by the simulation of the same step.
+Write a Chrome trace that contains one step on every rank, followed by a simulation of the same
+step.
 
 Times come from the host's clock on a CPU, and from events on the graph stream on a GPU. A message
-has a slice on each of its two ranks: the slice begins when the rank posts the transfer and ends
-when the rank has waited for the transfer. Arrows go from the send to the receive. Time zero of a
-rank is the moment at which the rank leaves a barrier of all ranks. Ranks of one host share the
-host's clock. Ranks of different hosts leave the barrier at slightly different moments, so their
-times differ by this much.
+has a slice (a bar in the trace) on each of its two ranks. The slice begins when the rank posts the
+transfer, and ends when the rank has waited for the transfer. An arrow goes from the send to the
+receive. Time zero of a rank is the moment at which the rank leaves a barrier of all ranks. Ranks on
+one host share the host's clock. Ranks on different hosts leave the barrier at slightly different
+moments, so their time zeros differ slightly.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Span:
     Args:
         lane: Name of the lane (a line of the trace viewer) that shows the span.
         name: The action in the notation of schedule tables, such as ``1W2``.
-        start: Begin of the span.
-        end: End of the span.
+        start: Begin of the span, in microseconds.
+        end: End of the span, in microseconds.
         stage: The stage of a computation, otherwise -1.
         kind: `F`, `I` or `W` for a computation; `refresh` for the cache refresh before a stage's
             first F; `wait` while a computation waits for its message; otherwise empty.
@@ -187,7 +188,8 @@ class Tracer:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """
-        A context that records one step; every rank enters the context, which begins with a barrier.
+        A context that records one step. Every rank must enter the context, because it begins with a
+        barrier.
         """
         pipeline: Any = self.worker.pipeline
         runtime: Any = self.worker.runtime
@@ -248,11 +250,11 @@ class Tracer:
 
 def chrome_trace(member: Member, tracer: Tracer, table: Schedule) -> dict[str, Any]:
     """
-    Return the spans of all ranks in Chrome's trace format; every rank calls this function.
+    Return the spans of all ranks in Chrome's trace format. Every rank must call this function.
 
     Args:
         member: This process.
-        tracer: The step that this process has recorded.
+        tracer: The recorder of this process, with a recorded step.
         table: The schedule, which is also simulated with the measured times.
 
     Raises:
@@ -295,12 +297,13 @@ def chrome_trace(member: Member, tracer: Tracer, table: Schedule) -> dict[str, A
 
 def measured_durations(ranks: Sequence[Sequence[Span]]) -> Durations:
     """
-    Return the durations for a simulation of one pipeline's step, in microseconds.
+    Compute the durations of actions and messages, in microseconds, for a simulation of one
+    pipeline's step.
 
     The duration of each stage's F, I, W and refresh is the median of the measured times. The
-    duration of a message is the median time from the moment when both ranks have posted the message
-    to the end of the receiver's wait. This duration is an upper bound of the transfer time. Each
-    rank's update has its own duration.
+    duration of a message is a median too. It begins when both ranks have posted the message, and
+    ends with the receiver's wait. This duration is an upper bound of the transfer time. Each rank's
+    update has its own duration.
 
     Args:
         ranks: The spans of each rank of the pipeline.

@@ -27,7 +27,10 @@ class WaitClock:
 
     @contextmanager
     def waiting(self, action: str, peer: int = -1) -> Iterator[None]:
-        """A context in which the host waits; a wait that ends in an error also counts."""
+        """
+        A context in which the host waits. Its time is added to `seconds`, even if the wait ends in
+        an error.
+        """
         began, self.place = time.perf_counter(), (action, peer)
         try:
             yield

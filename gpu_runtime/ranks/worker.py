@@ -1,5 +1,6 @@
 """
-`Worker`: one rank's pipeline, its messages and the consent of all ranks, rebuilt after a stop.
+`Worker`: one rank's pipeline, with its messages and the consent of all ranks. It can be rebuilt
+after a stop.
 """
 
 from __future__ import annotations
@@ -67,49 +68,51 @@ _T = TypeVar("_T")
 
 class Worker:
     """
-    One rank's pipeline, its messages and the consent of all ranks, rebuilt after a stop. Every rank
-    makes a worker, with the same table.
+    One rank's pipeline, with its messages and the consent of all ranks. It can be rebuilt after a
+    stop. Every rank makes a worker with the same table.
 
     Args:
         member: This process.
-        schedule: The schedule table of all ranks, with messages; every rank checks it, with the
-            same result.
+        schedule: The schedule table of all ranks, with messages. Every rank checks the table, with
+            the same result.
         pp: Number of ranks of one pipeline; the number of all ranks must be a multiple of `pp`.
-        build: Function that builds the stages of this rank from their indices.
-        feed: Function that builds a replica's data source from the replica's index.
+        build: Function that takes stage indices and returns the stages of this rank.
+        feed: Function that takes a replica's index and returns the replica's data source.
         config: The configuration of the runtime.
         limits: Timeouts in seconds.
-        optimizer: Function that builds the optimizer over the stages.
-        event_log: Where to write this rank's event log: a path, a binary file, or True for memory;
-            None writes no log.
-        rank_log: Where to write this rank's rank log (`qeffect.log.rank_log`): a path, True for
-            memory, False for no log. By default there is a rank log if the event log has a path:
-            the event log ``rank0.jsonl`` gets the rank log ``rank0.NAME.ranks.jsonl``. Here NAME is
-            the first eight letters of a random name, on which all ranks agree when they connect. If
-            the event log is split into several files, so is the rank log.
+        optimizer: Function that takes the stages and returns their optimizer.
+        event_log: Where to write this rank's event log: a path, a binary file, or True to keep the
+            log in memory. None writes no log.
+        rank_log: Where to write this rank's log of events between ranks (`qeffect.log.rank_log`): a
+            path, True to keep the log in memory, or False for no log. By default there is a rank
+            log if the event log has a path. For the event log ``rank0.jsonl`` its path is
+            ``rank0.NAME.ranks.jsonl``. NAME is the first eight letters of the attempt's random
+            name, on which all ranks agree when they connect. If the event log is split into several
+            files, the rank log is split too.
         tagged: Whether messages carry tags, if the transport has tags.
-        pipeline: The pipeline's class; a subclass may record what it runs.
+        pipeline: The pipeline's class, for example a subclass that records the actions that it
+            runs.
         clip_norm: Upper limit of the norm over the gradients of all ranks. If the norm is larger,
             every rank multiplies its gradients by the same factor. None leaves gradients unchanged.
         skip_nonfinite: Whether every rank skips the update if that norm is not finite. The epoch
             then commits, but weights and optimizer stay unchanged
             (`qeffect.gpu_runtime.step.clipping`).
-        mean: Whether to divide the summed gradients by the number of replicas. If False, the sum is
-            used, which is right if each loss is already a share of the mean.
-        together: Whether one call reduces all gradients of a bucket; None does so only if no bits
-            change (`qeffect.gpu_runtime.ranks.replicas`).
+        mean: Whether to divide the summed gradients by the number of replicas. Pass False if each
+            loss is already a share of the mean.
+        together: Whether one collective call reduces all gradients of a bucket. With None this is
+            done only if it changes no bits (`qeffect.gpu_runtime.ranks.replicas`).
         ties: Tied weights; the gradients of their copies are added before the update
             (`qeffect.gpu_runtime.ranks.ties`).
-        registry: Records the gradient destinations of all runtimes in this process, which must not
-            overlap.
-        gradient_digests: Whether to take the digest of each gradient in every step, before the
+        registry: Records the gradient destinations (the memory that dW writes) of all runtimes in
+            this process. Destinations of two runtimes must not overlap.
+        gradient_digests: Whether to compute the digest of each gradient in every step, before the
             update (`Worker.gradient_digests.values`).
         zero_stages: Whether to record in every step which stages have only zero gradients
             (`Worker.zero_stages.values`). Ignored if steps have a norm, which also shows zero
             stages.
         replay_every: With N above 0, every N-th step runs twice before its update, and all ranks
-            stop if the gradients of both runs differ (`double_run`). 0 runs no step twice. All
-            ranks must give the same number.
+            stop if the gradients of both runs differ (`double_run`). With 0 no step runs twice. All
+            ranks must pass the same number.
 
     Attributes:
         new: Whether the first step calibrates scales that are updated once an epoch (an optimizer
@@ -117,12 +120,12 @@ class Worker:
         calibration: The result of the calibration; None without a calibration.
 
     Raises:
-        ScheduleError: `qeffect check` refuses the table; no rank has begun.
-        Refused: One rank declares a weight as tied, another rank holds a copy and does not declare
-            the tie; every rank raises this error.
-        BackendError: The number of ranks does not fit the table, a rank cannot build a stage, two
-            stages do not fit each other, ranks have different clipping limits or ties, or the
-            copies of a tied weight differ at the start.
+        ScheduleError: `qeffect check` refuses the table. No rank has begun to run it.
+        Refused: One rank declares a weight as tied, but another rank that holds a copy does not.
+            Every rank raises this error.
+        BackendError: The number of ranks does not fit the table, a rank cannot build a stage, or
+            the shapes of two neighbouring stages differ. Or ranks have different clipping limits or
+            ties, or the copies of a tied weight differ at the start.
     """
 
     def __init__(
@@ -366,10 +369,10 @@ class Worker:
 
     def replay_actions(self) -> None:
         """
-        Let every rank capture a graph of each action, and replay these graphs from now on; see
+        Capture one graph per action on every rank, and replay these graphs from now on; see
         `Runtime.replay_actions`.
 
-        Every rank calls this method, between two steps.
+        Every rank must call this method between the same two steps.
 
         Raises:
             BackendError: A rank cannot capture its actions; every rank raises this error.
@@ -490,15 +493,15 @@ class Worker:
 
     def step(self) -> Gradients:
         """
-        Run one optimizer step. If scales are updated once an epoch, the first step of a new run
-        first calibrates them.
+        Run one optimizer step. If scales are updated once an epoch (an optimizer step), they are
+        calibrated before the first step of a new run.
 
         Returns:
             The gradients that were passed to the optimizer; valid until the next dW.
 
         Raises:
             StoppedError: All ranks stopped, with the same cause. This rank's weights have not
-                changed; after a recoverable cause no rank's weights have changed.
+                changed. If the cause is recoverable, the weights of no rank have changed.
         """
         self.calibrate()
         with self.stepping():
@@ -520,8 +523,7 @@ class Worker:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """
-        A context around a step; SIGTERM ends the step with a cause, if `heed_termination` was
-        called.
+        A context for a step. If `heed_termination` was called, SIGTERM ends the step with a cause.
         """
         self._stepping = True
         try:
@@ -531,8 +533,8 @@ class Worker:
 
     def heed_termination(self) -> None:
         """
-        Install a handler so that SIGTERM ends a step with a cause; must be called in the main
-        thread.
+        Install a signal handler, so that SIGTERM ends a step with a cause. Call this method in the
+        main thread.
 
         When a rank dies, torchrun sends SIGTERM to the other ranks, and kills them half a minute
         later. Without this handler a rank ends at once and publishes no cause.
@@ -546,7 +548,8 @@ class Worker:
 
     def stop_until(self, moment: float) -> None:
         """
-        Set the time at which a stop of this rank must have ended, even if its timeouts are longer.
+        Set the time at which a stop of this rank must have ended, even if the timeouts in `limits`
+        are longer.
 
         Args:
             moment: The time, in seconds of `time.monotonic`.
@@ -573,13 +576,13 @@ class Worker:
         Restart the epoch (the stopped optimizer step) after a stop that all ranks survived; every
         rank calls this method.
 
-        All messages of the stopped step are dropped. The numerical state is restored to that of the
-        last commit.
+        All messages of the stopped step are dropped. The numerical state (FP8 scales and amax
+        histories) of the last commit is restored.
 
         Args:
             stopped: The error of the stop.
-            epoch: The epoch to restart, from the device's count of updates; all ranks must give the
-                same epoch. None takes the contract's epoch.
+            epoch: The epoch to restart, which is the device's count of updates. All ranks must pass
+                the same epoch. With None the contract's epoch is restarted.
             restore: Function that restarts the epoch in the runtime; `Runtime.rebuild` by default.
 
         Raises:
@@ -626,10 +629,11 @@ class Worker:
 
     def settle(self) -> None:
         """
-        Wait for the device after a stop, at most as long as the other ranks wait for this rank.
+        Wait for the device after a stop. The wait has a timeout: the time for which the other ranks
+        wait for this rank.
 
-        The stop has released the connections, so device work that uses a connection can finish. If
-        a communicator could not be released, the device never finishes.
+        The stop has closed the connections, so device work that uses a connection can finish. If a
+        communicator could not be aborted, the device never finishes.
 
         Raises:
             BackendError: Device work did not finish before the deadline.
@@ -662,7 +666,10 @@ class Worker:
         )
 
     def close(self) -> None:
-        """Close the connections and the event log after the last step; waits for the device."""
+        """
+        Wait for the device, then close the connections and the event log. Call this method after
+        the last step.
+        """
         self.runtime.drain()
         self.runtime.close()
         self.pipeline.channels.close(abort=False)

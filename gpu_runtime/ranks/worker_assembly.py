@@ -38,7 +38,7 @@ def build_worker(
     replay_every: int = 0,
 ) -> Worker:
     """
-    Build this rank's guarded pipeline of a job, ready for its first step; every rank calls this
+    Build this rank's guarded pipeline of a job, ready for its first step. Every rank must call this
     function.
 
     Args:
@@ -47,27 +47,27 @@ def build_worker(
         backend: ``reference`` or ``transformer-engine``.
         mode: How a step runs.
         limits: Timeouts in seconds.
-        event_log: Where to write this rank's event log: a path, a binary file, or True for memory;
-            None writes no log.
+        event_log: Where to write this rank's event log: a path, a binary file, or True to keep the
+            log in memory. None writes no log.
         tagged: Whether messages carry tags, if the transport has tags.
-        pipeline: The pipeline's class; a subclass may record what it runs.
+        pipeline: The pipeline's class, for example a subclass that records the actions that it
+            runs.
         repeat: Whether every step gets the data of the first step.
         clip_norm: Upper limit of the norm over the gradients of all ranks; None takes the job's
             limit.
-        skip_nonfinite: Whether every rank skips an update whose norm is not finite. The job's
-            option has the same effect.
-        registry: Records the gradient destinations of all runtimes in this process, which must not
-            overlap.
-        gradient_digests: Whether to take the digest of each gradient in every step.
+        skip_nonfinite: Whether every rank skips an update if the norm is not finite. The job's
+            option `skip_nonfinite` has the same effect.
+        registry: Records the gradient destinations (the memory that dW writes) of all runtimes in
+            this process. Destinations of two runtimes must not overlap.
+        gradient_digests: Whether to compute the digest of each gradient in every step.
         zero_stages: Whether to record in every step which stages have only zero gradients.
-        replay_every: With N above 0, every N-th step runs twice and the gradients are compared; 0
-            runs no step twice.
+        replay_every: With N above 0, every N-th step runs twice, and the gradients of both runs are
+            compared. With 0 no step runs twice.
 
     Raises:
         ScheduleError: The table is refused.
         BackendError: The ranks, stages or options do not fit each other (the errors of `Worker`).
-        Refused: One rank declares a weight as tied, and another rank holds a copy without declaring
-            the tie.
+        Refused: One rank declares a weight as tied, but another rank that holds a copy does not.
     """
     optimizer = partial(job.optimizer, capturable=True) if mode == "one launch" else job.optimizer
     config = RuntimeConfig(

@@ -1,5 +1,6 @@
 """
-Build a runtime's memory, contract and executor from stages, an order and a configuration.
+Build a runtime's memory, contract and executor. The contract checks each action; the executor runs
+each action.
 """
 
 from __future__ import annotations
@@ -40,18 +41,19 @@ __all__ = ["Assembly"]
 
 class Assembly:
     """
-    Builds the parts of a runtime; each method makes one part, and the methods run in this order.
+    Builds the parts of a runtime. Each method makes one part; call the methods in the order in
+    which they are listed.
 
     Args:
-        stages: Every stage of the state domain.
-        order: The rank's row of the schedule.
+        stages: Every stage of the state domain (stages whose FP8 scales are updated together).
+        order: The rank's row of the schedule: its actions F, dI and dW in order.
         config: The process's configuration.
         reducer: Reduces gradients over replicas; None if nothing is reduced.
         row: The row with its messages, for a process of a pipeline.
 
     Raises:
-        BackendError: The order's stages differ from the given stages, the order is incomplete, or a
-            stage does not fit the configuration.
+        BackendError: The order names other stages than the given ones, the order is incomplete, or
+            a stage does not fit the configuration.
     """
 
     def __init__(
@@ -105,7 +107,10 @@ class Assembly:
         self.plan: SlotPlan = attrs.evolve(plan, sharers=self.tied.sharers, walks=config.walks)
 
     def warm(self, handoff: Handoff) -> None:
-        """Warm up every stage on the graph stream, then restore the numerical state."""
+        """
+        Warm up every stage on the graph stream, then restore the numerical state (such as FP8
+        scales).
+        """
         handoff.wait_for_caller()
         with handoff.scope(), preserving(self.domain):
             for stage in self.stages.values():
@@ -113,7 +118,10 @@ class Assembly:
         handoff.synchronize()
 
     def memories(self) -> dict[int, StageMemory]:
-        """Allocate slots and gradient destinations of every stage."""
+        """
+        Allocate every stage's slots (buffers for one microbatch each) and gradient destinations
+        (the memory that dW writes).
+        """
         found: dict[int, StageMemory] = {}
         first = 0
         for index in sorted(self.stages):
@@ -133,7 +141,8 @@ class Assembly:
         self, memories: Mapping[int, StageMemory], registry: DestinationRegistry | None = None
     ) -> Contract:
         """
-        Make the contract, and let the stages' memory use the contract's own tuples of matrix names.
+        Make the contract. The stages' memory then uses the contract's own tuples of matrix names,
+        because the contract compares these tuples by identity.
 
         Raises:
             Refused: This runtime's gradient destinations overlap those of another runtime in the
@@ -198,7 +207,8 @@ class Assembly:
         counters: DeviceCounters | None,
     ) -> Executor:
         """
-        Make the executor: it calls the backend, or replays graphs, which are captured here.
+        Make the executor. It calls the backend or replays graphs. If it replays graphs, this method
+        captures them.
 
         Raises:
             BackendError: The backend cannot be captured; every obstacle is named.

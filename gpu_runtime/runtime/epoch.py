@@ -1,8 +1,10 @@
 """
-The end of an epoch: gradients become final, are reduced, and the optimizer updates the weights.
+The end of an epoch (one optimizer step): gradients become final and are reduced, and the optimizer
+updates the weights.
 
-The guards of a commit run before the update, so a refusal leaves the weights unchanged. The update
-runs on the graph stream, after the last dW and before the next replay.
+A commit ends an epoch. The contract checks the commit before the update runs, so a refusal leaves
+the weights unchanged. The update runs on the graph stream, after the last dW and before the next
+replay.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class EpochRuntime(RuntimeParts):
 
         Args:
             optimizer: The optimizer over the same stages.
-            caller: Name of the calling stream.
+            caller: Name of the caller's stream.
 
         Returns:
             The gradients that were passed to the optimizer; valid until the next dW.
@@ -48,14 +50,15 @@ class EpochRuntime(RuntimeParts):
 
     def reduce(self, bucket: int | str, *, caller: Hashable = "main") -> None:
         """
-        Start a bucket's reduction before the epoch ends, while other stages may still run.
+        Start the reduction of a bucket (gradients that are reduced together) before the epoch ends.
+        Other stages may still run.
 
         The last dW of the bucket's stage must have run. `finalize` reduces the other buckets, and
         waits for the reductions that were started here.
 
         Args:
             bucket: Name of the bucket.
-            caller: Name of the calling stream.
+            caller: Name of the caller's stream.
 
         Raises:
             Refused: A dW of the stage is missing, the bucket is not the next in the declared order,
@@ -79,12 +82,12 @@ class EpochRuntime(RuntimeParts):
 
     def finalize_stage(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Declare one stage's gradients complete, while other stages still run, and start the stage's
-        reductions.
+        Declare one stage's gradients complete, and start their reductions. Other stages may still
+        run.
 
         Args:
-            stage: The stage; its last dW must have run.
-            caller: Name of the calling stream, the same for every stage.
+            stage: The stage. Its last dW must have run.
+            caller: Name of the caller's stream, the same for every stage.
 
         Raises:
             Refused: An action of the stage is missing, or an action of the epoch has failed.
@@ -101,14 +104,15 @@ class EpochRuntime(RuntimeParts):
 
     def next_walk(self, *, caller: Hashable = "main") -> int:
         """
-        End one walk (a pass over the order) and begin the next: gradients accumulate.
+        End one walk (a pass over the order of actions) and begin the next. Gradients add up over
+        the walks of an epoch.
 
         Every microbatch of the order must have run, and no reduction may have started. The epoch
-        continues: no weight cache is refreshed, and no weight is updated. The last walk of the
-        epoch ends with `finish`.
+        continues: weight caches are not refreshed, and weights are not updated. The last walk of
+        the epoch ends with `finish`.
 
         Args:
-            caller: Name of the calling stream, the same for every walk and for `finalize`.
+            caller: Name of the caller's stream, the same for every walk and for `finalize`.
 
         Returns:
             Number of finished walks of the epoch: 1 after the first.
@@ -137,20 +141,21 @@ class EpochRuntime(RuntimeParts):
 
     def shorten_walk(self, microbatches: int) -> None:
         """
-        Let the next walk (pass over the order) run only its first microbatches, for example for a
-        short last batch.
+        Let the next walk (pass over the order of actions) run only its first microbatches. Use this
+        for a short last batch.
 
         Call this method before the walk's first F, then run the order without the actions of the
-        other microbatches. The following walk takes all microbatches again, and so does an epoch
-        that `rebuild` restarts.
+        other microbatches. The following walk takes all microbatches again. An epoch that `rebuild`
+        restarts also takes all microbatches.
 
         Args:
-            microbatches: How many microbatches the walk takes, at least 1.
+            microbatches: Number of microbatches in the next walk, at least 1.
 
         Raises:
-            BackendError: The configuration declares the order, has another rule than
-                ``accumulate`` or a group above 1, ties weights of two stages, or runs a step as one
-                launch. Or the walk would leave out the microbatch of the order's first dW.
+            BackendError: The configuration does not allow short walks. It must not declare the
+                order, tie weights of two stages or run a step as one launch, and it needs the rule
+                ``accumulate`` and a group of 1. Or the walk would leave out the microbatch of the
+                order's first dW.
             Refused: The walk has begun, or was shortened already.
             TypeError, ValueError: `microbatches` is not an ``int``, or is out of range.
         """
@@ -190,15 +195,15 @@ class EpochRuntime(RuntimeParts):
         Stages that were passed to `finalize_stage` are already complete.
 
         Raises:
-            Refused: An action is missing or has failed. Or, with ``counts='next step'``, the device
-                skipped the last update; `rebuild` then restarts the epoch of that update.
+            Refused: An action is missing or has failed. With ``counts='next step'`` also if the
+                device skipped the last update; `rebuild` then restarts the epoch of that update.
         """
         self.confirm()
         return self.declare_final(caller=caller)
 
     def declare_final(self, *, caller: Hashable = "main") -> Gradients:
         """
-        Do what `finalize` does, without first checking the device's counts of the previous step.
+        Do the same as `finalize`, but do not check the device's counts of the previous step.
 
         Raises:
             Refused: An action is missing, or an action of the epoch has failed.
@@ -233,16 +238,16 @@ class EpochRuntime(RuntimeParts):
         The contract checks before the optimizer runs, so a refusal leaves the weights unchanged. If
         the optimizer raises an error, the weights are half updated, and no action or checkpoint is
         accepted before a `restore`. The update runs on the graph stream, after the caller's work
-        and before the next replay. FP8 scales that are updated once an epoch are updated in this
-        call, even if the norm skips the update of the weights.
+        and before the next replay. This call also updates FP8 scales that are updated once an
+        epoch, even if the weights are not updated because of the norm.
 
         Args:
             optimizer: The optimizer over the same stages.
-            gradients: The gradients that `finalize` returned.
-            caller: Name of the calling stream, the same as for `finalize`.
-            norm: The gradients' norm, the factor that the gradients were multiplied by, and whether
-                to skip the update; the same on every rank. The epoch commits even if the update is
-                skipped.
+            gradients: The gradients that `finalize` returned: by stage and parameter name.
+            caller: Name of the caller's stream, the same as for `finalize`.
+            norm: The gradients' norm, the factor by which the gradients were multiplied, and
+                whether to skip the update. It must be the same on every rank. The epoch commits
+                even if the update is skipped.
 
         Returns:
             The new epoch.
@@ -289,16 +294,18 @@ class EpochRuntime(RuntimeParts):
 
     def tell_moved(self, update: Update, moved: int | None) -> None:
         """
-        Tell the contract that the domain's scales moved (were updated), if they move once an epoch.
+        Report the update of the FP8 scales to the contract, if scales are updated once an epoch.
 
         Args:
-            update: The update in flight.
-            moved: How often the scales moved, as the backend reports.
+            update: The weight update that is in progress.
+            moved: How often the scales were updated, as the backend reports; None if it does not
+                report this.
 
         Raises:
-            Refused: ``order.scaling-updates``: the backend reports that the scales did not move
-                exactly once. ``order.nothing-gathered``: no F or dI has gathered amaxes.
-                ``order.moves-outside-update``: no update is in flight, or scales moved already.
+            Refused: ``order.scaling-updates``: the backend does not report exactly one update of
+                the scales. ``order.nothing-gathered``: no F or dI has gathered amaxes (largest
+                absolute values). ``order.moves-outside-update``: no weight update is in progress,
+                or the scales have already been updated.
         """
         own = self.contract.stages[0]
         if own.scales != "epoch":
@@ -321,7 +328,9 @@ class EpochRuntime(RuntimeParts):
 
     @property
     def domain_name(self) -> Hashable:
-        """The state domain's name in the contract."""
+        """
+        Name of the state domain (stages whose FP8 scales are updated together) in the contract.
+        """
         return self.contract.stages[0].domain
 
     def confirm(self) -> None:
@@ -330,11 +339,11 @@ class EpochRuntime(RuntimeParts):
         committed actions.
 
         `finalize` and `checkpoint` call this method. With any other value of `counts` the method
-        does nothing. The call waits for the last update, which normally has long ended.
+        does nothing. The call waits for the last update. Normally that update ended long before.
 
         Raises:
-            Refused: The device skipped the last update, because it had not run exactly the
-                committed actions; `rebuild` restarts the epoch.
+            Refused: The device skipped the last update, because the actions that it ran differ from
+                the committed actions. `rebuild` restarts the epoch.
         """
         if self.contract.counts_awaited:
             counted = self.device_counts()
@@ -343,19 +352,20 @@ class EpochRuntime(RuntimeParts):
 
     def fail(self, stage: int, epoch: int | None = None) -> None:
         """
-        Record a fault that was noticed after its action, such as an asynchronous error of the
+        Record a fault that is noticed only after the action, such as an asynchronous error of the
         device.
 
-        A fault of the current epoch spoils it: `rebuild` restarts that epoch. After a fault of an
-        epoch that was committed, no action or checkpoint is accepted before a `restore`.
+        After a fault of the current epoch, the epoch cannot commit, and `rebuild` restarts it.
+        After a fault of a committed epoch, no action or checkpoint is accepted before a `restore`.
 
         Args:
             stage: The stage whose action failed.
-            epoch: The epoch of that action; by default the current one.
+            epoch: The epoch of this action; by default the current epoch.
 
         Raises:
             Refused: ``epoch.not-begun``: the given epoch has not begun.
-            TypeError, ValueError: The stage does not exist, or the epoch is not a natural number.
+            TypeError, ValueError: The stage does not exist, or the epoch is not an integer of at
+                least 0.
         """
         self.contract.fail(stage, epoch)
 
@@ -363,8 +373,8 @@ class EpochRuntime(RuntimeParts):
         """
         Record that the device failed, at an unknown action.
 
-        The host does not wait for the device, so the last update may have failed. Therefore the
-        last committed epoch counts as failed, or epoch 0 if no epoch was committed.
+        The host does not wait for the device, so the last update may have failed. Therefore this
+        method marks the last committed epoch as failed, or epoch 0 if no epoch was committed.
         """
         for stage in self.memories:
             self.fail(stage, max(self.epoch - 1, 0))
@@ -374,30 +384,30 @@ class EpochRuntime(RuntimeParts):
         Record that a separate stream begins to read a stage's weights, for example to broadcast
         them.
 
-        The read must come after the work that the caller has submitted so far. The contract accepts
-        no update before `finish_weights_read`.
+        The separate stream must first wait for the work that the caller has submitted so far. The
+        contract accepts no update before `finish_weights_read`.
 
         Args:
             stage: The stage whose weights are read.
-            caller: Name of the calling stream.
+            caller: Name of the caller's stream.
 
         Raises:
-            Refused: Another read of these weights is unfinished, the caller has not waited for the
-                latest update, or the weights are half updated.
+            Refused: Another read of these weights is unfinished, the caller's stream has not waited
+                for the latest update, or the weights are half updated.
         """
         self.contract.start_weights_read(stage, self.actions.links[caller])
 
     def finish_weights_read(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Record that the calling stream waits until the read of a stage's weights ends.
+        Record that the caller's stream waits until the read of a stage's weights ends.
 
         Args:
             stage: The stage whose weights are read.
-            caller: Name of the calling stream, the same as for `finalize` and `update`.
+            caller: Name of the caller's stream, the same as for `finalize` and `update`.
 
         Raises:
-            Refused: Nothing reads the weights, or another caller has already waited for the
-                gradients or for a read in this epoch.
+            Refused: No read of the weights was started, or another caller has already waited for
+                the gradients or for a read in this epoch.
         """
         self.contract.finish_weights_read(stage, self.actions.links[caller])
 
@@ -405,12 +415,13 @@ class EpochRuntime(RuntimeParts):
         """
         Record that a separate stream begins to read a stage's gradients, for example for a norm.
 
-        The read must come after the work that the caller has submitted so far. The contract accepts
-        no update and no further walk before `finish_gradients_read`.
+        The separate stream must first wait for the work that the caller has submitted so far.
+        Before `finish_gradients_read` the contract accepts no update, and no further walk (pass
+        over the order of actions).
 
         Args:
-            stage: The stage, which is final and reduced.
-            caller: Name of the calling stream, the same as for `finalize`.
+            stage: The stage; its gradients must be final and reduced.
+            caller: Name of the caller's stream, the same as for `finalize`.
 
         Raises:
             Refused: The stage is not final, a bucket is not reduced, another read of these
@@ -420,14 +431,15 @@ class EpochRuntime(RuntimeParts):
 
     def finish_gradients_read(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Record that the calling stream and the graph stream wait until a read of gradients ends.
+        Record that the caller's stream and the graph stream wait until a read of gradients ends.
 
         Args:
             stage: The stage.
-            caller: Name of the calling stream, the same as for `finalize` and `update`.
+            caller: Name of the caller's stream, the same as for `finalize` and `update`.
 
         Raises:
-            Refused: Nothing reads the gradients, or another stream waited for the gradients.
+            Refused: No read of the gradients was started, or another stream waited for the
+                gradients.
         """
         self.contract.finish_gradients_read(stage, self.actions.links[caller])
 
@@ -447,8 +459,8 @@ class EpochRuntime(RuntimeParts):
         """
         The device's counts of its actions at the last `finalize`, by state domain.
 
-        With ``counts='next step'``: the counts at the last `update`. A loop that commits without
-        `update` passes these counts to the contract as `counted`.
+        With ``counts='next step'``, the result contains the counts at the last `update`. If your
+        loop commits without `update`, pass these counts to the contract as `counted`.
 
         The result is None if `RuntimeConfig.counts` is None. The call waits for the device.
         """

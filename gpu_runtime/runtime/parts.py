@@ -1,5 +1,5 @@
 """
-One object that holds the parts of a runtime: memory, contract, performer, actions and snapshots.
+An object that holds the parts of a runtime: memory, contract, performer, actions and snapshots.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["RuntimeParts"]
 
 
 class RuntimeParts:
-    """The parts of a runtime; the docstring of `Runtime` describes the arguments."""
+    """The parts of a runtime. `Runtime` describes the arguments."""
 
     def __init__(
         self,
@@ -85,7 +85,9 @@ class RuntimeParts:
 
     @property
     def executor(self) -> Executor:
-        """Performs F, dI and dW on a slot, and refreshes a stage's weight caches."""
+        """
+        Runs F, dI and dW in a slot (a microbatch's buffers), and refreshes a stage's weight caches.
+        """
         return self.performer.executor
 
     @property
@@ -95,7 +97,7 @@ class RuntimeParts:
 
     @property
     def reductions(self) -> Reductions:
-        """The reductions of the current epoch."""
+        """The gradient reductions of the current epoch (optimizer step)."""
         return self._reductions
 
     @contextmanager
@@ -122,10 +124,11 @@ class RuntimeParts:
 
     def on_trust(self) -> dict[int, tuple[str, ...]]:
         """
-        List, by stage, the effects that the backend does not report; nothing checks these effects.
+        List, by stage, the effects that the backend does not report. The contract cannot check
+        these effects.
 
-        If `RuntimeConfig.counts` is None, the list also contains the assumption that each replayed
-        graph ran once, as captured.
+        If `RuntimeConfig.counts` is None, the list also contains an assumption: the device ran each
+        replayed graph once.
         """
         return {
             own.stage: (*own.on_trust(), *self.memories[own.stage].reports.source.on_trust())
@@ -136,15 +139,18 @@ class RuntimeParts:
         """
         A context in which the calling code runs on the graph stream.
 
-        A loop in this context needs no event between its actions, because one stream runs the
-        actions in order. Reads of the results on other streams must still wait for this stream.
+        A loop in this context needs no event between its actions, because a stream runs its work in
+        order. Other streams must still wait for the graph stream before they read results.
         """
         return self.handoff.scope()
 
     # Actions, by the name of their key
 
     def key(self, stage: int, microbatch: int) -> TapeKey:
-        """The key that names a stage and a microbatch in the current epoch."""
+        """
+        Return the contract's name for a stage and a microbatch in the current epoch (optimizer
+        step).
+        """
         epoch = self.contract.epoch
         if self._keys_of != epoch:
             self._keys_of = epoch
@@ -156,14 +162,19 @@ class RuntimeParts:
 
     @property
     def epoch(self) -> int:
-        """Number of the current epoch; each weight update begins the next one."""
+        """
+        Number of the current epoch (optimizer step). Each weight update begins the next epoch.
+        """
         return self.contract.epoch
 
     def _gradients(self, index: int) -> Mapping[str, torch.Tensor]:
         return self.performer.gradients(self.memories[index])
 
     def forget_gradients(self) -> None:
-        """Drop summed and reduced gradients, because their epoch is over or restarts."""
+        """
+        Drop the summed and reduced gradients. Called when their epoch (optimizer step) ends or
+        restarts.
+        """
         self.performer.forget_gradients()
         self._reductions.forget()
         self._final.clear()
@@ -171,7 +182,10 @@ class RuntimeParts:
             memory.start_epoch()
 
     def take_snapshot(self) -> None:
-        """Copy the current numerical state; `rebuild` restores this copy after a failure."""
+        """
+        Copy the current numerical state (FP8 scales and amax histories). `rebuild` restores this
+        copy after a failure.
+        """
         self._committed.take()
 
     def _restart_reports(self) -> None:

@@ -26,27 +26,30 @@ __all__ = ["Runtime"]
 
 class Runtime(EpochRuntime):
     """
-    Runs F (forward), dI (input gradient) and dW (weight gradient) of the process's stages, guarded.
+    Runs F (forward), dI (input gradient) and dW (weight gradient) of the process's stages. The
+    contract checks every action before it runs.
 
-    The stages are one state domain: they share FP8 scaling state.
+    The stages are one state domain: their FP8 scales are updated together.
 
     Args:
         stages: Every stage of the process; together they form one state domain.
-        order: The rank's row of the schedule; it determines how many slots (memory of a microbatch
-            in progress) each stage gets.
+        order: The rank's row of the schedule. The order determines how many slots each stage gets;
+            a slot is the memory of one microbatch in progress.
         config: How the steps run, and how memory is laid out.
-        event_log: Where to write every accepted call of the contract: a path, a binary file, or
-            True for memory (`recorder.lines`). None writes no log. `close` ends the log.
+        event_log: Where to write each call that the contract accepts: a path, a binary file, or
+            True to keep the lines in memory (`recorder.lines`). None writes no log. `close` ends
+            the log.
         reducer: Reduces a bucket's gradients in place over data-parallel ranks. The reducer takes
-            the bucket's name and the gradients by name, and may return an object whose `wait` ends
-            the reduction.
-        row: The rank's row with its messages, for a process of a pipeline. The row determines the
-            slots (a slot is in use until its messages are done), and which stages receive and send.
-            With a row, `provisioning`, `feeds` and `readers` of `RuntimeConfig` are ignored.
+            the bucket's name and the gradients by name. It may return an object whose `wait` waits
+            for the end of the reduction.
+        row: The rank's row with its messages, for a process of a pipeline. The row determines which
+            stages receive and send, and it determines the slots, because a slot is in use until its
+            messages are done. With a row, `provisioning`, `feeds` and `readers` of `RuntimeConfig`
+            are ignored.
         rank: Rank of the process, for the event log.
         registry: Records the gradient destinations of all runtimes in one training process. This
-            runtime's destinations must not overlap those of another runtime; `close` releases them.
-            Without a registry, destinations of two runtimes are not compared.
+            runtime's destinations must not overlap another runtime's destinations; `close` releases
+            them. Without a registry, destinations of two runtimes are not compared.
 
     Raises:
         BackendError: The order names other stages or is incomplete, the backend cannot be captured,
@@ -63,37 +66,39 @@ class Runtime(EpochRuntime):
 
     def abort(self) -> int:
         """
-        Abort every tape (a microbatch's data between F and dW) after a failure outside of the
-        actions.
+        Abort every tape after a failure outside of the actions. A tape is the data of a microbatch
+        that F keeps for dI and dW.
 
         A failed action calls this method itself. Your loop calls it if a transfer or another rank
-        fails. If a stage had a tape, the epoch can no longer commit; `rebuild` restarts the epoch.
+        fails. If a tape was aborted, the epoch (optimizer step) can no longer commit; `rebuild`
+        restarts it.
 
         Returns:
-            Number of tapes aborted.
+            Number of aborted tapes.
         """
         return self.actions.abort_outstanding()
 
     def require_whole_update(self) -> None:
         """
-        Raise an error if an optimizer update failed half way since the last `restore`.
+        Raise an error if an optimizer update has failed halfway since the last `restore`.
 
         Raises:
-            BackendError: An update failed half way; weights may be half updated.
+            BackendError: An update failed halfway, so some weights may be updated and others not.
         """
         if self.actions.broken is not None:
             raise BackendError(self.actions.broken)
 
     def rebuild(self) -> None:
         """
-        Restart the epoch after a failure, with the numerical state of the last commit and without
-        tapes.
+        Restart the epoch (the optimizer step) after a failure, with the numerical state (FP8 scales
+        and amax histories) of the last commit.
 
-        The call drops every remaining tape, waits for the device, and restores the numerical state
-        from the snapshot of the last commit. Afterwards the contract refuses every reference to an
-        older tape, and every weight cache is stale. Captured graphs stay valid, because they hold
-        addresses and no contents. If the device's counts show that the device skipped the last
-        update, the epoch of that update is restarted.
+        The call drops every remaining tape (data that F keeps for dI and dW) and waits for the
+        device. Then it restores the numerical state from the snapshot of the last commit.
+        Afterwards the contract refuses every reference to an older tape, and every weight cache is
+        stale. Captured graphs stay valid, because they contain only addresses of tensors. If the
+        device's counts show that the device skipped the last update, the epoch of that update is
+        restarted.
 
         Raises:
             BackendError: An optimizer update failed halfway; snapshots do not hold weights.
@@ -114,13 +119,13 @@ class Runtime(EpochRuntime):
 
     def rebuild_from(self, epoch: int, kept: GatedSnapshot) -> None:
         """
-        Restart after a failure, as `rebuild` does, from an epoch and a numerical state that the
-        device has kept.
+        Restart after a failure, as `rebuild` does, but from the numerical state (FP8 scales and
+        amax histories) that the device has kept.
 
         Args:
-            epoch: The epoch to begin. Epochs count from 0, so this is the number of updates that
+            epoch: The epoch (optimizer step) to begin. Its number equals the number of updates that
                 the device has run.
-            kept: The numerical state after the last update that the device has run.
+            kept: The numerical state at the end of the last update that the device has run.
 
         Raises:
             BackendError: An optimizer update failed halfway; the kept state does not hold weights.
@@ -144,16 +149,15 @@ class Runtime(EpochRuntime):
 
     def replay_actions(self) -> None:
         """
-        Capture a graph of each action, and replay these graphs from now on.
+        Capture one graph per action and slot, and replay these graphs from now on.
 
-        Call this method between two steps, if the mode is ``one launch`` but a step cannot be one
-        launch. Until then the actions of such a runtime call the backend.
+        Call this method between two steps if the mode is ``one launch`` but a step cannot be
+        captured as one launch. Before this call, the actions of such a runtime call the backend.
 
         Raises:
-            Refused: An action, a message or the epoch itself is unfinished (a clause of
-                persistence).
-            BackendError: The mode is not ``one launch``, or the backend cannot be captured; every
-                obstacle is named.
+            Refused: An action, a message or the epoch (optimizer step) is unfinished.
+            BackendError: The mode is not ``one launch``, or the backend cannot be captured. The
+                message lists every obstacle.
         """
         if self.config.mode != "one launch":
             raise BackendError(
@@ -168,8 +172,8 @@ class Runtime(EpochRuntime):
 
     def restart_counts(self) -> None:
         """
-        Restart the counts of scaling updates and of the device's actions at zero, as for a new
-        epoch 0.
+        Set the count of scaling updates and the device's counts of actions to zero, as before the
+        first epoch.
         """
         self._restart_reports()
         if self.counters is not None:
@@ -178,7 +182,7 @@ class Runtime(EpochRuntime):
 
     def drain(self) -> None:
         """
-        Wait for all device work, and report the end of that work to the contract.
+        Wait for all device work, and report to the contract that this work has finished.
 
         Raises:
             AcceleratorError: The device failed (torch's error). The contract then refuses actions
@@ -205,8 +209,8 @@ class Runtime(EpochRuntime):
         The caller must also save the parameters and the optimizer's state.
 
         Raises:
-            Refused: An action, a message or the epoch itself is unfinished.
-            BackendError: An optimizer update failed half way; the weights are not worth saving.
+            Refused: An action, a message or the epoch (optimizer step) is unfinished.
+            BackendError: An optimizer update failed halfway, so the weights must not be saved.
         """
         self.require_whole_update()
         self.confirm()
@@ -216,12 +220,13 @@ class Runtime(EpochRuntime):
 
     def restore(self, checkpoint: Checkpoint, state: NumericalState) -> None:
         """
-        Continue from a checkpoint, in this runtime or in a new one; load the parameters first.
+        Continue from a checkpoint, in this runtime or in a new one. Load the parameters before this
+        call.
 
         Raises:
             Refused: The checkpoint belongs to another configuration.
-            BackendError: The numerical state belongs to another recipe or to other stages.
-            TypeError: An argument has a wrong type; nothing has changed.
+            BackendError: The numerical state belongs to another FP8 recipe or to other stages.
+            TypeError: An argument has a wrong type; nothing was restored.
         """
         for what, given, wanted in (
             ("a Checkpoint", checkpoint, Checkpoint),
@@ -261,16 +266,16 @@ class Runtime(EpochRuntime):
     @contextmanager
     def evaluation_scope(self) -> Iterator[None]:
         """
-        A context between two epochs in which the backend's stages may be called directly.
+        A context between two epochs (optimizer steps) in which the backend's stages may be called
+        directly.
 
         The context is meant for evaluation, and runs on the graph stream. At its end, the numerical
-        state that F changes is restored. Scaling updates that the backend counts inside the context
-        are not attributed to an action. The caller refreshes weight caches if the evaluation needs
-        them; the next epoch refreshes them anyway before its first F.
+        state that F changes is restored. Scaling updates inside the context do not count as updates
+        of an action. If the evaluation needs current weight caches, the caller must refresh them.
+        The next epoch refreshes the caches in any case, before its first F.
 
         Raises:
-            Refused: An action, a message or the epoch itself is unfinished (a clause of
-                persistence).
+            Refused: An action, a message or the epoch (optimizer step) is unfinished.
         """
         self.confirm()
         self.drain()
@@ -287,7 +292,7 @@ class Runtime(EpochRuntime):
             self.handoff.caller_waits()
 
     def close(self) -> None:
-        """End the event log, if one is written, and release the gradient destinations."""
+        """End the event log, if there is one, and release the gradient destinations."""
         if self.registry is not None:
             self.registry.release(self.contract)
         if self.recorder is not None:

@@ -2,7 +2,7 @@
 `RuntimeConfig`: how a process runs its steps, what its device counts, and how its memory is used.
 
 The flags that `mode` and `counts` replace (`captured`, `nested`, `device_counts`, `late_counts`)
-are still accepted, with a DeprecationWarning.
+are still accepted, but emit a DeprecationWarning.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _OLD = ("captured", "device_counts", "late_counts", "nested")
 
 def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Replace old flags among the arguments of a `RuntimeConfig` with `mode` and `counts`.
+    Replace old flags in the arguments of a `RuntimeConfig` with `mode` and `counts`.
 
     An old flag overrides the given mode and counts.
 
     Raises:
-        ValueError: ``late_counts`` without ``device_counts``.
+        ValueError: ``late_counts`` is set without ``device_counts``.
         TypeError: A flag is not a bool.
     """
     old = {name: given[name] for name in _OLD if name in given}
@@ -110,67 +110,71 @@ class RuntimeConfig:
         mode: How a step runs. ``eager`` calls the backend. ``replays`` captures one CUDA graph per
             action and slot, and replays it. ``one launch`` calls the backend until a whole step
             is captured as one graph (`ranks/one_launch.py`), and then replays that graph.
-        counts: When the actions that the device ran are counted and compared with the committed
-            actions (`qeffect.counts`). None counts nothing. ``commit`` compares before the update:
-            the host waits for the step's last action. With ``next step`` the device compares, and
-            skips the update if the counts differ. The host does not wait for this comparison; after
-            a skipped update, the next `finalize` or `checkpoint` is refused. The default is None.
-            In mode ``one launch`` the default is ``next step``, and no other value is accepted.
+        counts: Whether the device counts the actions that it runs, and when the counts are compared
+            with the committed actions (`qeffect.counts`). With None nothing is counted. With
+            ``commit`` the host waits for the step's last action and compares before the update.
+            With ``next step`` the device compares, and skips the update if the counts differ. The
+            host does not wait; after a skipped update, the next `finalize` or `checkpoint` is
+            refused. The default is None. In mode ``one launch`` the default is ``next step``, and
+            no other value is accepted.
         rule: Where dW writes (`step/memory/arena.py`). With ``accumulate`` all microbatches add to
             one buffer per matrix. With ``per_microbatch`` each microbatch has its own buffers. With
-            ``copied`` each gradient is copied out of the library's own memory.
+            ``copied`` each gradient is copied out of the memory of the FP8 library.
         walks: Largest number of walks (passes over the order) in an epoch, at least 1.
             `Runtime.next_walk` begins the next walk, and gradients accumulate over the walks. More
             than 1 needs the rule ``accumulate``, and a mode other than ``one launch``.
         group: Number of consecutive microbatches whose weight gradients one matrix product
             computes. It must divide the number of microbatches of a walk. 1 computes one product
-            per microbatch. More than 1 needs three things: scales that are updated once an epoch,
-            because one product has one set of scales; the rule ``accumulate``; and an order in
-            which the dW of a group follow one another (`qeffect.schedule.grouping`). In bf16 the
-            number changes the bits, because one rounding replaces several.
-        dtype: dtype of the gradient destinations. If it differs from the dtype of the parameters,
+            per microbatch. More than 1 needs three things. Scales must be updated once an epoch,
+            because one product has one set of scales. The rule must be ``accumulate``. The dW of a
+            group must follow one another in the order (`qeffect.schedule.grouping`). In bf16 the
+            group size changes the bits of gradients, because one product is rounded once.
+        dtype: dtype of the gradient destinations. If this dtype differs from the parameters' dtype,
             the optimizer needs master weights.
         provisioning: ``live`` gives each stage as many slots as it has microbatches in progress at
             once; ``static`` gives each stage one slot per microbatch.
-        readers: Whether outputs and input gradients have a reader (a send, the next
-            stage on this rank, a recorder). A slot is free only after its readers have finished.
+        readers: Whether outputs and input gradients have a reader: a send, the next stage on this
+            rank, or a recorder. A slot is free only after its readers have finished.
         feeds: Maps a local stage to the local stage that reads its output. The slot of the output
             is kept until the reading stage has finished.
-        declared: Whether F and dI must run in the order that the runtime was made with (`order`).
-            If False, the order of F and dI is not checked.
-        callers: Names of the calling streams.
+        declared: Whether F and dI must run in the runtime's `order`. If False, the order of F and
+            dI is not checked.
+        callers: Names of the callers' streams.
         feeder: Name of a caller, one of `callers`. Its stream copies data into the slots of stages
             that take data, and F waits for this stream. The default, None, copies on the graph
             stream. `Pipeline` uses a feeder, except in mode ``one launch``: there the step's graph
             copies the data.
-        pool: A CUDA graph memory pool that all slots share. Only the test that shows why sharing is
-            wrong sets a pool; None gives every slot its own pool.
+        pool: A CUDA graph memory pool that all slots share. None gives every slot its own pool,
+            which is the only correct choice. Only a test sets a pool, to show that sharing is
+            wrong.
         buckets: By stage, the gradients that are reduced together. Each matrix belongs to exactly
-            one bucket. One bucket without matrices holds the parameters that are not matrices. A
-            stage that is not listed has one bucket of all its gradients, whose name is the stage's
-            index.
+            one bucket. One bucket without matrices contains the gradients of all parameters that
+            are not matrices. A stage that is not listed has one bucket with all its gradients. The
+            name of this bucket is the stage's index.
         reductions: Names of all buckets, in the order in which every replica must start the
             reductions. If empty, this order is not checked.
-        tied: Groups of matrices that are one parameter; a matrix is given by stage and name. The
+        tied: Groups of matrices that are one parameter. Each matrix is given as stage and name. The
             matrices of a group share one gradient destination, and the gradient is listed under the
-            first matrix. If two matrices share a parameter that is not declared here, the stages
-            are refused.
+            first matrix. An undeclared parameter of two matrices raises an error.
         copies: Maps the name of a weight that exists several times to its copies. Copies are
             separate parameters with separate gradients. The reducer gets the gradients of all
             copies of this process under the weight's name, after all other gradients. The reducer
-            must leave the same sum in the gradients of all copies, also of copies on other ranks.
+            must write the same sum into the gradients of all copies, including copies on other
+            ranks.
         amax: With ``replica`` each replica computes scales from its own amaxes (largest absolute
             values). With ``replicas`` all replicas share their amaxes at the end of each epoch
-            (`step/memory/scaling.py`). If ``replicas`` is used with a reducer, the contract's
-            configuration has a bucket ``amax``, which must be reduced before the epoch commits. The
-            reducer then needs a method `largest`, as in `qeffect.gpu_runtime.ranks.replicas`.
-        weights_sum: Expected sum of the factors that weight the gradients of an epoch's
-            microbatches, as (numerator, denominator). The sum is (1, R) if the gradients of R
-            replicas are summed, and (1, 1) otherwise. The sum is checked for stages whose backend
-            reports these factors. None checks no sum. A `Worker` sets this sum.
+            (`step/memory/scaling.py`). With ``replicas`` the reducer needs a method `largest`, as
+            in `qeffect.gpu_runtime.ranks.replicas`. The contract then also requires the reduction
+            of a bucket ``amax`` before the epoch commits.
+        weights_sum: Expected sum of the microbatches' weighting factors in an epoch, as (numerator,
+            denominator). Each microbatch's gradients are multiplied by such a factor. The sum is
+            (1, R) if the gradients of R replicas are summed, and (1, 1) otherwise. The contract
+            checks the sum for stages whose backend reports the factors. None disables the check. A
+            `Worker` sets this sum.
 
     Raises:
-        BackendError: A field has an unknown value, or the values of two fields exclude each other.
+        BackendError: A field has an unknown value, or the values of two fields contradict each
+            other.
     """
 
     mode: Mode = "eager"
@@ -245,7 +249,7 @@ class RuntimeConfig:
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether CUDA graphs are replayed: of single actions, or of a whole step."""
+        """Whether CUDA graphs are replayed, either of single actions or of a whole step."""
         return self.mode != "eager"
 
     @property

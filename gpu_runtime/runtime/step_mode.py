@@ -1,10 +1,11 @@
 """
-How a step runs (`Mode`), and all reasons that prevent the mode ``one launch``, in which a whole
-step is one CUDA graph.
+How a step runs (`Mode`), and what prevents the mode ``one launch``. In this mode a whole step is
+one CUDA graph.
 
 `mode_on` returns the mode that a device can run. `one_launch_obstacles` lists every obstacle in a
-configuration, each with its remedy. `ranks/obstacles.py` calls it with a worker's configuration. If
-the capture itself fails, the step stops and reports the failure (`ranks/fallback.py`).
+configuration, each with its remedy. `ranks/obstacles.py` calls `one_launch_obstacles` with a
+worker's configuration. If the capture of a step fails, the step stops and reports the failure
+(`ranks/fallback.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def mode_on(device: torch.device | str, mode: Mode = "replays") -> Mode:
 
 def without_launches(mode: Mode) -> Mode:
     """
-    Return the mode for a step that cannot be one launch: ``replays`` replaces ``one launch``.
+    Return the mode to use if a step cannot be one launch: ``replays`` instead of ``one launch``.
 
     >>> without_launches("one launch"), without_launches("eager")
     ('replays', 'eager')
@@ -41,7 +42,7 @@ def without_launches(mode: Mode) -> Mode:
 
 
 def device_obstacle(device: torch.device) -> str | None:
-    """Return why no step can be one launch on a device; None if a step can."""
+    """Return why steps on this device cannot be one launch; None if they can."""
     return "a CPU has no CUDA graphs: run on cuda" if device.type == "cpu" else None
 
 
@@ -69,13 +70,13 @@ def one_launch_obstacles(
     draws: bool = False,
 ) -> list[str]:
     """
-    Return why no step of a configuration can be one launch.
+    Return the reasons why a step of this configuration cannot be one launch.
 
     Args:
         device: Where the step runs.
-        rule: The destination rule, which says where dW writes.
+        rule: The rule that says where dW writes its gradients, such as ``accumulate``.
         walks: Number of walks (passes) over the table in a step.
-        mode: The mode of the runtime; leave it out if there is no runtime yet.
+        mode: The mode of the runtime. Leave this argument out if there is no runtime yet.
         capturable: Whether the optimizer's update can be captured; leave it out if there is no
             optimizer yet.
         keeps_gradients: Whether gradients of single microbatches are kept until the end of the

@@ -1,17 +1,18 @@
 """
-F, dI, dW and the cache refresh as guarded actions: check, act, commit.
+F (forward), dI (input gradient), dW (weight gradient) and the cache refresh as guarded actions. The
+contract checks an action, the action runs, and the contract records its result.
 
-Every action runs on the graph stream, which first waits for the caller's stream; afterwards the
-caller's stream waits for the action. An action asks the contract before it touches memory.
-Afterwards the action reports its evidence to the contract, such as the matrices whose gradients a
-dW wrote. A refusal before the action changes nothing. An exception during the action, or incomplete
-evidence, fails the step: all tapes (the data that each F keeps for its dI and dW) are aborted at
-once (paper, IV-E), and the epoch (the optimizer step) can no longer commit. After a failed F, dI or
-refresh the FP8 scales are invalid too, because the library rolls its amax histories even when F
-raises. The same code runs for eager and captured actions; only the executor differs.
+Every action runs on the graph stream. The graph stream first waits for the caller's stream, and
+afterwards the caller's stream waits for the action. An action asks the contract before it touches
+memory. Afterwards the action reports evidence to the contract, such as the matrices whose gradients
+a dW wrote. A refusal before the action changes nothing. After an exception during the action, or
+after incomplete evidence, the step fails. All tapes (the data that each F keeps for its dI and dW)
+are aborted at once (paper, IV-E), and the epoch (the optimizer step) can no longer commit. After a
+failed F, dI or refresh the FP8 scales are invalid too, because the library rolls its amax histories
+even when F raises. The same code runs for eager and captured actions; only the executor differs.
 
-The constructor prepares once, for each configured stage and microbatch, what its actions need
-(`_Place`): a graph launch takes two microseconds, so a lookup in every action would be noticeable.
+A graph launch takes only two microseconds, so lookups in every action would take noticeable time.
+Therefore the constructor does all lookups once, for each stage and microbatch (`_Place`).
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ class GuardedActions:
         contract: The contract of the process.
         memories: Physical memory by stage.
         performer: Performs the physical part of each action.
-        links: The contract's link (caller's stream and graph stream) of each caller.
+        links: By caller, the contract's number for the pair of the caller's stream and the graph
+            stream.
     """
 
     contract: Contract
@@ -163,14 +165,16 @@ class GuardedActions:
 
     def refresh(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Refresh a stage's cache of FP8 weights: once per epoch, directly before the stage's first F.
+        Refresh a stage's cache of FP8 weights. Call this method once per epoch, directly before the
+        stage's first F.
 
-        If the backend has no such cache, a refresh only begins the stage's epoch, and does not ask
-        the contract.
+        If the backend has no such cache, the refresh only begins the stage's epoch. The contract is
+        then not asked.
 
         Raises:
-            Refused: A clause of version, order or completion is violated; `version.fill-missing` if
-                the backend reports that a cache was not filled.
+            Refused: The call violates one of the contract's clauses on version, order or
+                completion, or the backend reports that a cache was not filled
+                (`version.fill-missing`).
         """
         memory = self._memory(stage)
         contract, performer = self.contract, self.performer
@@ -196,20 +200,21 @@ class GuardedActions:
 
     def reserve(self, key: TapeKey, *, caller: Hashable = "main") -> TapeRef:
         """
-        Claim the slot (a microbatch's buffers) of a key (an epoch, stage and microbatch) before its
-        F, so that `caller` can fill `input_buffers`.
+        Claim the slot (a microbatch's buffers) of a key (an epoch, stage and microbatch) before F
+        runs. The caller can then fill `input_buffers`.
 
         Raises:
-            Refused: A clause of ownership, version or completion is violated.
+            Refused: The call violates one of the contract's clauses on ownership, version or
+                completion.
         """
         return self.contract.reserve(key, self._place(key).index, link=self.links[caller])
 
     def await_graph(self, caller: Hashable) -> None:
-        """Declare that a caller's stream waits for the work of the graph stream so far."""
+        """Declare that a caller's stream waits for all work that the graph stream has so far."""
         self.contract.wait(self.links[caller])
 
     def join(self, caller: Hashable) -> None:
-        """Declare that the graph stream waits for the work of a caller's stream so far."""
+        """Declare that the graph stream waits for all work that a caller's stream has so far."""
         self.contract.join(self.links[caller])
 
     def fill_inputs(self, key: TapeKey, inputs: Sequence[Tensor]) -> None:
@@ -226,8 +231,8 @@ class GuardedActions:
 
     def input_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
         """
-        Return the buffers that F of a reserved key (an epoch, stage and microbatch) reads, to be
-        filled in place.
+        Return the buffers from which F of a reserved key (an epoch, stage and microbatch) will
+        read. The caller fills these buffers in place.
 
         Raises:
             BackendError: The key has not reserved a slot, or its F has already run.
@@ -236,8 +241,8 @@ class GuardedActions:
 
     def gradient_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
         """
-        Return the buffers that dI of a key (an epoch, stage and microbatch) reads after its F, to
-        be filled in place.
+        Return the buffers from which dI of a key (an epoch, stage and microbatch) will read. The
+        caller fills these buffers in place after F.
 
         Raises:
             BackendError: The key has no tape, or its F has not run yet.
@@ -248,21 +253,21 @@ class GuardedActions:
         self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, caller: Hashable = "main"
     ) -> tuple[Tensor, ...]:
         """
-        Begin to receive the input, or the gradient of the output, of a microbatch, for a stage
-        configured to receive it.
+        Begin to receive a microbatch's input or output gradient. The stage must be configured to
+        receive it.
 
         Args:
             key: The epoch, stage and microbatch of the message. To receive an input, first reserve
                 the slot of this key.
             ref: The reference that `reserve` or `forward` returned.
             gradient: Receive the output gradient instead of the input.
-            caller: Name of the calling stream.
+            caller: Name of the caller's stream.
 
         Returns:
             The static buffers to receive into.
 
         Raises:
-            Refused: A clause of ownership or completion is violated.
+            Refused: The call violates one of the contract's clauses on ownership or completion.
         """
         self.contract.post_receive(key, ref, gradient=gradient, link=self.links[caller])
         slot = self._slot_of(ref)
@@ -272,10 +277,11 @@ class GuardedActions:
         self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, caller: Hashable = "main"
     ) -> None:
         """
-        Declare that a message has arrived completely, or that the caller's stream waits for it.
+        Declare that a message has arrived completely, or that the caller's stream waits for its
+        arrival.
 
         Raises:
-            Refused: A clause of ownership or completion is violated.
+            Refused: The call violates one of the contract's clauses on ownership or completion.
         """
         self.contract.finish_receive(key, ref, gradient=gradient, link=self.links[caller])
 
@@ -293,19 +299,19 @@ class GuardedActions:
         Args:
             key: Names the epoch, stage and microbatch.
             inputs: The stage's inputs; None if `input_buffers` were filled in place.
-            token: How many F and dI of the state domain have run since the last restart (the effect
-                token), as the caller counts them. The contract refuses another count. None takes
-                the contract's own count.
-            caller: Name of the calling stream.
+            token: The effect token: how many F and dI of the state domain have run since the last
+                restart, as the caller counts them. The contract refuses the F if its own count
+                differs. With None the counts are not compared.
+            caller: Name of the caller's stream.
 
         Returns:
             The reference that dI, dW and readers must present with the key.
 
         Raises:
-            Refused: A clause of ownership, version, order, capture or completion is violated. After
-                F has run, the contract checks what the backend reports, for example
-                `order.scaling-updates` if F did not update the scales exactly once, and
-                `version.fill-unasked` if F filled caches.
+            Refused: The call violates one of the contract's clauses on ownership, version, order,
+                capture or completion. After F has run, the contract also checks the backend's
+                reports. Examples are `order.scaling-updates` (F did not update the scales exactly
+                once) and `version.fill-unasked` (F filled caches).
             BackendError: The inputs do not match what the stage takes; nothing was changed.
         """
         place = self._places.get(key.cell)
@@ -351,8 +357,8 @@ class GuardedActions:
         caller: Hashable = "main",
     ) -> None:
         """
-        dI: compute the input gradients and the non-matrix gradients; the work for dW stays on the
-        tape.
+        dI: compute the input gradients, and the gradients of parameters that are not matrices. The
+        work for dW stays on the tape.
 
         Args:
             key: Names the epoch, stage and microbatch.
@@ -360,18 +366,19 @@ class GuardedActions:
             output_gradients: Gradients of the stage's outputs; None if `gradient_buffers` were
                 filled in place.
             token: As in `forward`.
-            caller: Name of the calling stream.
+            caller: Name of the caller's stream.
 
         Raises:
-            Refused: A clause of ownership, version, order, arena, capture or completion is
-                violated. After dI has run, the contract checks what the backend reports, for
-                example `ownership.work-not-queued` if the library did not defer every matrix,
-                `order.scaling-updates` if dI did not update the scales exactly once,
-                `order.wrong-scales` if dI used another F's scales, and `epoch.other-parts` if the
-                loss changed its divisor.
+            Refused: The call violates one of the contract's clauses on ownership, version, order,
+                arena, capture or completion. After dI has run, the contract also checks the
+                backend's reports. Examples are `ownership.work-not-queued` (the library did not
+                defer every matrix), `order.scaling-updates` (dI did not update the scales exactly
+                once), `order.wrong-scales` (dI used another F's scales) and `epoch.other-parts`
+                (the divisor of the loss has changed).
             BackendError: The gradients do not match what the stage takes; nothing was changed. Or
-                the library deferred a wrong number of products: Transformer Engine's backend finds
-                this error before the action is reported to the contract, and the tape is aborted.
+                the library deferred a wrong number of matrix products, and the tape was aborted.
+                Transformer Engine's backend raises this error before dI is reported to the
+                contract.
         """
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:
@@ -409,21 +416,22 @@ class GuardedActions:
         Run a stage's forward for evaluation, between any two actions of the step.
 
         The backend runs eagerly and in separate memory, also in mode ``replays``. Afterwards the
-        scaling state and the weight cache are as they were before.
+        scaling state and the weight cache are unchanged.
 
         Args:
             stage: Index of the stage.
             inputs: The stage's inputs, with the shapes and types of a microbatch.
-            caller: Name of the calling stream.
+            caller: Name of the caller's stream.
 
         Returns:
             The outputs, detached.
 
         Raises:
-            Refused: A clause of version, order, completion or epoch is violated, for example
-                `version.refresh-interrupted` between a refresh and the stage's first F. Two
-                clauses are checked after the forward: `order.scaling-updates` if scaling state was
-                not restored, and `version.fill-unasked` if the forward filled a cache.
+            Refused: The call violates one of the contract's clauses on version, order, completion
+                or epoch, for example `version.refresh-interrupted` between a refresh and the
+                stage's first F. Two clauses are checked after the forward. `order.scaling-updates`
+                is violated if scaling state was not restored. `version.fill-unasked` is violated if
+                the forward filled a cache.
             BackendError: The inputs do not match what the stage takes; nothing was changed.
         """
         memory = self._memory(stage)
@@ -448,12 +456,13 @@ class GuardedActions:
 
     def bind(self, key: TapeKey) -> None:
         """
-        Set the destinations of the weight gradients of a key (an epoch, stage and microbatch); must
-        come before its dI.
+        Set the memory to which dW of a key (an epoch, stage and microbatch) will write its
+        gradients. Call this method before dI of the key.
 
         Raises:
-            Refused: A clause is violated, for example `arena.mismatch` (a destination is no longer
-                the configured memory), `arena.duplicate-bind` or `version.wrong-epoch`.
+            Refused: The call violates a clause of the contract, for example `arena.mismatch` (a
+                destination is no longer the configured memory), `arena.duplicate-bind` or
+                `version.wrong-epoch`.
         """
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:
@@ -469,21 +478,22 @@ class GuardedActions:
         caller: Hashable = "main",
     ) -> None:
         """
-        dW: compute the tape's weight gradients into the key's destinations, and release the tape.
+        dW: compute a microbatch's weight gradients, write them to the memory that `bind` has set,
+        and release the tape.
 
         Args:
             key: Names the epoch, stage and microbatch.
             ref: The reference that F of the same key returned.
-            group: If `RuntimeConfig.group` is above 1: key and reference of each other microbatch
-                of the group, in ascending order. One matrix product then computes the dW of all
-                these microbatches.
-            caller: Name of the calling stream.
+            group: Key and reference of each other microbatch of the group, in ascending order, if
+                `RuntimeConfig.group` is above 1. One matrix product then computes the dW of the
+                whole group.
+            caller: Name of the caller's stream.
 
         Raises:
             TypeError: The group is not a collection of pairs of key and reference.
-            Refused: A clause of ownership, version, order, arena, capture or completion is
-                violated; `ownership.matrix-coverage` if dW did not compute each matrix's gradient
-                exactly once.
+            Refused: The call violates one of the contract's clauses on ownership, version, order,
+                arena, capture or completion; `ownership.matrix-coverage` if dW did not compute each
+                matrix's gradient exactly once.
             BackendError: The microbatches are not a group of the configuration; nothing was
                 changed.
         """
@@ -535,11 +545,12 @@ class GuardedActions:
 
     def outputs(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
         """
-        Return the outputs of F, for a stage configured with an output reader; call `finish_outputs`
-        after the read.
+        Return the outputs of F. The stage must be configured with an output reader. Call
+        `finish_outputs` after the read.
 
         Raises:
-            Refused: A clause of ownership, or `completion.graph-to-caller`, is violated.
+            Refused: The call violates one of the contract's clauses on ownership, or the clause
+                `completion.graph-to-caller`.
         """
         self.contract.read(key, ref, link=self.links[caller])
         return self._slot_of(ref).outputs
@@ -548,18 +559,17 @@ class GuardedActions:
         """
         Declare that the reader of F's outputs has finished.
 
-        Call this method once the reader's work has been submitted to the caller's stream, or once
-        the caller's stream waits for this work.
+        Call this method once the caller's stream contains the reader's work or waits for this work.
 
         Raises:
-            Refused: A clause of ownership or completion is violated.
+            Refused: The call violates one of the contract's clauses on ownership or completion.
         """
         self.contract.finish_read(key, ref, link=self.links[caller])
 
     def dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
         """
-        Return the input gradients of dI, for a stage with a gradient reader; call `finish_dgrads`
-        after the read.
+        Return the input gradients of dI. The stage must be configured with a gradient reader. Call
+        `finish_dgrads` after the read.
         """
         self.contract.read(key, ref, gradient=True, link=self.links[caller])
         return self._slot_of(ref).dgrads
@@ -573,7 +583,7 @@ class GuardedActions:
 
     @property
     def broken(self) -> str | None:
-        """Why no action may run any more; None while actions may run."""
+        """The reason why no further action may run; None if actions may run."""
         return HALF_UPDATED if self._half_updated[0] else None
 
     # Inside
@@ -674,15 +684,15 @@ class GuardedActions:
 
     def abort_outstanding(self) -> int:
         """
-        Abort every unfinished tape (what one F left for its dI and dW) of the process after a
-        failed step (paper, III-A and IV-E).
+        Abort every unfinished tape (the data that an F keeps for its dI and dW) of the process
+        after a failed step (paper, III-A and IV-E).
 
         A failed action calls this method itself. Call this method if another part of the step
         fails, for example a transfer. The epoch can then no longer commit; `Runtime.rebuild`
         restarts the epoch.
 
         Returns:
-            Number of tapes aborted.
+            Number of aborted tapes.
         """
         aborted = 0
         for key, ref in self.contract.live().items():

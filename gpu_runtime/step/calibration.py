@@ -1,23 +1,23 @@
 """
-Find FP8 scales for the first step of a run, if scales are updated once an epoch (an optimizer
-step).
+Find FP8 scales for the first step of a run. This is needed if scales are updated once an epoch (an
+optimizer step).
 
 A new run has scales of 1, at which gradients underflow in E5M2. Scales that are updated at every F
 and dI recover within a step. Scales that are updated once an epoch recover only after a step, so
-the whole first step would be wrong. A gradient that has become zero also hides the gradients of
-earlier layers, so several steps may be wrong. Therefore a run begins with walks (passes) over the
-microbatches of its first step. The gradients and losses of these walks are dropped, and no weight
-is updated:
+the whole first step would be wrong. If a gradient underflows to zero, the gradients of all earlier
+layers are zero too, so several steps may be wrong. Therefore a run begins with walks (passes) over
+the microbatches of its first step. The gradients and losses of these walks are dropped, and no
+weight is updated:
 
 1. Empty every history.
 2. Run F, dI and dW of every microbatch of the first step, on every replica.
-3. Move (update) the scales once, as after a step.
-4. Stop if, in all processes, no tensor's amax was zero and no scale moved by more than a factor of
-   2; otherwise repeat from item 2, up to `MOST_WALKS` times in all.
+3. Update the scales once, as after a step.
+4. Stop if no amax (largest absolute value of a tensor) was zero and no scale changed by more than a
+factor of 2, in all processes. Otherwise repeat from item 2, up to `MOST_WALKS` times in all.
 
-The histories then hold one entry, from the last walk. The result depends only on the model, the
-data and the number of replicas, so every mapping of stages to ranks gives the same scales. A run
-that resumes has its scales already and never calibrates.
+Each amax history then contains one entry, from the last walk. The result depends only on the model,
+the data and the number of replicas, so every mapping of stages to ranks gives the same scales. A
+run that resumes from a checkpoint loads its scales and never calibrates.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Calibration:
 
     Args:
         walks: Number of walks (passes over the rank's actions, without an update of weights).
-        converged: Whether the scales had converged after the last walk; if not, training begins
-            anyway.
+        converged: Whether the scales had converged after the last walk. Training begins in either
+            case.
     """
 
     walks: int
@@ -68,8 +68,8 @@ def calibrate(
         domain: A state domain (stages whose scales are updated together) whose scales are updated
             once an epoch.
         walk: Runs F, dI and dW of every microbatch of the first step, and drops the gradients.
-        agree: Function that takes whether this process's scales have converged, and returns whether
-            the scales of all processes have converged.
+        agree: Function of one bool: whether this process's scales have converged. It returns
+            whether the scales of all processes have converged.
     """
     live = live_state(domain)
     histories = [tensor for name, tensor in live.items() if name.endswith("amax_history")]

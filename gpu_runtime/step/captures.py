@@ -1,9 +1,10 @@
 """
-Code for every executor that captures graphs: the warm-up before a capture, the report of a capture,
-and the check of the addresses that a capture contains.
+Code that all graph-capturing executors share: the warm-up before a capture, the report of a
+capture, and the check of the addresses that captured graphs contain.
 
-Warm-up runs before a capture on the same stream, because libraries allocate and choose kernels on
-first use. Warm-up moves numerical state and writes destinations; both are restored afterwards.
+Warm-up runs before a capture on the same stream, because libraries allocate memory and choose
+kernels on first use. Warm-up changes numerical state (FP8 scales and amaxes) and gradient
+destinations; both are restored afterwards.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ __all__ = [
 @attrs.define
 class CaptureReport:
     """
-    Host time of the capture, and the number of graphs.
+    Times of a capture on the host, and the number of captured graphs.
 
     Args:
-        warmup_seconds: Host time of the warmup, until the device is idle.
-        capture_seconds: Host time of the captures.
-        num_graphs: Number of graphs held.
+        warmup_seconds: Host seconds from the start of the warm-up until the device is idle.
+        capture_seconds: Host seconds of the captures.
+        num_graphs: Number of captured graphs.
         phases: Host seconds of each phase, by name; the host does not wait for the device between
             phases.
     """
@@ -64,12 +65,14 @@ class CaptureReport:
 
 class BakedAddresses:
     """
-    The memory addresses that a stage's graphs contain, and a cheap check that they are unchanged.
+    The memory addresses that a stage's graphs contain, and a fast check that these addresses are
+    unchanged.
 
-    A probe takes microseconds. Names are compared only if the probe sees a difference.
+    The check first runs a probe, which takes microseconds. Only if the probe finds a difference are
+    the addresses compared by name.
 
     Args:
-        memory: The stage's memory, captured.
+        memory: The stage's memory, whose addresses the graphs contain.
     """
 
     def __init__(self, memory: StageMemory) -> None:
@@ -85,7 +88,8 @@ class BakedAddresses:
         Compare the recorded addresses with the current addresses.
 
         Raises:
-            BackendError: A tensor has moved; the message names the first.
+            BackendError: A tensor has moved to another address; the message names the first such
+                tensor.
         """
         if self._look() == self._seen:
             return
@@ -117,7 +121,9 @@ class CapturedExecutor:
         self.baked: dict[int, BakedAddresses] = {}
 
     def bake(self, memories: Mapping[int, StageMemory]) -> None:
-        """Remember the addresses of each stage's memory, which graphs contain from now on."""
+        """
+        Record the addresses of each stage's memory. Graphs contain these addresses from now on.
+        """
         self.baked = {index: BakedAddresses(memory) for index, memory in memories.items()}
 
     def check_addresses(self, memory: StageMemory) -> None:
@@ -139,9 +145,9 @@ def warmed(
     counters: DeviceCounters | None = None,
 ) -> Iterator[CaptureReport]:
     """
-    A context in which all stages are warm, so that graphs can be captured. The context runs on the
-    graph stream. At its end the numerical state and the counters are restored, and destinations
-    and tapes are emptied.
+    A context in which graphs can be captured, because all stages are warmed up. The context runs on
+    the graph stream. At its end the numerical state and the counters are restored, and gradient
+    destinations and tapes (data that F keeps for dI and dW) are emptied.
 
     Args:
         domain: The state domain (stages whose scales are updated together). From the capture on, no
@@ -194,13 +200,13 @@ def capture_graph(
     Capture the operations that `work` queues on the current stream as one graph.
 
     Unlike `torch.cuda.graph`, this function neither collects garbage nor empties the cache. If
-    `work` raises, its error is raised, not the error of the capture that it broke.
+    `work` raises an error, that error is raised, and not the error of the broken capture.
 
     Args:
         work: Queues the operations.
         pool: The memory pool of the graph.
-        phase: Makes a context around the beginning and around the end of the capture, such as
-            `CaptureReport.phase`.
+        phase: Function such as `CaptureReport.phase` that takes a phase's name and returns a
+            context. The beginning and the end of the capture each run in such a context.
     """
     graph = torch.cuda.CUDAGraph()
     with phase("capture begin"):
@@ -254,9 +260,11 @@ def no_collection() -> Iterator[None]:
 
 def warm_up(memory: StageMemory, report: CaptureReport) -> None:
     """
-    Run a stage's refresh, F, dI and every kind of dW once, on the stage's first slot or group.
+    Run a stage's refresh, F, dI and every kind of dW once, in the buffers of the stage's first
+    microbatch or group.
 
-    Variants of dW that differ only in their destination are one kind: they use the same kernels.
+    Variants of dW that differ only in the memory to which they write are of one kind, because they
+    use the same kernels.
     """
     eager = EagerExecutor()
     slot, *further = list(memory.table)[: max(map(len, memory.groups))]

@@ -2,12 +2,13 @@
 The norm of the gradients of an epoch (an optimizer step), for clipping and for skipping the update.
 The norm has the same bits on every rank, for every mapping of stages to ranks.
 
-A part of a model is its embedding, one of its layers, or the rest of a stage, which is the head.
-A part's sum of squares is taken over its finalized and reduced gradients, in float64: each
-parameter's norm is squared, and the squares are added in the order of the stage's parameters. The
-sums of all parts are added in the order of the model. The bits of the norm therefore do not depend
-on where the model is cut into stages, which rank holds which stage, the schedule, or the number of
-replicas. (On a CPU the norm of one large tensor depends on torch's number of threads.)
+A part of a model is its embedding, one of its layers, or the rest of a stage (its head). A part's
+sum of squares is computed in float64 from its finalized and reduced gradients. Each parameter's
+norm is squared, and the squares are added in the order of the stage's parameters. The sums of all
+parts are added in the order of the model. Therefore the bits of the norm do not depend on the cut
+of the model into stages, the mapping of stages to ranks, or the schedule. They also do not depend
+on the number of replicas. (On a CPU the norm of one large tensor depends on torch's number of
+threads.)
 
 A tied weight has one gradient, which counts once. All replicas hold the same reduced gradients, so
 the norm counts them only once.
@@ -50,15 +51,16 @@ class Clipping:
         max_norm: Gradients are multiplied by `max_norm / (norm + 1e-6)` if this factor is below 1;
             None leaves gradients unchanged.
         skip_nonfinite: If True, every rank skips the update if the norm is not finite. Weights,
-            moments and step counts then stay unchanged, but the epoch still commits: its data are
-            consumed and the scaling state was updated, so the weight caches must be refreshed. If
-            False, a norm that is not finite spoils every weight, as in torch.
-        elsewhere: Gradients, by stage and name, that the norm leaves out, because the norm counts
-            another copy of the same weight.
+            moments and step counts then stay unchanged. The epoch still commits, because its data
+            are consumed and its scaling state was updated; the weight caches must then be
+            refreshed. If False, a norm that is not finite makes every weight not finite, as in
+            torch.
+        elsewhere: Stage and name of each gradient that the norm leaves out, because the norm
+            already counts another copy of the same weight.
         parts: Every part (embedding, layer, rest of a stage) of the model, in the model's order.
 
     Raises:
-        BackendError: The limit is not a positive finite number.
+        BackendError: `max_norm` is not a positive finite number.
     """
 
     max_norm: float | None = attrs.field(default=None)
@@ -89,11 +91,11 @@ class Norm:
 
     Args:
         total: The norm of all stages' gradients, before clipping.
-        factor: The float32 factor that every gradient was multiplied by; 1 if unchanged.
+        factor: The float32 factor by which every gradient was multiplied; 1 if unchanged.
         skipped: Whether the update was skipped.
         parts: The sum of squares of each part (embedding, layer, rest of a stage) of the model, in
             the model's order.
-        stages: The stage of each part; by default each part is a stage.
+        stages: The stage of each part. By default part i belongs to stage i.
     """
 
     total: float
@@ -140,7 +142,7 @@ class Norm:
         )
 
     def scale(self, device: torch.device) -> Tensor | None:
-        """The factor as a float32 scalar on the device; None if it is 1."""
+        """The factor as a float32 scalar on the device; None if the factor is 1."""
         return None if self.factor == 1.0 else torch.full((), self.factor, device=device)
 
 
@@ -175,13 +177,13 @@ def square_sums(
     elsewhere: Collection[tuple[int, str]] = (),
 ) -> dict[Part, Tensor]:
     """
-    Compute the sum of squares of each part of the model (embedding, layer, rest of a stage) as a
-    float64 scalar on the gradients' device; no host waits.
+    Compute the sum of squares of each part of the model (embedding, layer, rest of a stage). Each
+    sum is a float64 scalar on the gradients' device; the host does not wait.
 
     Args:
         gradients: Finalized and reduced gradients, by stage and name, one per parameter.
-        elsewhere: Gradients to leave out, by stage and name, because the norm counts another copy
-            of their weight.
+        elsewhere: Stage and name of each gradient to leave out, because the norm counts another
+            copy of its weight.
     """
     found: dict[Part, Tensor] = {}
     for part, names in parts_of(gradients, elsewhere).items():
@@ -194,8 +196,8 @@ def square_sums(
 @attrs.define(eq=False)
 class DeviceNorm:
     """
-    The numbers of a `Norm`, computed on the gradients' device in the same order and with the same
-    bits as by `Norm.of`.
+    The numbers of a `Norm` as tensors on the gradients' device, with the same bits as the numbers
+    of `Norm.of`.
 
     Args:
         clipping: How the update uses the norm.
@@ -214,8 +216,10 @@ class DeviceNorm:
 
     @classmethod
     def on(cls, device: torch.device, clipping: Clipping, count: int | None = None) -> DeviceNorm:
-        """Allocate `total`, `factor`, `skip` and `parts` for a model with `count` parts (embedding,
-        layers, rests of stages). Every `take` writes into these tensors."""
+        """
+        Allocate the tensors `total`, `factor`, `skip` and `parts` for a model with `count` parts.
+        Every `take` writes into these tensors.
+        """
         size = len(clipping.parts) if count is None else count
         parts = torch.zeros(size, dtype=torch.float64, device=device)
         total, skip = parts.new_zeros(()), torch.zeros((), device=device)
@@ -223,8 +227,8 @@ class DeviceNorm:
 
     def take(self, parts: Tensor) -> None:
         """
-        Compute these tensors from the sums of squares of the model's parts (float64, model
-        order); no host waits.
+        Compute these tensors from the sums of squares of the model's parts (float64, in the model's
+        order). The host does not wait.
         """
         self.parts.copy_(parts)
         squares = parts.new_zeros(())

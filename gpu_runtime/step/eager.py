@@ -1,11 +1,13 @@
 """
-The executors: they run F, dI, dW and a cache refresh, once the contract has accepted the action.
+Executors run F (forward), dI (input gradient), dW (weight gradient) and the refresh of a weight
+cache, once the contract has accepted the action.
 
-An executor only performs actions: it does not ask the contract, and does not know epochs or keys.
-`EagerExecutor` calls the backend. `GraphExecutor` (`step/graphs.py`) replays CUDA graphs of the
-same calls. `LaunchExecutor` (`step/launch_executor.py`) calls the backend while a whole step is
-captured. `GuardedActions` (`step/actions.py`) asks the contract before it calls an executor, so all
-executors run under the same guards.
+An executor only runs actions: it does not ask the contract, and it does not know which epoch or
+microbatch an action belongs to. `EagerExecutor` calls the backend. `GraphExecutor`
+(`step/graphs.py`) replays CUDA graphs of the same calls. `LaunchExecutor`
+(`step/launch_executor.py`) calls the backend while a whole step is captured. `GuardedActions`
+(`step/actions.py`) asks the contract before it calls an executor, so the same checks apply to all
+executors.
 """
 
 from __future__ import annotations
@@ -38,25 +40,26 @@ class StageMemory:
         stage: The stage, as the backend computes it.
         table: The slots of the stage (sets of buffers for one microbatch each).
         arena: The stage's destinations of matrix gradients.
-        slot_of: By microbatch, the slot that it uses, as an index in the process's pool of slots.
-        variants: By microbatch, where and how its dW writes.
-        later_variants: By microbatch, where and how its dW writes in later walks (passes over the
-            rank's actions) of an epoch; empty if an epoch has one walk.
-        places: For each set of destinations (the memory that dW writes), a number that stands for
-            its addresses (`qeffect.counts.located`); empty if all sets have the same number.
-        reports: The reports of the stage's backend about its actions.
+        slot_of: By microbatch, the index of its slot in the process's pool of slots.
+        variants: By microbatch, to which memory its dW writes, and whether it overwrites or adds.
+        later_variants: The same as `variants`, for the later walks (passes over the rank's actions)
+            of an epoch; empty if an epoch has one walk.
+        places: For each set of destinations (the memory that dW writes), a number computed from its
+            addresses (`qeffect.counts.located`); empty if all sets have the same number.
+        reports: What the stage's backend reports about its actions, such as scaling updates.
         sums: Sums of the stage's non-matrix gradients over the microbatches, added in the order of
             dI.
         all_units: Names of the stage's units (deferred matrix products), in the order in which dI
             queues them.
-        all_matrices: Names of the stage's matrices, sorted. Once the contract exists, this is the
-            contract's own tuple object, which the contract compares by identity.
+        all_matrices: Names of the stage's matrices, sorted. Once the contract exists, this
+            attribute is the contract's own tuple object, because the contract compares it by
+            identity.
         shared: Units whose destination another stage also writes.
-        groups: For each microbatch, the microbatches, this one included, whose dW run as one
-            product; empty if the dW of an earlier microbatch includes this microbatch.
+        groups: For each microbatch, all microbatches whose dW run as one product with it, including
+            itself; empty if the dW of an earlier microbatch includes this microbatch.
         kept: Each microbatch's non-matrix gradients, which are summed in the order of microbatches
-            at the end of the step. None if dI adds these gradients to `sums` at once, because dI
-            runs in the order of microbatches or the order does not matter.
+            at the end of the step. None if dI adds these gradients to `sums` directly. This is done
+            if dI runs in the order of microbatches, or if the order does not matter.
     """
 
     stage: StageBackend
@@ -82,8 +85,8 @@ class StageMemory:
 
     def addresses(self) -> dict[str, int]:
         """
-        The addresses that captured graphs contain and that `bind` does not compare: state, buffers,
-        sums.
+        The addresses of state, buffers and sums that captured graphs contain. `bind` compares all
+        other addresses.
         """
         found = dict(self.stage.addresses())
         for slot in self.table:
@@ -96,15 +99,14 @@ class StageMemory:
 
     def located(self, destination: int) -> int:
         """
-        Return the number that stands for the addresses of a set of destinations (`places`); 0 for
-        the library's own memory.
+        Return the number of a set of destinations, as in `places`; 0 for the library's own memory.
         """
         return self.places[destination] if 0 <= destination < len(self.places) else 0
 
     def address_probe(self) -> Callable[[], list[int]]:
         """
-        Prepare a cheap check of `addresses`, as `StageBackend.address_probe` does for the stage's
-        own addresses.
+        Return a fast function for the check of `addresses`, as `StageBackend.address_probe` does
+        for the stage's own addresses.
         """
         stage = self.stage.address_probe()
 
@@ -119,21 +121,21 @@ class StageMemory:
         return look
 
     def open_epoch(self) -> None:
-        """Empty the sums; this is part of the refresh, the stage's first action in an epoch."""
+        """Empty the sums. The refresh, a stage's first action in an epoch, calls this method."""
         for total in self.sums:
             total.fill_(-0.0)
 
     def keep(self, microbatch: int, slot: Slot) -> None:
         """
-        Keep a microbatch's non-matrix gradients after its dI, if they are summed at the end of the
-        step.
+        Keep a microbatch's non-matrix gradients after its dI, if `kept` is not None.
         """
         if self.kept is not None:
             self.kept[microbatch] = tuple(gradient.clone() for gradient in slot.non_matrix)
 
     def summed(self) -> list[Tensor]:
         """
-        Return the sums of the epoch's non-matrix gradients; kept gradients are added now, in order.
+        Return the sums of the step's non-matrix gradients. Gradients in `kept` are added in this
+        call, in the order of microbatches.
         """
         if self.kept is not None:
             self.open_epoch()
@@ -142,7 +144,7 @@ class StageMemory:
         return self.sums
 
     def start_epoch(self) -> None:
-        """Release the gradients that were kept in the last epoch."""
+        """Release the gradients that were kept in the last epoch (optimizer step)."""
         self.arena.start_epoch()
         if self.kept is not None:
             self.kept.clear()
@@ -158,14 +160,15 @@ class StageMemory:
         shared: frozenset[str] = frozenset(),
     ) -> StageMemory:
         """
-        Make a stage's slots (sets of buffers for one microbatch each) as the plan assigns them.
+        Allocate the slots (sets of buffers for one microbatch each) that the plan assigns to a
+        stage.
 
         Args:
             stage: The stage, as the backend computes it.
-            plan: The plan: how many slots each stage has, and which slot each microbatch uses.
+            plan: The number of slots per stage, and the slot of each microbatch.
             arena: The memory to which the stage's gradients are written.
-            first: Index, in the process's pool, of the stage's first slot.
-            reports: The reports of the stage's backend; None if it reports nothing.
+            first: Index of the stage's first slot in the process's pool of slots.
+            reports: What the stage's backend reports about its actions; None if it reports nothing.
             shared: Units whose destination another stage also writes.
         """
         microbatches = range(plan.order.num_microbatches)
@@ -184,14 +187,14 @@ class StageMemory:
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
         """
-        Return matrix names as evidence for the contract. If each matrix of the stage occurs exactly
-        once, the result is the contract's own tuple.
+        Return matrix names in the form in which they are reported to the contract. If each matrix
+        of the stage occurs exactly once, the result is the contract's own tuple.
         """
         found = tuple(sorted(names))
         return self.all_matrices if found == self.all_matrices else found
 
     def evidence_of(self, units: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of the units' matrices, as evidence for the contract."""
+        """Return the names of the units' matrices, as they are reported to the contract."""
         if tuple(units) == self.all_units:
             return self.all_matrices
         by_name: dict[str, WgradUnit] = {unit.name: unit for unit in self.stage.units}
@@ -208,7 +211,10 @@ class Executor(Protocol):
     """
 
     def refresh(self, memory: StageMemory) -> Effects:
-        """Quantize the stage's weights into their caches, and begin the stage's epoch."""
+        """
+        Quantize the stage's weights into their caches, and begin the stage's epoch (optimizer
+        step).
+        """
 
     def forward(self, memory: StageMemory, slot: Slot) -> Effects:
         """Run F on the slot's input buffers, and leave the outputs in the slot."""
@@ -216,7 +222,10 @@ class Executor(Protocol):
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        """Run dI on the slot's gradient buffers; also return the matrices whose dW was queued."""
+        """
+        Run dI on the slot's gradient buffers. Return the matrices whose dW was queued, and dI's
+        effects.
+        """
 
     def wgrad(
         self,
@@ -226,10 +235,10 @@ class Executor(Protocol):
         others: Sequence[Slot] = (),
     ) -> tuple[str, ...]:
         """
-        Run dW of one slot (one microbatch's buffers), or of several slots as one product, into the
-        variant's destination.
+        Run dW of one slot (one microbatch's buffers), or of several slots as one product. The
+        variant says to which memory dW writes.
 
-        Returns the matrices that the dW covered.
+        Return the matrices whose gradients were computed.
         """
 
 
@@ -272,7 +281,7 @@ class EagerExecutor:
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        """Bind the gradient destinations, then run dI."""
+        """Set the memory to which dW will write, then run dI."""
         reports = memory.reports
         before = reports.updates()
         bound = memory.arena.buffers(variant.destination)
@@ -308,7 +317,10 @@ class EagerExecutor:
         *,
         keep: bool,
     ) -> tuple[str, ...]:
-        """Run dW; `keep` leaves the deferred work in place, for the capture of another variant."""
+        """
+        Run dW. With `keep` its deferred work is not dropped, so that another variant can be
+        captured.
+        """
         result = self.run_work(memory, slot, variant, others, keep=keep)
         self._count("dW", slot.index, variant.writes, memory.located(variant.destination))
         return memory.evidence(result.covered)
@@ -322,8 +334,10 @@ class EagerExecutor:
         *,
         keep: bool,
     ) -> Wgrads:
-        """Run the deferred dW work that the tapes (what each F left) hold, for one variant; `keep`
-        leaves the work on the tapes."""
+        """
+        Run one variant of the dW work that the tapes of the slots contain (a tape is the data that
+        F keeps). With `keep` the work stays on the tapes.
+        """
         slot.tape.bound = memory.arena.buffers(variant.destination)
         given: dict[str, Any] = {"joining": memory.shared} if variant.joins else {}
         if others:  # a backend without grouped dW lacks this argument

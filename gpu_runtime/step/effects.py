@@ -1,9 +1,9 @@
 """
-Translate a backend's reports about its actions into the arguments of the contract's commit.
+Convert a backend's reports about its actions to the arguments of the contract's commit.
 
-The backend counts scaling updates for its whole life. The contract's effect token, a count of F and
-dI, starts at zero after each rebuild or restore. So `StageReports` remembers the backend's count at
-that start.
+The backend counts scaling updates from its creation on. The contract's effect token, a count of F
+and dI, restarts at zero after each rebuild or restore. Therefore `StageReports` remembers the
+backend's count at the last restart.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from ..backends.protocol import Reports, StageBackend
 
 class Effects(NamedTuple):
     """
-    Effects of an action besides its gradients; None stands for an effect that the backend does not
-    report.
+    Effects of an action besides its gradients. An effect is None if the backend does not report it.
 
     Args:
-        filled: Matrices whose cache was filled, one entry per fill.
+        filled: Matrices whose weight cache was filled, with one entry per fill.
         updates: How often the domain's scaling state was updated.
-        scales: For dI: which scales dI used. The scales are named by the contract's effect token (a
-            count of F and dI) at the moment at which they were made: at an F, or at the update of
-            the scales if they are updated once an epoch.
-        draws: Where F, or its recomputation in dI, began to draw random numbers.
-        weight: For dI: the factor by which the microbatch's gradient is weighted, as (numerator,
+        scales: For dI: which scales dI used, as the value of the contract's effect token (a count
+            of F and dI) when these scales were computed. Scales are computed at an F, or at their
+            update if they are updated once an epoch (an optimizer step).
+        draws: Position in the random stream at which F, or its recomputation in dI, began to draw.
+        weight: For dI: the factor by which the microbatch's gradient is multiplied, as (numerator,
             denominator).
     """
 
@@ -47,14 +46,15 @@ UNREPORTED = Effects()
 @attrs.define(eq=False)
 class StageReports:
     """
-    Translates the reports of one stage's backend for the contract.
+    Converts the reports of one stage's backend to the contract's arguments.
 
     Every F and dI of the domain must go through the contract, so that the backend's count and the
     contract's token agree. An F or dI that bypasses the contract raises only the backend's count;
     the contract then refuses the next dI that reports its scales.
 
-    If scales are updated once an epoch, the backend counts these updates. The contract identifies
-    scales by its token at their update, and `moved` records this token.
+    If scales are updated once an epoch (an optimizer step), the backend counts these updates. The
+    contract identifies scales by the value of its token at their update; `moved` records this
+    value.
 
     Args:
         source: What the backend reports about its effects.
@@ -70,11 +70,11 @@ class StageReports:
     @classmethod
     def of(cls, stage: StageBackend, relations: Collection[str], *, captured: bool) -> StageReports:
         """
-        Translate the reports of a stage's backend, without those for relations (groups of clauses)
-        that the contract does not check.
+        Make the converter for a stage's backend. Reports for relations (groups of clauses) that the
+        contract does not check are left out.
 
         Args:
-            stage: The stage whose backend makes the reports.
+            stage: The stage. Its backend makes the reports.
             relations: The relations that the contract checks.
             captured: Whether graphs are replayed.
         """
@@ -87,7 +87,8 @@ class StageReports:
 
     def restart(self) -> None:
         """
-        Restart the count at zero, as the contract does after a restore, and forget earlier fills.
+        Restart the count of scaling updates at zero, as the contract does after a restore, and
+        forget earlier cache fills.
         """
         self.take_filled()
         self._start = self.updates()
@@ -95,14 +96,16 @@ class StageReports:
         self._skipped.clear()
 
     def moved(self, token: int) -> None:
-        """Record the value of the contract's effect token at which scales that are updated once an
-        epoch have been updated."""
+        """
+        Record the value of the contract's effect token at an update of the scales, if scales are
+        updated once an epoch.
+        """
         self._tokens = {self.updates(): token}
 
     def pass_over(self, before: int) -> None:
         """
-        Ignore all fills and scaling updates since the count was `before`, because they did not come
-        from the contract's actions.
+        Ignore all cache fills and scaling updates since the count was `before`, because other code
+        than the contract's actions caused them.
         """
         self.take_filled()
         self._start += self.updates() - before
@@ -119,17 +122,22 @@ class StageReports:
         return None if self.source.filled is None else tuple(self.source.filled())
 
     def updates(self) -> int:
-        """The backend's count of scaling updates, to pass to `since` later; 0 if not reported."""
+        """
+        The backend's count of scaling updates, as an argument for a later call of `since`; 0 if not
+        reported.
+        """
         return 0 if self.source.updates is None else self.source.updates()
 
     def since(self, before: int) -> int | None:
-        """Return how many scaling updates followed the count `before`; None if not reported."""
+        """
+        Return the number of scaling updates since the count was `before`; None if not reported.
+        """
         return None if self.source.updates is None else self.source.updates() - before
 
     def token(self, scales: int | None) -> int | None:
         """
-        Convert the backend's count `scales`, which identifies the used scales, to the contract's
-        token; None if not reported.
+        Convert `scales`, the backend's count at which the used scales were computed, to the
+        contract's token; None if not reported.
         """
         if self.source.tape_scales != "carried" or scales is None:
             return None

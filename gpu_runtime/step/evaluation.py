@@ -1,8 +1,8 @@
 """
 Evaluations: forwards of the backend that do not change the training state.
 
-An eager evaluation moves scaling state, as every F does. So `evaluated` restores the state
-afterwards, and compares the restored state with the state before the forward. The contract gets the
+An eager forward updates the scaling state, as every F does. Therefore `evaluated` restores the
+state after the forward, and compares it with the state before the forward. The contract gets the
 result of this comparison.
 """
 
@@ -32,15 +32,16 @@ def evaluated(
 
     Args:
         memory: All memory that the runtime holds for the stage.
-        others: The memory of every stage of the process: no stage's reports may count this forward.
+        others: The memory of every stage of the process. The reports of all these stages must
+            ignore this forward.
         inputs: The stage's inputs, with the shapes and types of training.
         cached: Whether the weight cache is current. If not, the weights are quantized for this
-            forward, and the cache gets its former content back.
+            forward, and the former content of the cache is restored afterwards.
 
     Returns:
         The outputs, detached, and the effects that remain after the restore. These effects contain
-        no cache fill, and contain scaling updates only if the restored state differs from the state
-        before the forward.
+        no cache fill. They contain scaling updates only if the restored state differs from the
+        state before the forward.
     """
     stage = memory.stage
     reports = [(other.reports, other.reports.updates()) for other in others]

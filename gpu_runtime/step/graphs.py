@@ -2,13 +2,13 @@
 CUDA graphs of every slot's F, dI and dW, and of every stage's cache refresh.
 
 Graphs that share a memory pool are correct only if they are replayed in the order of their capture.
-The reason is that memory which one graph frees during its capture becomes scratch memory of the
-next graph. The library's backward frees memory that its forward saved. So each slot has a private
-pool. Within a slot the order is always F, dI, dW; the contract's ownership clauses enforce this
-order.
+If one graph frees memory during its capture, the next graph uses this memory as scratch memory. The
+library's backward frees memory that its forward saved. Therefore each slot (a microbatch's buffers)
+has a private pool. Within a slot the order is always F, dI, dW; the contract's ownership clauses
+enforce this order.
 
-A step that is one launch has no such graphs: one capture holds all its actions, in one pool
-(`launch_executor.py`).
+A step that is one launch has no graphs of single actions: one graph with one pool contains all its
+actions (`launch_executor.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from .streams import Handoff
 
 @attrs.define(eq=False)
 class SlotGraphs:
-    """The graphs of F and dI of one slot (one microbatch's buffers), with the reports and results
-    that the capture recorded."""
+    """
+    The graphs of F and dI of one slot (one microbatch's buffers), with the reports and results that
+    were recorded at capture.
+    """
 
     forward: torch.cuda.CUDAGraph
     dgrad: torch.cuda.CUDAGraph
@@ -51,7 +53,7 @@ class Product(NamedTuple):
     Args:
         slots: The slots (sets of buffers) that the dW reads, by their indices in the process's
             pool.
-        variant: Where and how the dW writes.
+        variant: To which memory the dW writes, and whether it overwrites or adds.
     """
 
     slots: tuple[int, ...]
@@ -61,12 +63,12 @@ class Product(NamedTuple):
 @attrs.frozen(eq=False)
 class WgradGraph:
     """
-    The graph of a dW, with the evidence and results that the capture recorded.
+    The graph of a dW, with the matrices and results that were recorded at capture.
 
     Args:
         graph: The captured CUDA graph.
         covered: The matrices whose gradient the graph computes.
-        wgrads: Gradients in the library's memory, under `copied`.
+        wgrads: Gradients in the library's memory, under the destination rule `copied`.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -76,11 +78,11 @@ class WgradGraph:
 
 class GraphExecutor(CapturedExecutor):
     """
-    An executor that replays captured graphs, and returns the evidence that each capture recorded.
+    An executor that replays captured graphs, and returns the evidence that was recorded at capture.
 
-    The evidence consists of an action's effects, and of the matrices whose dW the action queued or
-    computed. The evidence does not show whether, or how often, a graph was replayed; the device
-    counters (`memory/counters.py`) show this.
+    The evidence consists of an action's effects, and of the names of the matrices whose dW the
+    action queued or computed. The evidence does not show whether, or how often, a graph was
+    replayed; the device counters (`memory/counters.py`) show this.
     """
 
     marks_tail = True
@@ -100,7 +102,8 @@ class GraphExecutor(CapturedExecutor):
         Check that every captured address is unchanged, then refresh.
 
         Raises:
-            BackendError: A parameter, a scale or a cache has moved, or a module was added.
+            BackendError: A parameter, a scale or a cache has moved to another address, or a module
+                was added.
         """
         self.check_addresses(memory)
         self.num_replays += 1
@@ -110,8 +113,8 @@ class GraphExecutor(CapturedExecutor):
 
     def forward(self, memory: StageMemory, slot: Slot) -> Effects:
         """
-        Replay F; random numbers are drawn at the domain's current position, not at the position of
-        the capture.
+        Replay F. Random numbers are drawn from the domain's current position in the random stream,
+        not from the position at capture.
         """
         graphs = self.slots[slot.index]
         self.num_replays += 1
@@ -125,7 +128,9 @@ class GraphExecutor(CapturedExecutor):
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        """Replay dI; each replay queues the work of the same matrices, as recorded at capture."""
+        """
+        Replay dI. Each replay queues the dW work of the matrices that were recorded at capture.
+        """
         graphs = self.slots[slot.index]
         self.num_replays += 1
         graphs.dgrad.replay()
@@ -179,15 +184,14 @@ def capture(
         domain: The state domain (stages whose scales are updated together). After the capture, no
             module may be added to the domain.
         memories: Physical memory by stage.
-        plan: The plan: how many slots (sets of buffers) each stage has, and which slot each
-            microbatch uses.
+        plan: The number of slots (sets of buffers) per stage, and the slot of each microbatch.
         handoff: The stream on which graphs are captured and run, and its waits for the caller's
             stream.
-        shared_pool: If not None, all slots share this memory pool, and all F are captured first,
-            then all dI, then all dW. Replays then corrupt data; only the test that shows this
-            corruption passes a pool.
-        counters: Counters that every graph increments when its action runs; the capture leaves them
-            at zero.
+        shared_pool: A memory pool that all slots share; None gives each slot its own pool. With a
+            shared pool, all F are captured first, then all dI, then all dW, and replays corrupt
+            data. Only a test passes a pool, to show this corruption.
+        counters: Counters on the device that every graph increments when it runs. They are zero
+            after the capture.
 
     Raises:
         BackendError: The domain or a stage cannot be captured; all reasons are listed.

@@ -1,10 +1,11 @@
 """
-Run the actions of a step that is one launch.
+Run the actions of a step that is one launch, that is, one CUDA graph.
 
-One capture holds all actions of such a step, in the order in which they are replayed
-(`ranks/step_capture.py`). So the actions call the backend, in the capture as in the guarded step
-before it. The capture's one memory pool reuses memory as soon as a tensor is freed, as in an eager
-step. Graphs of single actions, which may be replayed in different orders, could not share memory.
+The graph contains all actions of the step, in the order in which they are replayed
+(`ranks/step_capture.py`). Therefore the actions call the backend, both in the guarded step before
+the capture and in the capture. The graph's one memory pool reuses memory as soon as a tensor is
+freed, as in an eager step. Graphs of single actions could not share memory, because they may be
+replayed in different orders.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class _WgradEvidence:
 
 class LaunchExecutor(EagerExecutor, CapturedExecutor):
     """
-    An executor that calls the backend, and keeps what each action reported, for the rehearsals of
-    later steps (the contract's checks without device work).
+    An executor that calls the backend, and keeps what each action reported. Rehearsals of later
+    steps (the contract's checks without device work) use these reports.
 
     Args:
         domain: The state domain (stages whose scales are updated together). No module may be added
             to the domain.
-        report: Times of the warm-up; the executor itself captures nothing.
+        report: Times of the warm-up. This executor captures nothing.
         counters: Counters that the device increments with every action; None counts nothing.
     """
 
@@ -76,7 +77,8 @@ class LaunchExecutor(EagerExecutor, CapturedExecutor):
         Check that every captured address is unchanged, then refresh.
 
         Raises:
-            BackendError: A parameter, a scale or a cache has moved, or a module was added.
+            BackendError: A parameter, a scale or a cache has moved to another address, or a module
+                was added.
         """
         self.check_addresses(memory)
         found = self.refreshed[memory.stage.index] = super().refresh(memory)
@@ -90,7 +92,7 @@ class LaunchExecutor(EagerExecutor, CapturedExecutor):
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        """Bind the gradient destinations, then run dI."""
+        """Set the memory to which dW will write, then run dI."""
         found = self._of(slot).queued = super().dgrad(memory, slot, variant)
         return found
 

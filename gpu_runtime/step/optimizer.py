@@ -2,9 +2,9 @@
 AdamW over the stages of one process, with master weights if gradient destinations (the memory that
 dW writes) are not bf16.
 
-Torch's AdamW refuses parameters and gradients of different types. So fp32 destinations need fp32
-master weights: the optimizer updates the masters and writes them back, rounded. Every parameter
-then has a master, even if its gradient is bf16.
+Torch's AdamW refuses parameters and gradients of different types. Therefore fp32 destinations need
+fp32 master weights. The optimizer updates the master weights, rounds them, and writes them back to
+the parameters. Every parameter then has a master weight, even if its gradient is bf16.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Optimizer:
     Args:
         stages: The stages whose parameters the optimizer owns; a parameter of several stages
             belongs to the stage with the lowest index.
-        lr: Learning rate. Give a scalar tensor on the parameters' device if the update is captured
-            in a graph and the rate must be changeable (`set_rate`).
+        lr: Learning rate. If the update is captured in a graph and the rate must be changeable
+            (`set_rate`), pass a scalar tensor on the parameters' device.
         weight_decay: AdamW's decoupled decay.
-        decays: Function that says whether a parameter gets weight decay, from its name within the
-            stage and the parameter; None if all parameters do.
+        decays: Function that takes a parameter's name within the stage and the parameter, and
+            returns whether it gets weight decay. None gives all parameters weight decay.
         master_dtype: Type of the master weights; None updates the parameters themselves.
-        capturable: Keep the step count on the device, so that a graph can hold the update; see
-            `make_capturable`.
+        capturable: Whether to keep the step count on the device, so that a graph can contain the
+            update; see `make_capturable`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Optimizer:
 
     def make_capturable(self) -> None:
         """
-        Prepare the update for capture in a graph; a worker in mode ``one launch`` calls this
+        Prepare the update for capture in a graph. A worker in mode ``one launch`` calls this
         method.
         """
         self.capturable = True
@@ -123,14 +123,15 @@ class Optimizer:
         self, gradients: Gradients, *, skip: Tensor | None = None, scale: Tensor | None = None
     ) -> None:
         """
-        Update every parameter from the gradients of one epoch.
+        Update every parameter from the gradients of one step.
 
         Args:
             gradients: The gradients by stage and parameter name; every parameter needs a gradient.
             skip: Float32 scalar on the parameters' device. If this scalar is 1, the device leaves
-                parameters, moments and step counts unchanged; no host reads it.
-            scale: Float32 scalar on the parameters' device. The gradients are multiplied by this
-                scalar, in place if they have the type of the weights that they update.
+                parameters, moments and step counts unchanged. The host does not read the scalar.
+            scale: Float32 scalar on the parameters' device by which the gradients are multiplied.
+                The gradients are changed in place if they have the dtype of the weights that they
+                update.
 
         Raises:
             BackendError: A parameter has no gradient; nothing was updated.
@@ -158,7 +159,10 @@ class Optimizer:
         )
 
     def update(self) -> None:
-        """Run AdamW on the gradients that are set, and write masters back into parameters."""
+        """
+        Run AdamW on the gradients that are set, and write the master weights back to the
+        parameters.
+        """
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         if self._pairs:
@@ -172,13 +176,19 @@ class Optimizer:
         torch.autograd.graph.increment_version(self._parameters)
 
     def take_parameters(self) -> None:
-        """Copy each parameter's value into its master, after the parameters were written."""
+        """
+        Copy each parameter's value into its master weight. Call this method after other code has
+        changed parameters.
+        """
         with torch.no_grad():
             for parameter, master in self._pairs:
                 master.copy_(parameter)
 
     def state_tensors(self) -> Mapping[str, Tensor]:
-        """Return AdamW's state and the master weights, by parameter and kind."""
+        """
+        Return AdamW's state and the master weights. A name consists of the parameter and the kind
+        of state.
+        """
         state = {
             f"{name}.{key}": value
             for name, target in self.named.items()

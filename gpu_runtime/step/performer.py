@@ -1,9 +1,9 @@
 """
 Performers act on memory, streams and other ranks.
 
-The code that asks the contract (`actions.py`, `runtime/epoch.py`) leaves everything that touches
-memory, streams or other ranks to a performer. `DevicePerformer` does the real work. A rehearsal
-checks a step without device work; the rehearsal's performer does nothing (`ranks/rehearsal.py`).
+The code that asks the contract (`actions.py`, `runtime/epoch.py`) does not touch memory, streams or
+other ranks itself. A performer does this. `DevicePerformer` does the real work. A rehearsal checks
+a step without device work; the rehearsal's performer does nothing (`ranks/rehearsal.py`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ class Performer(Protocol):
         """Copy an action's inputs into the static buffers of its slot."""
 
     def gradients(self, memory: StageMemory) -> Mapping[str, Tensor]:
-        """Sum a stage's gradients over the microbatches, by parameter name; once per epoch."""
+        """
+        Return a stage's gradients by parameter name, summed over the microbatches. Called once per
+        epoch (optimizer step).
+        """
 
     def forget_gradients(self) -> None:
-        """Drop the gradient sums, because their epoch is over or restarts."""
+        """Drop the gradient sums. Called when their epoch (optimizer step) ends or restarts."""
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
         """
         Start a reduction.
 
         Args:
-            send: Sends the reduction. Returns an object to wait for, or None if the reduction has
+            send: Starts the reduction. Returns an object to wait for, or None if the reduction has
                 already ended.
             waited: Whether the bucket's previous reduction returned an object to wait for.
         """
@@ -55,13 +58,14 @@ class Performer(Protocol):
 @attrs.define(eq=False)
 class DevicePerformer:
     """
-    Runs a step in the memory and on the device of a process.
+    The performer that does the real work of a process: it runs actions on the device.
 
     Args:
         executor: Runs the actions, through the backend or by replays of graphs.
-        handoff: The graph stream, with the waits between it and the callers' streams.
-        order: The order of the step; gradients are summed in the order of its dI.
-        by_microbatch: Sum gradients in the order of microbatches; if False, in the order of dI.
+        handoff: The graph stream, and the waits between the graph stream and the callers' streams.
+        order: The order of the step's actions.
+        by_microbatch: Whether to sum gradients in the order of microbatches; if False, in the order
+            of dI.
     """
 
     executor: Executor
@@ -71,11 +75,14 @@ class DevicePerformer:
     _sums: dict[int, Mapping[str, Tensor]] = attrs.field(init=False, factory=dict)
 
     def fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Copy an action's inputs into its slot, several tensors at once if the device can."""
+        """
+        Copy an action's inputs into its slot (a microbatch's buffers), with one operation for all
+        if the device supports it.
+        """
         fill(buffers, values)
 
     def gradients(self, memory: StageMemory) -> Mapping[str, Tensor]:
-        """Sum a stage's gradients in place, once per epoch."""
+        """Sum a stage's gradients in place; called once per epoch."""
         stage = memory.stage
         found = self._sums.get(stage.index)
         if found is None:
@@ -91,5 +98,5 @@ class DevicePerformer:
         self._sums.clear()
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
-        """Send the reduction."""
+        """Start the reduction."""
         return send()

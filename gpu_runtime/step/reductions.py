@@ -1,5 +1,6 @@
 """
-Reductions of a process's gradients over data-parallel ranks, bucket by bucket.
+Reductions of a process's gradients over data-parallel ranks. The gradients of a bucket are reduced
+together.
 
 A bucket's reduction starts early, or at the end of the epoch (the optimizer step). `Reductions`
 tells the contract when each reduction starts and when it ends.
@@ -37,7 +38,7 @@ class Reduction(Protocol):
 
 
 class Sender(Protocol):
-    """The interface of a performer that sends reductions (`performer.py`)."""
+    """An object that starts reductions, such as a performer (`performer.py`)."""
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
         """Start a reduction, as `Performer.reduce` does."""
@@ -68,7 +69,7 @@ def require_buckets(
         buckets: Configured buckets; a stage that is not named has one bucket of all its gradients.
         order: The declared order of all buckets; empty if none is declared.
         tied: Which matrices are one parameter.
-        copies: Copies of weights, which are reduced last, in buckets of their own.
+        copies: Copies of weights. Their gradients are reduced last, in separate buckets.
         reduces: Whether the runtime has a reducer.
 
     Raises:
@@ -122,13 +123,14 @@ class Reductions:
     Args:
         contract: The contract of this process, which checks each reduction.
         buckets: The stage and the gradients of each bucket, from `require_buckets`.
-        gradients: Returns the summed gradients of a stage, by name.
+        gradients: Function that returns the summed gradients of a stage, by name.
         performer: The object that starts the reductions on the device.
-        told: Whether to report reductions to the contract; False if the contract does not check
-            this backend's reductions.
+        told: Whether to report reductions to the contract. False if the contract does not check
+            reductions for this backend.
         copies: Copies of weights. After all other gradients, the reducer gets this process's copies
             of each weight under the weight's name, and leaves the same sum in each copy.
-        scaling: The scaling state, if the replicas share it; reduced after all gradients.
+        scaling: The FP8 scaling state if the replicas share it, else None. It is reduced after all
+            gradients.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class Reductions:
             raise
 
     def start_of(self, reducer: Reducer, stage: int, link: int) -> None:
-        """Start those reductions of a stage that have not been started."""
+        """Start all reductions of a stage that have not started yet."""
         for bucket, (owner, _) in self.buckets.items():
             if owner == stage and bucket not in self._running:
                 self.start(reducer, bucket, link)
@@ -196,7 +198,7 @@ class Reductions:
         self._ended.add(bucket)
 
     def fail(self) -> None:
-        """End the reductions in flight after a failure; their results are not used."""
+        """Mark unfinished reductions as ended after a failure; their results are not used."""
         while self._running:
             bucket, work = self._running.popitem()
             if work is not None:
@@ -205,7 +207,7 @@ class Reductions:
             self.contract.fail_reduction(bucket)
 
     def forget(self) -> None:
-        """Forget all reductions, because their epoch is over or restarts."""
+        """Forget all reductions. Called when their epoch (optimizer step) ends or restarts."""
         self._ended.clear()
 
     @property
@@ -215,7 +217,8 @@ class Reductions:
 
     def send(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
         """
-        Send a bucket's reduction without asking the contract; return None if it has already ended.
+        Start a bucket's reduction without asking the contract. Return an object to wait for, or
+        None if the reduction has already ended.
         """
         waited = self._waits.get(bucket, True)
         return self.performer.reduce(lambda: self._sent(reducer, bucket), waited=waited)

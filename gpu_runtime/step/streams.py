@@ -1,13 +1,15 @@
 """
-The graph stream, and the waits in both directions between it and the streams that call into it.
+The graph stream, and the waits in both directions between the graph stream and the callers'
+streams.
 
-Warm-up, copies, capture and replay all run on one stream that the runtime owns, the graph stream. A
-replay must see the caller's work, so the graph stream waits for the caller's stream. The caller
-must see a replay's results, so the caller's stream waits for an event at the end of the graph.
-Without the second wait, the caller's work silently reads half-updated state.
+Warm-up, copies, capture and replay all run on the graph stream, which the runtime owns. A replay
+must see the caller's work, so the graph stream waits for the caller's stream. The caller must see a
+replay's results, so the caller's stream waits for an event at the end of the graph. Without the
+second wait, the caller's work silently reads half-updated state.
 
-A CPU has no streams: both waits are only counted, so that the completion guards run unchanged. A
-caller that already runs on the graph stream needs no waits, because one stream runs in order.
+A CPU has no streams. There both waits are only counted, so the contract's completion guards run
+unchanged. If the caller already uses the graph stream, no waits are needed, because a stream runs
+its work in order.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 
 class Handoff(Protocol):
     """
-    The waits between the graph stream and callers' streams, and the scope in which the graph stream
-    is current.
+    The waits between the graph stream and callers' streams, and a context in which the graph stream
+    is the current stream.
     """
 
     handoffs: int
@@ -45,7 +47,10 @@ class Handoff(Protocol):
         """Make the graph stream wait for all work submitted to the current stream so far."""
 
     def record_tail(self) -> None:
-        """Mark the end of the graph stream's work so far; in a capture, inside the graph."""
+        """
+        Mark the end of the graph stream's work so far. In a capture the mark becomes part of the
+        graph.
+        """
 
     def record(self, event: Any) -> None:
         """Record a caller's event after the graph stream's work so far."""
@@ -54,7 +59,7 @@ class Handoff(Protocol):
         """Make the current stream wait for the latest mark of `record_tail`."""
 
     def scope(self) -> Any:
-        """A context in which the graph stream is the current one."""
+        """A context in which the graph stream is the current stream."""
 
     def cross(self) -> Any:
         """
@@ -86,7 +91,7 @@ class HostHandoff:
         """Do nothing: a CPU has no stream to mark."""
 
     def record(self, event: Any) -> None:
-        """Record the stand-in for an event."""
+        """Record an event's replacement on the CPU."""
         event.record()
 
     def scope(self) -> Any:
@@ -126,7 +131,7 @@ class _Callers:
 
 class SideStream:
     """
-    A stream that waits for no other stream; the caller's stream waits for this stream's work.
+    A stream that waits for no other stream. The caller's stream waits for the work of this stream.
 
     Args:
         device: The CUDA device of the stream.
@@ -141,8 +146,8 @@ class SideStream:
     @contextmanager
     def scope(self) -> Iterator[Any]:
         """
-        Make this stream current, and yield the caller's stream, which waits for this stream at the
-        end.
+        Make this stream current and yield the caller's stream. At the end the caller's stream waits
+        for this stream.
         """
         caller = self._callers.of(_current_handle(self._index))
         with _current(self.stream, caller):
@@ -153,7 +158,8 @@ class SideStream:
 
 class CopyStream:
     """
-    A stream that first waits for the caller's stream; afterwards the caller's stream waits for it.
+    A stream for copies. It first waits for the caller's stream; afterwards the caller's stream
+    waits for it.
 
     Args:
         device: The CUDA device of the stream.
@@ -168,7 +174,10 @@ class CopyStream:
 
     @contextmanager
     def scope(self) -> Iterator[Any]:
-        """Make the stream current and yield it; its work begins after the caller's work so far."""
+        """
+        Make the stream current and yield it. Its work begins after all work that the caller has
+        submitted so far.
+        """
         caller = self._callers.of(_current_handle(self._index))
         self._begun.record(caller)
         self.stream.wait_event(self._begun)
@@ -199,8 +208,8 @@ class GraphStream:
 
     Args:
         device: The CUDA device of the stream.
-        two_way: Whether the caller's stream waits for the graph stream. False is only for the test
-            that shows why both waits are needed.
+        two_way: Whether the caller's stream waits for the graph stream. Only a test passes False,
+            to show why both waits are needed.
     """
 
     def __init__(self, device: torch.device, *, two_way: bool = True) -> None:
@@ -229,7 +238,10 @@ class GraphStream:
         self.handoffs += 1
 
     def record_tail(self) -> None:
-        """Mark the end of the graph stream's work so far; in a capture, the mark becomes a node."""
+        """
+        Mark the end of the graph stream's work so far. In a capture the mark becomes part of the
+        graph.
+        """
         self.tail.record(self.stream)
 
     def record(self, event: Any) -> None:
@@ -244,7 +256,7 @@ class GraphStream:
         self.handoffs += 1
 
     def scope(self) -> Any:
-        """Make the graph stream current; changes nothing if it already is."""
+        """Make the graph stream current. If it is already current, nothing changes."""
         return _UNCHANGED if self.is_current() else torch.cuda.stream(self.stream)
 
     def cross(self) -> Any:

@@ -1,7 +1,7 @@
 """
-Which stages of a rank have only zero gradients. The check runs on the device: no host waits, and a
-graph can hold the work. A norm of all gradients also shows zero stages; this module is for steps
-without a norm.
+A check for stages of a rank whose gradients are all zero. The check runs on the device, so the host
+does not wait, and a graph can contain the check. A gradient norm also shows such stages; this
+module is for steps without a norm.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["ZeroStages"]
 
 class ZeroStages:
     """
-    Whether every gradient of a stage is zero, for each stage of one rank.
+    For each stage of one rank: whether all its gradients are zero.
 
     Args:
         stages: The rank's stages.
         device: Where the gradients are.
-        elsewhere: Gradients to leave out, by stage and name, because another copy of the same
-            weight is counted.
+        elsewhere: Stage and name of each gradient to leave out, because another copy of the same
+            weight is checked.
 
     Attributes:
         stages: The stages, in order.

@@ -1,13 +1,14 @@
 """
-Measure the times of a model's parts on a device. With these times the model is cut into stages of
-equal time, and the number of microbatches per weight-gradient product is chosen.
+Measure the times of a model's parts on a device. These times are used to cut the model into stages
+of equal time, and to choose the number of microbatches per weight-gradient product.
 
 Three stages of one layer each are built and timed. The first stage also has the embedding; the
 third stage also has norm, head and loss. The embedding's time is the first stage's time minus the
-second stage's time. The time of norm, head and loss is the third stage's time minus the second's.
-All layers of a model have the same shape, so a single layer is measured. Each action runs alone,
-eagerly or as a replay of a graph, as in the run. The first dW of a step overwrites its destination
-and later dW add to it, so the time of dW is the mean over a step.
+second stage's time. The time of norm, head and loss is the third stage's time minus the second
+stage's time. All layers of a model have the same shape, so a single layer is measured. Each action
+(F, dI or dW) runs alone, eagerly or as a replay of a graph, depending on the run's mode. The first
+dW of a step overwrites its destination and later dW add to it, so the time of dW is the mean over
+all microbatches of a step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Times:
         layer: Times of one layer.
         head: Times of norm, head and loss.
         products: For each number of microbatches, the times of one dW product over that many
-            microbatches: for the embedding, for one layer, and for the head.
+            microbatches: three times, for the embedding, one layer, and the head.
     """
 
     embedding: tuple[float, ...]
@@ -62,7 +63,8 @@ class Times:
 
     def fields(self, layers: int) -> dict[str, object]:
         """
-        Return the configuration fields with these times; each field is the sum over F, dI and dW.
+        Return the fields of a training file that contain these times. Each time is the sum over F,
+        dI and dW.
 
         Args:
             layers: Number of layers of the model.
@@ -115,8 +117,8 @@ class Times:
 
 def slowest(ranks: Sequence[Times]) -> Times:
     """
-    For each action of each part of the model (a layer, the embedding, the head), return the time on
-    the rank where the action takes longest.
+    For each action (F, dI, dW) of each part of the model (a layer, the embedding, the head), return
+    the longest time on any rank.
 
     >>> slowest([Times((0,), (1,), (4,)), Times((1,), (3,), (2,))])
     Times(embedding=(1,), layer=(3,), head=(4,), products={})
@@ -140,21 +142,22 @@ def measure_times(
     """
     Measure the median times of a layer, the embedding and the head on a device, after a warm-up.
 
-    The measured stages are dropped afterwards. The FP8 state that Transformer Engine keeps in this
-    process is reset, so build the run's own stages afterwards.
+    The measured stages are dropped afterwards, and Transformer Engine's FP8 state of this process
+    is reset. Therefore build the run's own stages after this call.
 
     Args:
         job: The job whose model is measured.
         device: The device to measure on.
         backend: `reference` or `transformer-engine`.
         mode: How the actions run: `eager` or `replays`.
-        repeats: Number of timed runs of each action.
-        groups: Numbers of microbatches whose dW is timed as one product, each above 1 and a divisor
-            of the microbatches per walk (pass over the schedule); the job then needs
-            ``scales="epoch"``.
+        repeats: Number of times that each action is run and timed.
+        groups: Numbers of microbatches for which one dW product over that many microbatches is
+            timed. Each number must be above 1 and divide the microbatches per walk (pass over the
+            schedule). The job then needs ``scales="epoch"``.
 
     Raises:
-        BackendError: A stage cannot be built or captured, or only some of the stages recompute.
+        BackendError: A stage cannot be built or captured, or only some of the stages recompute
+            activations.
     """
     if job.recompute and len(job.recompute) < job.num_stages:
         raise BackendError(
@@ -210,8 +213,8 @@ def agreed_times(
     member: Member, job: LanguageJob, backend: str, *, mode: Mode, place: str
 ) -> Times:
     """
-    Time the parts of a model (a layer, the embedding, the head) on the device of every rank, and
-    take the slowest rank's time for each action.
+    Measure the parts of a model (a layer, the embedding, the head) on every rank's device. Return
+    the slowest rank's time for each action.
 
     Every rank calls this function. The measured stages are freed before any rank continues.
 
@@ -220,7 +223,7 @@ def agreed_times(
         job: The job whose model is measured.
         backend: `reference` or `transformer-engine`.
         mode: How the actions run: `eager` or `replays`.
-        place: The file and the field with which an error message begins.
+        place: The training file and the field, for the beginning of an error message.
 
     Raises:
         BackendError: A rank cannot build or capture a stage; every rank raises this error.

@@ -1,6 +1,6 @@
 """
-``qeffect runtime bisect``: find the first step in which two runs differ, and the gradients that
-differ.
+``qeffect runtime bisect``: find the first step whose gradients differ between two runs, and these
+gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def add_bisect_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `bisect`."""
     for name in ("first", "second"):
         parser.add_argument(
-            name, type=Path, metavar="LOG", help=f"log of the {name} run ([guard] digests = true)"
+            name,
+            type=Path,
+            metavar="LOG",
+            help=f"log of the {name} run, which was trained with [guard] digests = true",
         )
 
 

@@ -1,8 +1,8 @@
 """
 ``qeffect runtime train CONFIG.toml``: train a language model with the guarded pipeline.
 
-Start as many processes with torchrun as the file needs; a run of one process does not need
-torchrun.
+Start as many processes with torchrun as the training file requires. A run of one process does not
+need torchrun.
 """
 
 from __future__ import annotations
@@ -100,12 +100,13 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train a model; the outcome is `refused` if the contract was violated, ranks disagree, two runs
+    Train a model. The outcome is `refused` if the contract was violated, ranks disagree, two runs
     of a step differ, or the run diverged.
 
-    Rank 0 prints. All ranks end with the same exit code: 1 for a violation or if the run diverged
-    (`divergence`); 2 if the run could not start or was ended from outside (`stopped_outcome`);
-    otherwise 0. The exit code is also 0 if the checkpoint already has all steps.
+    Rank 0 prints. All ranks end with the same exit code. It is 1 after a violation or if the run
+    diverged (`divergence`); 2 if the run could not start or was stopped for another reason
+    (`stopped_outcome`); otherwise 0. The exit code is also 0 if the checkpoint already contains all
+    steps of the run.
 
     Raises:
         UnusableError: The run cannot start; every rank raises this error.
@@ -128,7 +129,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 @attrs.frozen
 class JoinedRun:
     """
-    A training run before its first step, once all ranks are connected.
+    A training run whose ranks are all connected, before its first step.
 
     Args:
         config: The configuration of the run. With `cut = "measured"`, the configuration contains
@@ -162,11 +163,11 @@ def carry_out(
     Args:
         args: The command's arguments: the training file, `--out` and `--commit`.
         config: The configuration of the run, from its training file.
-        train: Function that trains; called once all ranks are connected.
-        how: The kind of run, for the report: `train`, or for a comparison the value of `--compare`
-            (`all` or `ends`).
-        deterministic: Whether to ask the libraries for deterministic kernels even if the file does
-            not.
+        train: Function that trains. It is called once all ranks are connected.
+        how: The kind of run, for the report: `train`, or the value of `--compare` (`all` or `ends`)
+            for a comparison.
+        deterministic: Whether to use deterministic kernels even if the training file does not
+            request them.
         resume: Whether the run continues from a checkpoint.
 
     Raises:
@@ -330,7 +331,7 @@ def _carry_out(
 
 def require_processes(config: Config, job: LanguageJob, how: str) -> None:
     """
-    Raise an error unless as many processes were started as the job needs; a job of one process does
+    Raise an error unless as many processes were started as the job needs. A job of one process does
     not need torchrun.
 
     Args:
@@ -430,7 +431,10 @@ def _ended_early(trainer: Trainer) -> list[str]:
 
 
 def skip_lines(watch: UpdateWatch) -> list[str]:
-    """Return a line with the number of skipped updates and the first such step; empty if none."""
+    """
+    Return a line with the number of skipped updates and the first skipped step; an empty list if no
+    update was skipped.
+    """
     if not watch.skipped:
         return []
     return [
@@ -457,8 +461,8 @@ def _way_on(checkpoints: Checkpoints | None, cause: Cause) -> str:
 
 def launch_lines(record: Mapping[str, Any]) -> list[str]:
     """
-    Return a line with the number of launched steps, or the reason why no step was launched; empty
-    if the configuration does not ask for launches.
+    Return a line with the number of launched steps, or the reason why no step was launched. Return
+    an empty list if the mode is not ``one launch``.
     """
     if record["guarded_replays"]:
         return [f"  guarded replays, not one launch per step: {record['guarded_replays']}"]
@@ -471,8 +475,8 @@ def loss_line(losses: Sequence[float]) -> str:
 
 def nonfinite_lines(began: int, losses: Sequence[float]) -> list[str]:
     """
-    Return a line with the number of non-finite losses, if there are any; a report contains null for
-    such losses.
+    Return a line with the number of losses that are not finite; an empty list if all are finite. A
+    report contains null for such losses.
     """
     odd = [began + n for n, loss in enumerate(losses) if not math.isfinite(loss)]
     return (

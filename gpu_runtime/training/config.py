@@ -1,8 +1,9 @@
 """
-The tables of the TOML file that configures a training run.
+The tables of a training file: the TOML file that configures a training run.
 
-Every field has a default. `docs/configuration.md` lists all fields; it is generated from this
-module by ``python -m qeffect.gpu_runtime.training.config_page``. `config_file.read` reads a file.
+Every field has a default. `docs/configuration.md` lists all fields. ``python -m
+qeffect.gpu_runtime.training.config_page`` generates this page from this module. `config_file.read`
+reads a file.
 """
 
 from __future__ import annotations
@@ -77,12 +78,13 @@ class Model:
         hidden: Width of the model; a multiple of 16 and of `heads`.
         ffn: Width of the MLPs; a multiple of 16.
         heads: Number of attention heads per layer.
-        kv_heads: Number of key and value heads per layer; must divide `heads`. If the number is
-            below `heads`, several query heads share one key and value head (grouped-query
-            attention). 0 means as many as `heads`.
-        norm: The norm before attention, MLP and head: `layernorm`, or `rmsnorm`, which has no bias.
+        kv_heads: Number of key and value heads per layer; must divide `heads`. With fewer than
+            `heads`, several query heads share one key and value head (grouped-query attention). 0
+            means the number of `heads`.
+        norm: Kind of the norms before attention, MLP and head. `rmsnorm` has no bias.
         activation: Function between the two matrix products of an MLP. With `swiglu` the first
-            product has twice `ffn` rows: the gates, and the values that the gates multiply.
+            product has twice `ffn` rows: rows of gates, and rows of the values that the gates
+            multiply.
         positions: How the model encodes the positions of tokens: `learned` adds a table to the
             embedding; `rotary` rotates queries and keys in every layer.
         bias: Whether the matrix products of layers have a bias.
@@ -90,9 +92,9 @@ class Model:
         seed: Seed of the initial parameters, and of dropout.
         start: File with the initial weights, as `qeffect runtime export` writes it; if empty, the
             weights are drawn from the seed. Names, shapes and types must equal those of the model.
-        start_names: Names of the weights in the file of `start`: empty for the model's own names;
-            `gpt2` for the names of transformers' GPT2LMHeadModel; or the path of a file of names,
-            as for `qeffect runtime export --names`. Each line of a file of names is
+        start_names: Names of the weights in the file of `start`. Empty means the model's own names;
+            `gpt2` means the names of transformers' GPT2LMHeadModel. Any other value is the path of
+            a file of names, as for `qeffect runtime export --names`. Each line of this file is
             `OURS = THEIRS`: the model's name of a weight, and the name in the file of `start`.
         history: Length of each amax history (FP8 delayed scaling).
         tied: Whether the token embedding and the head are one weight. A tied weight has no weight
@@ -100,25 +102,25 @@ class Model:
         dropout: Probability with which each layer drops elements of its two residual branches, in
             training only. On a GPU dropout needs `mode = "eager"`, or `mode = "replays"` with
             Transformer Engine and `scales = "action"`. With `scales = "action"` the dropped
-            elements depend on `seed`, the replica and the rank's first stage, so a run with dropout
+            elements depend on `seed`, the replica and the rank's first stage; so a run with dropout
             must resume with the same `pp`. With `scales = "epoch"` the dropped elements depend on
-            `seed`, replica, layer, microbatch and step, and `pp` may change.
-        head: How the head (the output layer) is computed: `te`, an FP8 product with delayed
-            scaling, as in the layers; `torchao`, TorchAO's `Float8Linear`, with dynamic scaling;
-            `bf16`, a product in bf16, without FP8.
-        scales: When FP8 scales are updated: `action`, at the end of every F and dI, as Transformer
-            Engine does; `epoch`, once per optimizer step (the contract calls a step an epoch). With
-            `epoch` every schedule and every mapping onto ranks gives the same bits. A new run first
-            calibrates the scales: it runs the first step's microbatches up to 16 times, without an
-            update of weights. `epoch` needs `deterministic` of `[run]`. With `rule = "accumulate"`,
-            `epoch` also needs a schedule whose dI and dW run in the order of microbatches.
+            `seed`, replica, layer, microbatch and step; then `pp` may change.
+        head: How the head (the output layer) is computed. `te` is an FP8 product with delayed
+            scaling, as in the layers. `torchao` is TorchAO's `Float8Linear` with dynamic scaling.
+            `bf16` is a product in bf16, without FP8.
+        scales: When FP8 scales are updated. `action` updates them at the end of every F and dI, as
+            Transformer Engine does. `epoch` updates them once per optimizer step, which the
+            contract calls an epoch. With `epoch` every schedule and every mapping onto ranks gives
+            the same bits. A new run with `epoch` first calibrates the scales: it runs the first
+            step's microbatches up to 16 times, without an update of weights. `epoch` needs
+            `deterministic` of `[run]`. With `rule = "accumulate"`, `epoch` also needs a schedule
+            whose dI and dW run in the order of microbatches.
         wgrad_group: Number of consecutive microbatches whose weight gradients are computed as one
-            product per matrix; must divide the number of microbatches per walk (pass over the
-            schedule).
-            With a larger number, gradients are read and written less often, but more tapes are in
-            memory at once. `qeffect plan TABLE --wgrad-group 2` prints how many tapes are in memory
-            at once. More than 1 needs delayed scaling, `scales = "epoch"`, and `rule =
-            "accumulate"` of `[parallel]`. The bits of bf16 gradients depend on this number.
+            product per matrix. It must divide the number of microbatches per walk (pass over the
+            schedule). A larger number reads and writes gradients less often, but needs more tapes
+            in memory at once. `qeffect plan TABLE --wgrad-group 2` prints this number of tapes.
+            More than 1 needs delayed scaling, `scales = "epoch"`, and `rule = "accumulate"` of
+            `[parallel]`. The bits of bf16 gradients depend on this number.
     """
 
     vocabulary: int = whole(32768, 16, 2**31, unit="tokens", resume=SAME)
@@ -147,7 +149,8 @@ class Model:
         Return the dimensions of a layer.
 
         Args:
-            batch: Windows per microbatch; the default fits FP8 for windows of any length.
+            batch: Number of windows (training sequences) per microbatch. The default fits FP8
+                products for windows of any length.
 
         Raises:
             ValueError: The dimensions do not fit each other, or do not fit FP8.
@@ -180,12 +183,12 @@ class Parallel:
             schedule).
         walks: Number of walks (passes over the schedule) per step. With 2, each walk takes half of
             the microbatches, and gradients accumulate over both walks before the update. More than
-            one walk needs `rule = "accumulate"`, and a step then cannot run as one launch.
+            one walk needs `rule = "accumulate"`. Steps of several walks cannot run as one launch.
         batch: Number of windows per microbatch.
         cut: How layers are divided into stages. `even` gives all stages the same number of layers;
-            if this is impossible, some stages get one layer more. `balanced` balances the stages by
-            `embedding_cost` and `head_cost`; `measured` balances the stages by measured times. A
-            list gives the number of layers of each stage.
+            if the layers do not divide evenly, some stages get one layer more. `balanced` balances
+            the stages by `embedding_cost` and `head_cost`. `measured` balances the stages by
+            measured times. A list gives the number of layers of each stage.
         embedding_cost: Cost of the embedding relative to a layer, for `cut = "balanced"`; refused
             with another cut.
         head_cost: Cost of the head relative to a layer, for `cut = "balanced"`; refused with
@@ -193,27 +196,27 @@ class Parallel:
         embedding_time: Time of the embedding's F, dI and dW together, for `cut = "measured"`; given
             only together with `layer_times`.
         layer_times: Time of each layer's F, dI and dW together, for `cut = "measured"`. If left
-            out, `embedding_time`, `layer_times` and `head_time` are measured before the first step,
-            and written to the log and the report under these names.
-        head_time: Time of F, dI and dW together of the final norm, the head and the loss, for
-            `cut = "measured"`; given only together with `layer_times`.
-        rule: Where dW writes: `accumulate` adds the gradients of all microbatches in one buffer per
-            matrix; `per_microbatch` keeps one buffer per matrix and microbatch; `copied` copies
-            each microbatch's gradient out of the library's own memory. With `per_microbatch` and
-            `copied` the gradients are summed at the end of the step.
-        provisioning: Number of slots per stage: `live`, the largest number of tapes that exist at
-            once; `static`, one slot per microbatch.
-        mode: How a step runs. `replays` replays one CUDA graph per action; `one launch` runs a
-            whole step as one graph, in which the devices of all ranks vote whether to update;
-            `eager` uses no graphs. A CPU always runs eager. If steps cannot run as one launch, they
-            run as replays, and the log gives the reason. The older flags `captured` and
-            `one_launch` are still accepted in place of `mode`.
-        recompute: Stages that keep only the inputs of their layers from F to dI: dI then computes
-            the layers' activations again, which takes the time of one more F. The bits of training
-            stay the same. With `mode = "replays"` each slot also reserves the memory in which its
-            dI recomputes; `one launch` reserves it once. A list selects stages by number: `[0, 3]`
-            means the first and the fourth stage of the model. With Transformer Engine, a run that
-            recomputes needs `dropout = 0`.
+            out, the run measures `embedding_time`, `layer_times` and `head_time` before the first
+            step, and writes them to the log and the report under these names.
+        head_time: Total time of F, dI and dW for the final norm, the head and the loss, for `cut =
+            "measured"`; given only together with `layer_times`.
+        rule: Where dW writes gradients. `accumulate` adds the gradients of all microbatches in one
+            buffer per matrix. `per_microbatch` has one buffer per matrix and microbatch. `copied`
+            copies each microbatch's gradient out of the library's own memory. With `per_microbatch`
+            and `copied`, the step ends with a sum of the gradients.
+        provisioning: Number of slots per stage. `live` allocates as many slots as the largest
+            number of tapes that exist at once. `static` allocates one slot per microbatch.
+        mode: How a step runs. `eager` uses no graphs. `replays` replays one CUDA graph per action.
+            `one launch` runs a whole step as one graph, in which the devices of all ranks vote
+            whether to update. A CPU always runs eager. If steps cannot run as one launch, they run
+            as replays, and the log gives the reason. The older flags `captured` and `one_launch`
+            are still accepted in place of `mode`.
+        recompute: Stages that recompute activations. Such a stage keeps only the inputs of its
+            layers from F to dI. Its dI then computes the activations again, which takes the time of
+            one more F. The bits of training stay the same. With `mode = "replays"` each slot also
+            reserves the memory in which its dI recomputes; `one launch` reserves this memory once.
+            A list selects stages by number: `[0, 3]` means the first and the fourth stage of the
+            model. With Transformer Engine, a run that recomputes needs `dropout = 0`.
         amax: Which amaxes determine the scales. With `replica`, each replica uses its own amaxes.
             With `replicas`, all replicas use the largest amax over all replicas, and therefore have
             the same scales.
@@ -272,10 +275,10 @@ class Optimizing:
         least_rate: Learning rate at the end of the cosine decay; at most `rate`.
         weight_decay: Weight decay of matrices; norms, biases and embeddings have none.
         master: Whether the optimizer keeps fp32 copies of the parameters.
-        clip_norm: Limit of the norm of all gradients (of all ranks together), by clipping; 0 for no
-            limit.
+        clip_norm: Limit to which the norm of all gradients, of all ranks together, is clipped; 0
+            for no clipping.
         skip_nonfinite: Whether every rank skips an update if the gradient norm is not finite. If
-            false, such an update is made.
+            false, the update is made despite such a norm.
         stop_after_skips: Number of skipped updates in a row after which the run ends as diverged,
             with exit code 1; 0 for no limit.
     """
@@ -299,12 +302,12 @@ class Run:
     Args:
         steps: Number of optimizer steps of the whole run, including those before a resume.
         device: Device of every rank.
-        backend: Implementation of the layers; on a CPU `auto` takes `reference`, on a GPU
-            `transformer-engine`.
+        backend: Implementation of the layers. `auto` means `reference` on a CPU, and
+            `transformer-engine` on a GPU.
         log: File for the log, in JSON lines; must be a new file, or the log of an earlier run.
             Steps are counted from 0. Empty for no log.
-        log_every: Number of steps after which the losses of all ranks are collected and logged;
-            each step still has its own line in the log.
+        log_every: Number of steps between two collections of the losses of all ranks. The log has a
+            line for every step nevertheless.
         evaluate_every: Number of steps between two evaluations; 0 evaluates only after the last
             step.
         evaluate_windows: Number of held-out windows per evaluation.
@@ -316,17 +319,18 @@ class Run:
         event_logs: Folder for the event log (each accepted call of the contract) and the rank log
             (messages, votes and commits) of each rank; empty for none. Existing logs are moved to
             the subfolders `before-0001` and so on.
-        event_log_steps: Number of steps per file of an event log and of a rank log; after these
-            steps a new file continues the log. 0 writes a single file.
-        event_log_keep: Number of event log files to keep per rank, including the current file; the
-            oldest file is removed when a new file begins. The oldest file of a rank log is removed
-            two steps later, when every rank has a new file. If the number is above 0, only the
-            newest of the folders `before-0001` and so on is kept. 0 keeps all files and folders.
+        event_log_steps: Number of steps per file of an event log and of a rank log. After this
+            number of steps, the log continues in a new file. 0 writes a single file.
+        event_log_keep: Number of event log files to keep per rank, including the current file. When
+            a new file begins, the oldest file is removed. The oldest file of a rank log is removed
+            two steps later, when every rank has a new file. With a number above 0, the run also
+            keeps only the newest of the folders `before-0001` and so on. 0 keeps all files and
+            folders.
         deterministic: Whether libraries may use only CUDA kernels that give the same bits each
             time. If false, a resumed run may end with other bits than a run that never stopped.
-            `qeffect runtime train --compare` always asks for deterministic kernels.
-        retries: Largest number of times in a row that a step is repeated after a rank stopped it;
-            the next stop ends the run. A stop that not every rank survived also ends the run.
+            `qeffect runtime train --compare` always uses deterministic kernels.
+        retries: Largest number of times in a row that a step is repeated after a rank stopped the
+            step. The next stop ends the run. A stop in which a rank died also ends the run.
         max_seconds: Time limit of the run, counted from the moment when all ranks are connected; at
             the limit the run finishes its step, saves and ends. 0 for no limit.
     """
@@ -360,14 +364,15 @@ class Checkpointing:
             complete.
         keep_every: A checkpoint is never removed if its step number is a multiple of this number,
             even if it is older than the newest `keep` checkpoints. 0 protects no checkpoint.
-        asynchronous: Whether the files of a checkpoint are written during the next steps. If
-            false, the next step begins once the files are written.
-        replicas: What happens if N replicas saved the checkpoint, each with its own scaling state,
-            and this run has another number of replicas: `same` refuses the checkpoint; with
-            `modulo`, replica r loads the state of saved replica r modulo N.
-        run: Identity of the run, which every checkpoint records; if empty, an identity is drawn at
-            the first start. Without `--adopt`, `--resume` refuses a checkpoint with another
-            identity.
+        asynchronous: Whether the files of a checkpoint are written while the next steps run. If
+            false, the next step begins only once the files are written.
+        replicas: What happens if this run and the run that saved the checkpoint have different
+            numbers of replicas, and each saved replica has its own scaling state. `same` refuses
+            the checkpoint. With `modulo` and N saved replicas, replica r loads the state of saved
+            replica r modulo N.
+        run: Identity of the run, which every checkpoint records. If empty, the run draws a random
+            identity at the first start. Without `--adopt`, `--resume` refuses a checkpoint with
+            another identity.
     """
 
     folder: str = text("", unit="path", resume="names the folder to resume from")
@@ -413,11 +418,11 @@ class Guarding:
             the update. `qeffect runtime bisect` compares the digests of two logs.
         replay_every: Every N-th step runs twice, where N is this number. Both runs begin with the
             same weights, scales and random numbers. The device compares digests of all gradients;
-            if they differ, no rank updates. The comparison does not find an error that is the same
-            in both runs, such as a bit of a weight that flipped before the first run. 0 runs no
-            step twice.
-        on_mismatch: What happens if the two runs of a step differ: `stop` ends the training with
-            exit code 1; `again` restarts the step, and ends the training after three mismatches in
+            if the digests differ, no rank updates. The comparison does not find an error that is
+            the same in both runs, such as a bit of a weight that flipped before the first run. 0
+            runs no step twice.
+        on_mismatch: What happens if the two runs of a step differ. `stop` ends the training with
+            exit code 1. `again` restarts the step, and ends the training after three mismatches in
             a row.
     """
 
@@ -484,11 +489,11 @@ class Config:
 
     def require_drawn(self, what: str) -> None:
         """
-        Raise an error if the weights come from a file, because all runs of a comparison draw their
-        weights from the seed.
+        Raise an error if the weights come from a file. All runs of a comparison draw their weights
+        from the seed.
 
         Args:
-            what: Name of the option or command that compares, for the error message.
+            what: Name of the comparing option or command, for the error message.
 
         Raises:
             UnusableError: The weights come from a file.

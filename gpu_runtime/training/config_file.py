@@ -1,6 +1,6 @@
 """
-Read and check a training file. An error is one line with the field, the expected value and the
-found value. Paths are relative to the file's own folder.
+Read and check a training file. An error message is one line with the field, the expected value and
+the found value. Paths are relative to the folder of the file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
         changes: Fields that the command line overrides, by table; None keeps the file's value.
 
     Raises:
-        UnusableError: The file is missing or not TOML; a table or a field is unknown; a value is
-            not allowed; or a given field would have no effect because of other fields.
+        UnusableError: The file is missing or is not TOML; a table or a field is unknown; a value is
+            not allowed; or a field has no effect because of other fields.
     """
     try:
         # Some editors begin a file with a byte order mark.
@@ -132,8 +132,8 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     List the fields in which two runs differ, one line each.
 
     Args:
-        saved: The tables of the run that was saved, from `Config.record`.
-        own: The tables of the run that resumes.
+        saved: The tables of the saved run, from `Config.record`.
+        own: The tables of the resuming run.
 
     >>> differences({"run": {"steps": 4, "log": ""}}, {"run": {"steps": 6, "log": ""}})
     ['[run] steps was 4, is 6']

@@ -28,11 +28,11 @@ field is refused. Paths are relative to the file's folder. An
 [example](../gpu_runtime/training/examples/cpu.toml) runs on a CPU in two processes.
 
 The column *on resume* says whether a field may change when `--resume` continues from the newest
-checkpoint. A field that must stay the same is compared with the checkpoint before any rank writes
-anything; another value is refused. The log lists the fields that changed.
+checkpoint. If a field must stay the same, the run compares its value with the checkpoint before any
+rank writes anything, and refuses another value. The log lists the fields that changed.
 
 F, dI and dW are a stage's forward, input gradient and weight gradient for one microbatch. A *tape*
-is what one F leaves in memory for its dI and dW; a *slot* is the memory of one tape. An *amax* is
+is the data that one F leaves for its dI and dW; a *slot* is the memory of one tape. An *amax* is
 the largest absolute value of a tensor, from which its FP8 scale is computed.
 
 This page is generated from `gpu_runtime/training/config.py`:
@@ -41,7 +41,10 @@ This page is generated from `gpu_runtime/training/config.py`:
 
 
 def descriptions(table: type) -> dict[str, str]:
-    """Return the description of each field of a table, from the table's docstring."""
+    """
+    Return the description of each field of a table. The descriptions come from the docstring of the
+    table's class.
+    """
     text = inspect.getdoc(table) or ""
     _, _, arguments = text.partition("Args:\n")
     found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)

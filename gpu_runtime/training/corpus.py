@@ -1,12 +1,12 @@
 """
-Make token files from text that every machine has: the sources and text files of CPython's standard
-library.
+Make token files from text that every machine with Python has: the sources and text files of
+CPython's standard library.
 
-The files are read from the running interpreter; this repository contains no copy. For each
-supported version of Python, a list contains every file's name, length and first digits of its
-SHA-256. A hash of a file's name decides whether the whole file is held out for evaluation. Files
-are encoded in one of two ways: with a byte-pair encoding, which is trained on the files that are
-not held out; or byte by byte, which needs no package.
+The files are read from the folder of the running interpreter; this repository contains no copy. For
+each supported version of Python, a list contains the name, the length, and the first digits of the
+SHA-256 of every file. A hash of a file's name decides whether the whole file is held out for
+evaluation. Files are encoded with a byte-pair encoding, which is trained on the files that are not
+held out. They can also be encoded byte by byte, which needs no package.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def stdlib() -> Path:
 
 def listing(folder: Path) -> Iterator[ListedFile]:
     """
-    List the text files of a standard library, sorted by name, without files that a build generates.
+    List the text files of a standard library, sorted by name. Files that a build of Python
+    generates are left out.
     """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -143,7 +144,8 @@ def make(
     given: Encoding | None = None,
 ) -> dict[str, Any]:
     """
-    Write `train.npy`, `held_out.npy` and `corpus.json` from the running interpreter's library.
+    Write `train.npy`, `held_out.npy` and `corpus.json` from the standard library of the running
+    interpreter.
 
     Args:
         out: The folder to write to; created if missing.
@@ -151,7 +153,8 @@ def make(
         vocabulary: Number of tokens of the byte-pair encoding.
         any_version: Whether to accept a version of Python without a list of files, or files that
             differ from this list.
-        given: An encoding to use instead; `tokenizer` and `vocabulary` then have no effect.
+        given: An encoding to use. `tokenizer` and `vocabulary` then have no effect. None makes an
+            encoding.
 
     Returns:
         The content of `corpus.json`.

@@ -90,7 +90,7 @@ def run_corpus(args: argparse.Namespace, progress: Progress) -> Outcome:
 
     Raises:
         UnusableError: The text, the tokenizer or the folder cannot be used, or an option would have
-            no effect. The folder is then unchanged.
+            no effect. After this error the folder is unchanged.
     """
     if args.tokenizer == "bytes":
         refuse_unused(args, ["--vocabulary"], "the tokenizer bytes has a fixed vocabulary")

@@ -1,9 +1,10 @@
 """
-The SHA-256 of a whole token file, cached by size, modification time and inode.
+The SHA-256 of a whole token file. It is cached, and the cache is valid while size, modification
+time and inode stay the same.
 
-The cache is one line of JSON: `.NAME.sha256` beside the file or, if that folder is read-only, in
-`$XDG_CACHE_HOME/qeffect` (by default `~/.cache/qeffect`). If neither file can be written, every run
-computes the hash again. A damaged or outdated cache is ignored.
+The cache is one line of JSON in a file `.NAME.sha256` beside the token file. If that folder is
+read-only, the file is in `$XDG_CACHE_HOME/qeffect` (by default `~/.cache/qeffect`). If neither file
+can be written, every run computes the hash again. A damaged or outdated cache is ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ChangedFileError(OSError):
 
 def file_sha256(path: Path) -> str:
     """
-    Return the SHA-256 of a file, from the cache if the file has not changed since.
+    Return the SHA-256 of a file. If the file is unchanged, the hash comes from the cache.
 
     Args:
         path: The file to hash.

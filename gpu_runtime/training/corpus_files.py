@@ -1,6 +1,6 @@
 """
-The files of a corpus: token files, the encoding, and the record; they are replaced all together or
-not at all.
+The files of a corpus: token files, the encoding, and the record `corpus.json`. All files are
+replaced together, or none of them is replaced.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ _FILES = ("train.npy", "held_out.npy", TOKENIZER)
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
-    """Return the type of a token file: uint16 if the vocabulary fits, else uint32."""
+    """Return the dtype of a token file: uint16 if it can hold every token, else uint32."""
     return np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
 
 
 def begin_tokens(file: BinaryIO, kind: np.dtype[Any], count: int) -> None:
-    """Write a token file's header; the caller then writes `count` tokens of this type as bytes."""
+    """
+    Write a token file's header. Afterwards the caller writes `count` tokens of the dtype `kind` as
+    bytes.
+    """
     head = {
         "descr": np.lib.format.dtype_to_descr(kind),
         "fortran_order": False,
@@ -47,13 +50,15 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 @contextmanager
 def replaced(out: Path) -> Iterator[Path]:
     """
-    Yield a hidden folder, whose files replace those of a corpus at the end of the `with` block.
+    Yield a hidden folder. At the end of the `with` block, the files in it replace the files of the
+    corpus.
 
-    If the block raises, the previous corpus is unchanged, and the block's files are removed. The
-    record is removed first and written last, so a folder with a record has a whole corpus.
+    If the block raises an error, the previous corpus is unchanged, and the new files are removed.
+    The old record is removed first and the new record is written last, so a folder with a record
+    has a complete corpus.
 
     Args:
-        out: The folder of the corpus; made if missing.
+        out: The folder of the corpus; created if missing.
 
     Raises:
         UnusableError: The folder cannot be written.

@@ -1,11 +1,11 @@
 """
 Windows of tokens from a file, in an order that depends only on position and seed.
 
-A token file is one NumPy array (`.npy`, uint16 or uint32), mapped into memory. A window has
-`sequence + 1` tokens: the inputs are its first `sequence` tokens, and the targets are the same
-tokens shifted by one. A window's last token is the first token of the next window. A pass over the
-file takes every window once. Each pass has its own order: a keyed permutation that is computed and
-never stored, so any process can continue with only `position` and `seed`.
+A token file is one NumPy array (`.npy`, uint16 or uint32), which is mapped into memory. A window
+has `sequence + 1` tokens: its first `sequence` tokens are the inputs, and its last `sequence`
+tokens are the targets. A window's last token is the first token of the next window. A pass over the
+file takes every window once. Each pass has its own order. The order is a keyed permutation that is
+computed and never stored, so any process can continue from `position` and `seed` alone.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ _ZIP = b"PK"
 
 class DataError(ValueError):
     """
-    A token file cannot be used; the message is one line with the file, the expected content and the
+    A token file cannot be used. The message is one line with the file, the expected content and the
     found content.
     """
 
 
 def save(path: Path, tokens: np.ndarray[Any, Any]) -> None:
-    """Write a token file for `Tokens.open`: uint16 if every token fits, else uint32."""
+    """
+    Write a token file for `Tokens.open`. Its dtype is uint16 if this can hold every token, else
+    uint32.
+    """
     small = not tokens.size or int(tokens.max()) < 1 << 16
     with path.open("wb") as file:
         np.save(file, tokens.astype(np.uint16 if small else np.uint32))
@@ -57,7 +60,7 @@ class Tokens:
 
     Args:
         path: The file of tokens, such as `train.npy`.
-        values: The file's tokens, one dimension of uint16 or uint32, mapped into memory.
+        values: The file's tokens: a one-dimensional array of uint16 or uint32, mapped into memory.
     """
 
     path: Path
@@ -66,11 +69,11 @@ class Tokens:
     @classmethod
     def open(cls, path: Path, *, vocabulary: int, sequence: int) -> Tokens:
         """
-        Map a token file, and check every token against the vocabulary.
+        Map a token file into memory, and check that the vocabulary contains every token.
 
         Args:
             path: The file of tokens, such as `train.npy`.
-            vocabulary: Number of tokens that the model knows.
+            vocabulary: Number of tokens in the model's vocabulary.
             sequence: Number of input tokens of a window.
 
         Raises:
@@ -126,8 +129,8 @@ class Tokens:
 
     def window(self, sequence: int, index: int) -> Tensor:
         """
-        Return window `index` as an int64 tensor of shape `(sequence + 1,)`: the inputs and the last
-        target.
+        Return window `index` as an int64 tensor of shape `(sequence + 1,)`: the inputs, followed by
+        the last target.
         """
         start = index * sequence
         part = self.values[start : start + sequence + 1]
@@ -135,8 +138,8 @@ class Tokens:
 
     def facts(self) -> dict[str, Any]:
         """
-        Return facts that are quick to compute: the file's length, and a hash of its beginning and
-        end.
+        Return facts about the file that are quick to compute: its length, and a hash of its
+        beginning and end.
         """
         ends = self.values[:4096].tobytes() + self.values[-4096:].tobytes()
         return {"tokens": len(self.values), "sha256_of_ends": hashlib.sha256(ends).hexdigest()}
@@ -144,7 +147,7 @@ class Tokens:
     @cached_property
     def sha256(self) -> str:
         """
-        Return the SHA-256 of the whole file, which is computed once and cached on the disk if
+        Return the SHA-256 of the whole file. The hash is computed once, and cached on the disk if
         possible.
 
         Raises:
@@ -158,9 +161,11 @@ class Tokens:
 
 def shuffled(index: int, count: int, key: int) -> int:
     """
-    Map an index through a keyed permutation of `range(count)`; nothing is stored.
+    Apply a keyed permutation of `range(count)` to an index. The permutation is computed, not
+    stored.
 
-    A Feistel network over the next power of four is applied until the value falls into the range.
+    A Feistel network that permutes the numbers below the next power of four is applied until the
+    result is in the range.
 
     >>> sorted(shuffled(n, 10, key=7) for n in range(10)) == list(range(10))
     True
@@ -193,16 +198,16 @@ class Loader:
     """
     Gives windows of tokens in the order of training.
 
-    A window's position in training counts all windows of all passes, from 0.
+    The windows of all passes are numbered from 0; this number is a window's position in training.
 
     Args:
         tokens: The token file from which windows are taken.
         sequence: Number of input tokens of a window.
         seed: Seed of the order of every pass.
         shuffle: Whether each pass has its own order; otherwise every pass has the file's order.
-        position: Position of the first window of step `step`.
-        step: Number of the step that begins at `position`. A step has the same number as its epoch
-            in the contract.
+        position: Position in training of the first window of step `step`.
+        step: Number of the optimizer step that begins at `position`. The contract calls a step an
+            epoch and gives it the same number.
     """
 
     tokens: Tokens
@@ -213,7 +218,7 @@ class Loader:
     step: int = 0
 
     def place(self, at: int) -> int:
-        """Return the index, in the file, of the window at position `at` of training."""
+        """Return the file's index of the window at position `at` of training."""
         count = self.tokens.windows(self.sequence)
         turn, index = divmod(at, count)
         return shuffled(index, count, (self.seed << 20) + turn) if self.shuffle else index
@@ -223,8 +228,8 @@ class Loader:
         Return inputs and targets of consecutive windows of training.
 
         Args:
-            first: Position of the first window.
-            count: Number of windows of the microbatch.
+            first: Position in training of the first window.
+            count: Number of windows.
 
         Returns:
             Inputs and targets: two int64 tensors of shape `(sequence, count)`.
@@ -249,12 +254,12 @@ class Loader:
         Continue from the `state` of another loader.
 
         Args:
-            state: The other loader's state. A state from an earlier version has no `sha256` of the
-                whole file; then only the other facts are compared.
+            state: The other loader's state. If it comes from an earlier version without `sha256` of
+                the whole file, only the other facts are compared.
             step: The step that begins at this position.
 
         Raises:
-            DataError: The other loader had a different file, window length or order.
+            DataError: The other loader had a different file, window length or order of windows.
         """
         own = self.state(int(state["position"]))
         for name in own:

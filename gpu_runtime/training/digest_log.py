@@ -1,5 +1,6 @@
 """
-Digests of gradients in a run's log: send digests between ranks, and read them from the log.
+Digests of gradients in a run's log: functions that prepare digests for a gather over ranks, and
+that read digests from the log.
 
 The log's line `gradients` lists, by rank, the stage and the name of each gradient. The line of each
 later step has the entry `digests`: by rank, the digests in the same order.
@@ -26,8 +27,8 @@ Place = tuple[int, int, str]
 
 def padded(digests: Sequence[Sequence[int]], count: int) -> list[float]:
     """
-    Return the digests of some steps as numbers for a gather. Each digest becomes two numbers,
-    because a float64 can hold only 53 bits.
+    Convert the digests of some steps to numbers for a gather over ranks. Each 64-bit digest becomes
+    two numbers, because a float64 holds only 53 bits.
 
     Args:
         digests: The digests of each step.
@@ -57,7 +58,8 @@ def joined(halves: Sequence[float]) -> list[str]:
 
 def read_digests(path: Path) -> dict[int, dict[Place, str]]:
     """
-    Return the digests of a run's log by step; for a restarted step, the digests of its last run.
+    Return the digests in a run's log, by step. For a restarted step these are the digests of its
+    last run.
 
     Raises:
         UnusableError: The log cannot be read, or has no digests.
@@ -107,7 +109,8 @@ def first_difference(
 ) -> tuple[int, list[Place], int]:
     """
     Return the first step in which two runs differ, the gradients that differ, and the number of
-    compared steps; -1 and no gradients if all common steps are equal.
+    compared steps. If all common steps are equal, the step is -1 and the list of gradients is
+    empty.
 
     Raises:
         UnusableError: The runs have no step in common, or their ranks have different gradients.

@@ -1,9 +1,9 @@
 """
-Detect that a run has diverged: a loss, a weight, a moment or a scale is not finite, or too many
-updates in a row were skipped.
+Detect that a run has diverged: a loss, a weight, an optimizer moment or a scale is not finite, or
+too many updates in a row were skipped.
 
-Every rank decides with data that all ranks have exchanged, so all ranks end at the same step, with
-the same cause.
+Every rank decides from data that all ranks have exchanged. Therefore all ranks end at the same step
+and with the same cause.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIVERGED = "diverged"
 
 class DivergedError(RuntimeError):
     """
-    The run has diverged; every rank raises this error with the same `cause`, after the same `step`.
+    The run has diverged. Every rank raises this error with the same `cause`, after the same `step`.
     """
 
     def __init__(self, cause: Cause, step: int) -> None:
@@ -41,7 +41,7 @@ def diverged(said: Sequence[Sequence[NonFinite]], step: int, action: str) -> Div
 
     Args:
         said: By rank, the tensors that are not finite.
-        step: The last step before the check.
+        step: Number of the last step before the check.
         action: The reason for the check: `look` (a periodic check), `save` or `load`.
     """
     every = [(rank, one) for rank, found in enumerate(said) for one in found]
@@ -93,8 +93,8 @@ class UpdateWatch:
             norm: The norm of the step's gradients; None if it was not computed.
 
         Raises:
-            DivergedError: The loss is not finite although the update was not skipped, or
-                `stop_after` updates in a row were skipped.
+            DivergedError: The loss is not finite and the update was not skipped, or `stop_after`
+                updates in a row were skipped.
         """
         if norm is not None and norm.skipped:
             self.skipped += 1

@@ -1,10 +1,9 @@
 """
-Encodings of text as tokens: single bytes, byte pairs that QEffect trains, or a given
+Encodings of text as tokens: single bytes, a byte-pair encoding that QEffect trains, or a given
 `tokenizer.json`.
 
-Single bytes need no package; the other two encodings need the package `tokenizers`. Every encoding
-has the vocabulary size that the model needs: the largest token id plus one, rounded up to a
-multiple of 16 for FP8 products.
+Single bytes need no package; the other two encodings need the package `tokenizers`. The vocabulary
+size of a model is the largest token id plus one, rounded up to a multiple of 16 for FP8 products.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ Ids = np.ndarray[Any, Any]
 
 def padded(tokens: int) -> int:
     """
-    Return the vocabulary that a model needs for a number of tokens: a multiple of 16.
+    Return the vocabulary size that a model needs for a number of tokens: the next multiple of 16.
 
     >>> padded(257), padded(272), padded(50257)
     (272, 272, 50272)
@@ -91,12 +90,15 @@ class Encoding(Protocol):
         """Return the facts that identify the encoding, for `corpus.json`."""
 
     def save(self, folder: Path) -> None:
-        """Write the encoding's file into the folder of `corpus.json`, for `open_encoding`."""
+        """
+        Write the encoding's file into the folder of `corpus.json`. `open_encoding` reads this file.
+        """
 
 
 class Bytes:
     """
-    One token for each byte value and one for the end of a text; the other ids below 272 are unused.
+    One token for each byte value, and one token for the end of a text. The other ids below 272 are
+    unused.
     """
 
     name = "bytes"
@@ -118,7 +120,8 @@ class Bytes:
 
     def decode(self, ids: Sequence[int]) -> str:
         """
-        Return the text for bytes, without the end token; a byte that is not UTF-8 becomes U+FFFD.
+        Return the text for bytes, without the end token. Bytes that are not valid UTF-8 become
+        U+FFFD.
         """
         return bytes(one for one in ids if one < 256).decode("utf-8", "replace")
 
@@ -138,8 +141,8 @@ class Packaged:
         made: The package's tokenizer object.
         end: The token after each text, as a string.
         where: The name of the encoding, for messages.
-        text: The content of the encoding's file, to be saved unchanged, since the package would
-            write a different file; None without a file.
+        text: The content of the encoding's file, which is saved unchanged because the package would
+            write a different file; None if there is no file.
 
     Raises:
         UnusableError: The encoding lacks the end token, or its vocabulary is too large.
@@ -194,7 +197,10 @@ class Packaged:
         return text
 
     def describe(self) -> dict[str, Any]:
-        """Return the name, the vocabulary, the end token, and a hash of the whole encoding."""
+        """
+        Return the facts that identify this encoding: name, vocabulary, end token, and a hash of the
+        whole encoding.
+        """
         return {
             "tokenizer": self.name,
             "vocabulary": self.vocabulary,
@@ -210,11 +216,11 @@ class Packaged:
 
 class Pairs(Packaged):
     """
-    Byte-pair encoding that QEffect trains.
+    A byte-pair encoding that QEffect trains.
 
     Args:
         texts: The texts to train on.
-        vocabulary: Maximum number of tokens; a text with few different words gives fewer tokens.
+        vocabulary: Largest number of tokens. A text with few different words gives fewer tokens.
 
     Raises:
         UnusableError: The package is not installed.
@@ -243,7 +249,8 @@ class FileEncoding(Packaged):
 
     Args:
         path: The file.
-        end: The end token after each text; None takes the first of `_ENDS` that the encoding has.
+        end: The token after each text, as a string. None takes the first token of `_ENDS` that the
+            encoding has.
         option: The option that named the file, for messages.
 
     Raises:
@@ -281,11 +288,11 @@ class FileEncoding(Packaged):
 
 def encoding_of(name: str, end: str | None) -> FileEncoding | None:
     """
-    Return the encoding of a file that `--tokenizer` names; None for a name of `NAMES`.
+    Return the encoding in the file that `--tokenizer` names; None if `name` is one of `NAMES`.
 
     Raises:
-        UnusableError: The text is neither a name of `NAMES` nor a file, or `FileEncoding` refuses
-            the file.
+        UnusableError: `name` is neither one of `NAMES` nor a file, or `FileEncoding` refuses the
+            file.
     """
     if name in NAMES:
         return None
@@ -300,11 +307,11 @@ def encoding_of(name: str, end: str | None) -> FileEncoding | None:
 
 def open_encoding(folder: Path, option: str) -> tuple[Encoding, dict[str, Any]]:
     """
-    Return the encoding of a corpus, and the corpus's record.
+    Return the encoding and the record (`corpus.json`) of a corpus.
 
     Args:
         folder: The folder that `qeffect runtime corpus` wrote.
-        option: The option with which a user names another folder, for messages.
+        option: The option with which a user can name another folder, for messages.
 
     Raises:
         UnusableError: The folder has no corpus, or its encoding cannot be read.

@@ -1,14 +1,14 @@
 """
 End a run before its last step, on SIGTERM, on SIGUSR1, or after `[run] max_seconds`.
 
-Each rank records a request to end the run. At the end of each step, the ranks agree on the update,
-and also exchange these requests. So all ranks end after the same step. Then the ranks save a
-checkpoint, and the run ends with exit code 0.
+Each rank records requests to end the run. When the ranks agree on the update at the end of each
+step, they also exchange these requests. Therefore all ranks end after the same step. Then the ranks
+save a checkpoint, and the run ends with exit code 0.
 
 A step cannot end if a rank has died or hangs. The main thread then waits inside gloo, where Python
-runs no signal handler. So a signal also wakes a second thread. If the step has not ended in time,
-this thread publishes why the rank stops, and reports the cause. The thread then ends the process
-with exit code 2, before the launcher kills the process.
+runs no signal handler. Therefore a signal also wakes a second thread. If the step does not end in
+time, the second thread publishes why the rank stops, and reports the cause. Then it ends the
+process with exit code 2, before the launcher kills the process.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _AT_ONCE_S = 0.5
 
 def worst_end_s() -> float:
     """
-    Return the longest time in seconds from SIGTERM to the end of the process. This is the time if
-    the key-value store, through which ranks publish why they stop, does not answer.
+    Return the longest time in seconds from SIGTERM to the end of the process. It takes this long if
+    the key-value store does not answer, through which ranks publish why they stop.
     """
     stuck = _STUCK_S + _NEXT_S + _PUBLISH_S + _BACK_S
     return max(stuck, _LATEST_S + _PUBLISH_S) + _DECIDE_S + _TELL_S + _LAST_WORD_S
@@ -77,14 +77,14 @@ def worst_end_s() -> float:
 
 class EndRequest:
     """
-    Records requests to end the run; inside this context, signals count as such requests.
+    Records requests to end the run. Inside this context, SIGTERM and SIGUSR1 count as requests.
 
     Args:
-        worker: The rank's worker; a second signal ends the worker's step at once.
+        worker: The rank's worker. A second signal ends the worker's step at once.
         seconds: Seconds after which the run ends; 0 for no limit.
-        began: Time from which the seconds count, by `time.monotonic`.
-        tell: Function that prints the cause if the main thread cannot, and returns whether this
-            rank printed the cause. The function runs in another thread.
+        began: Time of `time.monotonic` from which `seconds` count.
+        tell: Function that prints the cause if the main thread cannot do so, and returns whether
+            this rank printed the cause. The function runs in another thread.
 
     Attributes:
         doing: The current operation of the rank: ``step``, ``evaluation`` or ``checkpoint``.

@@ -1,10 +1,10 @@
 """
 Compute the loss on held-out text between two steps, without changing the training state.
 
-Every window runs with the FP8 scales after the last optimizer step. So a window's loss depends
-neither on the number of windows nor on the rank that runs the window. Hidden states are sent
-between ranks through host memory, because evaluations are rare and do not justify separate
-connections.
+Every window (token sequence) runs with the FP8 scales after the last optimizer step. Therefore a
+window's loss does not depend on the number of windows or on the rank that runs the window. Hidden
+states are sent between ranks through host memory, because evaluations are rare and do not justify
+separate connections.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _NOT_COUNTED = -100
 
 def evaluate(worker: Worker, job: LanguageJob, held_out: Loader, windows: int) -> float:
     """
-    Return the mean negative log likelihood per token of held-out windows; every rank calls this
+    Return the mean negative log likelihood per token of held-out windows. Every rank must call this
     function.
 
     Args:
         worker: The rank's worker, between two steps.
         job: The model that the worker trains.
-        held_out: The held-out text; the evaluation takes its first windows, in the file's order.
+        held_out: The held-out text. The evaluation uses its first windows, in the file's order.
         windows: Number of windows, rounded up to whole microbatches and limited to the windows of
             the text. Each window counts once, even if the last microbatch is not full.
 
     Raises:
         Refused: A step is in progress.
-        StoppedError: A rank is gone, or did not answer in time; all ranks stop with the same cause.
+        StoppedError: A rank is gone, or did not answer in time. All ranks stop with the same cause.
     """
     table = worker.table
     placed = PlacedStages(
@@ -65,14 +65,15 @@ def evaluate(worker: Worker, job: LanguageJob, held_out: Loader, windows: int) -
 @attrs.frozen
 class PlacedStages:
     """
-    A rank's stages between two steps, and the ranks with the other stages of the same replica.
+    A rank's stages between two steps, and the ranks that have the other stages of the same replica.
 
     Args:
         member: This process.
         stages: The process's stages, by index.
-        homes: For each stage of the process's replica, the rank that has the stage.
+        homes: For each stage of this replica, the rank that has the stage.
         replica: The index of this rank's replica.
-        loss: The loss after the last stage; None if the last stage's F itself computes the loss.
+        loss: The loss function to apply to the last stage's output; None if the last stage's F
+            computes the loss.
     """
 
     member: Member
@@ -84,7 +85,7 @@ class PlacedStages:
 
 def mean_loss(placed: PlacedStages, job: LanguageJob, held_out: Loader, windows: int) -> float:
     """
-    Return the mean loss over windows, like `evaluate`, but without restoring the numerical state
+    Return the mean loss over windows, as `evaluate` does, but without restoring the numerical state
     (FP8 scales and amax histories).
 
     The caller must use a context that restores the numerical state, as `evaluate` does.

@@ -2,10 +2,10 @@
 Prepare the folder of a run's event logs, and move the logs of earlier processes to subfolders. The
 event log of a rank records every accepted call of the rank's contract.
 
-A run that resumes, or that a launcher started again, begins new event logs with the same names. The
-existing logs show what happened before the previous process ended, so these logs and their rank
-logs are moved to `before-0001`, `before-0002` and so on. A rank moves only its own files: ranks of
-two hosts may each have a folder of this name.
+A run that resumes, or that a launcher restarts, begins new event logs with the same names. The
+existing logs show what happened before the previous process ended. Therefore these event logs and
+their rank logs are moved to `before-0001`, `before-0002` and so on. A rank moves only its own
+files, because ranks on two hosts may each have their own folder with this path.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _BEFORE = re.compile(r"before-([0-9]{4,})")
 
 def set_aside(folder: Path, member: Member, where: str, *, one: bool = False) -> Path:
     """
-    Create the folder, and move the logs of the previous process; every rank calls this function.
+    Create the folder, and move the logs of the previous process. Every rank must call this
+    function.
 
     Args:
         folder: The folder of the event logs.
         member: This rank.
-        where: The field that names the folder, for messages.
-        one: Whether to keep only the newest folder of moved logs; if False, all folders are kept.
+        where: The training file's field that names the folder, for messages.
+        one: Whether to keep only the newest folder of moved logs. If False, all folders are kept.
 
     Returns:
         The path of this rank's event log.

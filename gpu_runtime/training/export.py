@@ -36,9 +36,9 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         path: The checkpoint's folder, as `Checkpoints` wrote it, from any number of ranks.
 
     Returns:
-        The weights by the model's names, such as ``layers.5.qkv.weight``, on the CPU, each with the
-        shape and dtype that it was trained with; a tied weight appears once. The second value is
-        the checkpoint's facts (its plain data).
+        The weights by the model's names, such as ``layers.5.qkv.weight``, and the checkpoint's
+        facts (its plain data). The weights are on the CPU, with the shapes and dtypes of the
+        training. A tied weight appears once.
 
     Raises:
         BackendError: A file is missing or damaged, or the folder is not a checkpoint.
@@ -50,14 +50,14 @@ def read_part(
     path: Path, part: str, *, compared: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
-    Read those tensors of a checkpoint whose names begin with a prefix, and remove the prefix from
-    the names.
+    Read the tensors of a checkpoint whose names begin with a prefix. The prefix is removed from the
+    names.
 
     Args:
         path: The checkpoint's folder.
         part: The prefix, such as ``model`` or ``fp8.dp0``.
-        compared: Whether an earlier call for another prefix has already compared the hashes. If
-            False, this call compares the hashes.
+        compared: Whether an earlier call for another prefix has already compared the files with
+            their hashes. If False, this call compares them.
 
     Returns:
         The tensors by name without the prefix, on the CPU, and the checkpoint's facts (its plain
@@ -86,10 +86,10 @@ def write_weights(
     path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any], kind: str
 ) -> None:
     """
-    Write weights into a new file, which gets its name only once it is complete.
+    Write weights into a new file. The file gets its name only when it is complete.
 
     Args:
-        path: The file; its folder exists.
+        path: The path of the file. Its folder must exist.
         weights: The weights by name, on the CPU.
         about: Plain data that a safetensors file stores as JSON under ``qeffect``.
         kind: One of `FORMATS`.

@@ -1,6 +1,6 @@
 """
-Derive figures from the raw numbers of a training run: loss, speed, and the difference from a native
-run.
+Compute figures for a report from the raw numbers of a training run: loss, speed, and the difference
+from a native run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _MOST = 700.0
 
 def derive_train(raw: Raw) -> dict[str, Any]:
     """
-    Derive each run's first and last losses, held-out perplexity, speed, and differences.
+    Compute each run's first and last losses, held-out perplexity and speed, and the differences
+    between runs.
 
-    A value that is not finite becomes None, as do the losses of a run without steps.
+    Values that are not finite become None. The losses of a run without steps are also None.
     """
     return {"runs": [_run(run) for run in raw["runs"]]}
 
@@ -52,7 +53,7 @@ def _run(run: Raw) -> dict[str, Any]:
 
 
 def mean(losses: Sequence[float | None]) -> float | None:
-    """Return the mean; None if there are no losses or a loss is not finite."""
+    """Return the mean of the losses; None if there are no losses or a loss is not finite."""
     known = [loss for loss in losses if loss is not None]
     return statistics.fmean(known) if known and len(known) == len(losses) else None
 
@@ -63,5 +64,5 @@ def rounded(value: float | None) -> float | None:
 
 
 def perplexity(loss: float) -> float | None:
-    """Return exp(loss); None if a float cannot hold it."""
+    """Return exp(loss); None if the result is too large for a float."""
     return math.exp(loss) if loss < _MOST else None

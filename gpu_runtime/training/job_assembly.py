@@ -46,7 +46,7 @@ def backend_of(config: Config) -> str:
 
 def job_of(config: Config) -> LanguageJob:
     """
-    Return the job of a configuration, and open its training text.
+    Make the job of a configuration, and open its training text.
 
     Raises:
         UnusableError: Fields of the configuration do not fit each other, or do not fit the training
@@ -155,8 +155,8 @@ def _recomputing(config: Config, stages: int) -> tuple[int, ...]:
 
 def require_grouped(config: Config) -> None:
     """
-    If the file asks for dW products over several microbatches, check that the other fields allow
-    such products.
+    If the training file requests dW products over several microbatches (`wgrad_group`), check that
+    the other fields allow such products.
 
     Raises:
         UnusableError: A field does not fit `wgrad_group`; the message names the field.
@@ -236,11 +236,11 @@ class JobData(NamedTuple):
 
 def open_job(config: Config) -> JobData:
     """
-    Return the model and data of a configuration, with open files.
+    Make the model of a configuration, and open its data files.
 
     Raises:
-        UnusableError: Fields of the configuration do not fit each other or the training text, or
-            the held-out text cannot be used.
+        UnusableError: Fields of the configuration do not fit each other, or do not fit the training
+            text, or the held-out text cannot be used.
     """
     job, text = job_of(config), config.data.held_out
     return JobData(job, _loader(config, text, "held_out") if text else None)
@@ -259,11 +259,11 @@ def measure_cut(
     times: Mapping[str, Any] | None = None,
 ) -> tuple[Config, JobData]:
     """
-    If the file asks for a measured cut, divide the model into stages by measured times; every rank
-    calls this function.
+    If the training file has `cut = "measured"`, divide the model into stages by measured times.
+    Every rank must call this function.
 
-    Each rank times its own device, and the slowest rank's time for each action is used. Nothing is
-    measured if the file contains the times. A run that resumes takes the times, and therefore the
+    Each rank measures its own device, and the slowest rank's time for each action is used. If the
+    file contains times, nothing is measured. A run that resumes takes the times, and therefore the
     cut, from its newest checkpoint.
 
     Args:
@@ -271,14 +271,14 @@ def measure_cut(
         config: The run.
         data: The configuration's data, from `open_job`.
         resume: Whether the run resumes from a checkpoint.
-        times: Times measured for another run of the same model; None to measure now.
+        times: Times that were measured for another run of the same model. None measures now.
 
     Returns:
-        The configuration with the measured times, which give the same cut on any machine, and the
-        data with the model divided by this cut.
+        The configuration with the measured times, and the data with the divided model. The times in
+        the configuration give the same cut on any machine.
 
     Raises:
-        BackendError: A rank cannot measure; the message says why.
+        BackendError: A rank cannot measure. The message says why.
     """
     parallel = config.parallel
     if parallel.cut != "measured" or parallel.layer_times:
@@ -302,9 +302,9 @@ def cut_by_times(
     Divide a model into stages of equal time.
 
     Args:
-        config: The run, whose `cut` is `measured`.
+        config: The configuration of the run, whose `cut` is `measured`.
         job: The run's model.
-        fields: The measured times, by the names of `TIMES`.
+        fields: The measured times. `TIMES` contains their names.
 
     Returns:
         The configuration with these times, and the divided model.

@@ -2,8 +2,8 @@
 A decoder language model that is divided (cut) into the stages of a pipeline.
 
 The first stage has the token embedding; the last has the final norm, the head and cross entropy.
-Each part has its own seed. A part's name contains its position in the whole model
-(`layers.5.qkv.weight`). So neither bits nor names depend on the cut.
+Each part (embedding, layer, head) has its own seed, and a parameter's name contains the position in
+the whole model (`layers.5.qkv.weight`). Therefore initial bits and names do not depend on the cut.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _MEAN = functools.partial(mean_cross_entropy, overwrite=True)
 
 def even_cut(layers: int, stages: int) -> tuple[int, ...]:
     """
-    Return the number of layers of each stage, as even as possible; extra layers go to the first
-    stages.
+    Return the number of layers of each stage, distributed as evenly as possible. The first stages
+    get the extra layers.
 
     >>> even_cut(10, 4)
     (3, 3, 2, 2)
@@ -54,16 +54,17 @@ def balanced_cut(
     costs: Sequence[float], stages: int, *, embedding: float = 0.0, head: float = 0.0
 ) -> tuple[int, ...]:
     """
-    Return the number of layers of each stage that minimizes the cost of the costliest stage.
+    Return the numbers of layers per stage that minimize the cost of the costliest stage.
 
-    Among cuts with the same maximum, the result has the smallest sum of squared stage costs, then
-    the fewest layers in the first stages.
+    Among cuts with the same maximum, the cut with the smallest sum of squared stage costs is
+    chosen. If several such cuts remain, the one with the fewest layers in the first stages is
+    chosen.
 
     Args:
         costs: Cost of each layer, in any unit, for example measured times.
         stages: Number of stages.
-        embedding: Cost of the embedding, in the first stage.
-        head: Cost of norm, head and loss, in the last stage.
+        embedding: Cost of the embedding, which is in the first stage.
+        head: Cost of norm, head and loss, which are in the last stage.
 
     >>> balanced_cut([1.0] * 8, 4, head=2.0)
     (2, 2, 3, 1)
@@ -160,10 +161,10 @@ class LanguageJob(Job):
     The job of a pipeline that trains a language model.
 
     Args:
-        vocabulary: Number of tokens.
+        vocabulary: Number of tokens in the vocabulary.
         cut: Number of layers of each stage; one layer per stage by default.
-        loader: The data.
-        rate: The learning rate as a function of the step.
+        loader: Supplies the windows of training text.
+        rate: Function of the step that returns the learning rate.
         weight_decay: Weight decay of the matrices.
         master: Whether the optimizer keeps fp32 copies of the parameters.
         clip_norm: Upper limit of the norm of all gradients, by clipping; None for no clipping.
@@ -173,8 +174,8 @@ class LanguageJob(Job):
         head: What computes the head, one of `heads.HEADS`.
 
     Raises:
-        ValueError: The cut has the wrong number of stages, or a stage without a layer; the head is
-            unknown; or `dropout` is not a number in [0, 1).
+        ValueError: The cut has the wrong number of stages or a stage without a layer, the head is
+            unknown, or `dropout` is not a number in [0, 1).
     """
 
     vocabulary: int = 256
@@ -202,7 +203,7 @@ class LanguageJob(Job):
             raise ValueError(f"expected head to be one of {', '.join(HEADS)}, found {self.head!r}")
 
     def name_of(self, stage: int, local: str) -> str:
-        """Return the name in the whole model for the parameter or tensor `local` of a stage."""
+        """Return the whole model's name for the parameter or tensor `local` of a stage."""
         return EMBEDDED if self.tied and local == PROJECTED else name_of(self.cut)(stage, local)
 
     @property
@@ -221,8 +222,8 @@ class LanguageJob(Job):
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
         """
-        Return the arguments for making a stage, like `Job.options`. The cut determines the stage's
-        layers; the first stage also has the embedding, the last stage the head.
+        Return the arguments of a stage's constructor, as `Job.options` does. The cut determines the
+        stage's layers. The first stage also has the embedding, and the last stage has the head.
         """
         last = index == self.num_stages - 1
         ends = Ends(
@@ -247,8 +248,8 @@ class LanguageJob(Job):
         """
         Return an AdamW optimizer without weight decay for norms, biases and embeddings.
 
-        A capturable optimizer keeps its learning rate on the device, so that replays of a graph use
-        changed rates.
+        A capturable optimizer keeps its learning rate on the device, so replays of a graph use the
+        current rate.
         """
         lr: float | Tensor = self.rate.at(0)
         if capturable:
@@ -283,7 +284,7 @@ class LanguageJob(Job):
 
     def position(self, step: int) -> int:
         """
-        Return the number of windows that training uses before a step, over all earlier steps.
+        Return the number of windows that training uses in all steps before `step`.
         """
         loader = self._loader
         return loader.position + (step - loader.step) * self.windows_a_step
@@ -298,8 +299,8 @@ class LanguageJob(Job):
         self, device: torch.device, replica: int = 0
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
         """
-        Return a function that takes a step and a microbatch. The function returns the microbatch's
-        tokens, and the token that follows each token.
+        Return a function of step and microbatch. It returns the microbatch's tokens, and for each
+        token the token that follows.
         """
         loader = self._loader
         held: dict[int, tuple[Tensor, Tensor]] = {}

@@ -1,10 +1,10 @@
 """
-Check that all values for a checkpoint are finite: weights, moments and scales.
+Check that all values for a checkpoint are finite: weights, optimizer moments and scales.
 
-The device reduces each tensor to its largest magnitude, which is infinite or NaN if any value of
-the tensor is; the host reads one flag per tensor. Amax histories are left out: with
-`skip_nonfinite` a history may hold an infinite amax for a while, but no scale is computed from this
-amax.
+The device computes the largest magnitude of each tensor. This magnitude is infinite or NaN if any
+value of the tensor is infinite or NaN. The host reads one flag per tensor. Amax histories are not
+checked: with `skip_nonfinite` a history may contain an infinite amax for a while, but no scale is
+computed from this amax.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class NonFinite:
 
 def persistent(worker: Worker, naming: Naming) -> Iterator[tuple[str, int, Tensor]]:
     """
-    Return the name, the stage and the live tensor of every weight, moment, master weight and scale
-    of a rank.
+    Return the name, the stage and the live tensor of every weight, optimizer moment, master weight
+    and scale of a rank.
 
     Args:
         worker: This rank, between two steps.
@@ -73,7 +73,7 @@ def persistent(worker: Worker, naming: Naming) -> Iterator[tuple[str, int, Tenso
 
 def nonfinite(worker: Worker, naming: Naming) -> list[NonFinite]:
     """
-    List this rank's tensors with values that are not finite; the host waits for the device.
+    List this rank's tensors with values that are not finite. The host waits for the device.
 
     Args:
         worker: This rank, between two steps.

@@ -60,24 +60,26 @@ class Trainer:
     Args:
         member: This process.
         config: The configuration of the run, from its training file.
-        show: Function that shows a progress line on a terminal, but may skip lines in quick
-            succession; used on rank 0.
-        data: The configuration's data, from `open_job`; by default, the trainer opens it.
-        note: Function that always shows a line; `show` by default.
+        show: Function that shows a progress line on a terminal, but may skip lines that follow one
+            another quickly. Only rank 0 uses this function.
+        data: The model and data of the configuration, from `open_job`. By default, the trainer
+            calls `open_job`.
+        note: Function that shows every line; by default `show`.
         resume: Whether to continue from the newest checkpoint, if there is a checkpoint.
         adopt: Whether to accept another run's checkpoint.
-        lock: The lock of the folder of checkpoints, on rank 0; by default, the trainer takes the
-            lock. `close` releases the lock. If the trainer cannot be made, a given lock is not
+        lock: The lock of the folder of checkpoints, on rank 0. By default, the trainer takes the
+            lock. `close` releases it. If the constructor raises an error, a given lock is not
             released.
 
     Attributes:
-        stands: The run's status that was last written to the status file.
-        tell: Function that prints why the run stopped, if the main thread cannot. The function
-            takes the cause and the run's status, and returns whether this rank printed the cause.
+        stands: The last status of the run that was written to the status file.
+        tell: Function that prints why the run stopped, if the main thread cannot do so. The
+            function takes the cause and the run's status, and returns whether this rank printed the
+            cause.
 
     Raises:
         UnusableError: The configuration or the data cannot be used, or the folder has checkpoints
-            although `resume` is not given.
+            although `resume` is False.
         BackendError: A stage cannot be built, or the checkpoint cannot be loaded.
         StoppedError: A rank was lost during the load of a checkpoint.
     """
@@ -179,7 +181,7 @@ class Trainer:
         return self.results.watch
 
     def save(self) -> None:
-        """Write a checkpoint between two steps; raises the errors of `Saves.save`."""
+        """Write a checkpoint between two steps. Raises the same errors as `Saves.save`."""
         self.saves.save(self.worker, self.job)
 
     def _take_start(self, path: Path) -> None:
@@ -256,13 +258,13 @@ class Trainer:
         """
         Train until the last step, with the configured evaluations and checkpoints.
 
-        SIGTERM, SIGUSR1 and `[run] max_seconds` end the run with a checkpoint, after a step that
-        all ranks agree on; `ended_by` then names the request. The status file says why the run
+        SIGTERM, SIGUSR1 and `[run] max_seconds` end the run with a checkpoint. All ranks end after
+        the same step, and `ended_by` then names the request. The status file says why the run
         ended.
 
         Raises:
             StoppedError: A rank could not continue; every rank raises this error.
-            DivergedError: The run has diverged; every rank raises this error after the same step.
+            DivergedError: The run has diverged. Every rank raises this error after the same step.
             BackendError: A rank was lost in an evaluation, or the last checkpoint was not saved.
         """
         self._started = time.perf_counter()
@@ -482,8 +484,8 @@ class Trainer:
 
     def digest(self) -> str:
         """
-        Return one SHA-256 of the run's parameters, moments and scales; every rank calls this
-        method.
+        Return one SHA-256 of the run's parameters, optimizer moments and scaling state. Every rank
+        must call this method.
 
         Raises:
             BackendError: Ranks, or copies of a tied weight, hold different bits for the same

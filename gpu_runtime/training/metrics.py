@@ -1,4 +1,6 @@
-"""The log of a run: JSON lines, TensorBoard if it is installed, and the terminal."""
+"""
+The log of a run. It is written as JSON lines, to TensorBoard if configured, and to the terminal.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _TAIL = 1 << 16
 
 def memory_bytes(device: torch.device) -> int:
     """
-    Return the peak memory so far, in bytes: reserved memory on a GPU, resident memory on a CPU.
+    Return the peak memory so far, in bytes. On a GPU this is reserved memory, on a CPU resident
+    memory.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
@@ -141,19 +144,19 @@ def _require_log(path: Path) -> None:
 
 class Log:
     """
-    The log of a run; only rank 0 has a log.
+    The log of a run. Only rank 0 has a log.
 
-    A line's `step` counts from 0. An event after a step, such as an evaluation, has the number of
-    that step. A number that is not finite is written as null. If the file can no longer be written,
-    the log notes the error once, and training continues without the file.
+    Steps are numbered from 0. An event after a step, such as an evaluation, has the number of this
+    step. A number that is not finite is written as null. If the file can no longer be written, the
+    error is reported once, and training continues without the file.
 
     Args:
         path: File to which JSON lines are appended; None for no file. If a killed run left its last
             line unfinished, that line is removed.
         board: Folder for TensorBoard; None for no TensorBoard files.
-        show: Function that shows a progress line on the terminal, but may skip lines in quick
-            succession.
-        note: Function that always shows a line; `show` by default.
+        show: Function that shows a progress line on the terminal, but may skip lines that follow
+            one another quickly.
+        note: Function that shows every line; by default `show`.
 
     Attributes:
         ended: Why the file could no longer be written; None while it can be written.
@@ -195,7 +198,8 @@ class Log:
 
     def __call__(self, line: Mapping[str, Any]) -> None:
         """
-        Write one line to the log as JSON, its numbers to TensorBoard, and the loss to the terminal.
+        Write one line to the log as JSON, write its numbers to TensorBoard, and show the loss on
+        the terminal.
         """
         if self._file is not None:
             clean = {k: finite(v) if type(v) is float else v for k, v in line.items()}

@@ -1,9 +1,9 @@
 """
-Compute a language model on the CPU in fp32, without FP8, for checkpoints of either backend.
+Compute a language model on the CPU in fp32, without FP8, from a checkpoint of either backend.
 
 A checkpoint of Transformer Engine's backend contains scales for the library's own casts and
-products, which do not run on a CPU. So this module computes the model without FP8 casts. The logits
-therefore differ, by FP8 rounding, from those of the run's own evaluation.
+products, which do not run on a CPU. Therefore this module computes the model without FP8 casts. Its
+logits differ from the logits of the run's own evaluation by FP8 rounding.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PlainModel:
 
     Args:
         model: The dimensions.
-        weights: The weights, of any type, with the names and shapes of the reference backend; a
-            tied weight has both names.
+        weights: The weights, of any dtype, with the names and shapes of the reference backend. A
+            tied weight is listed under both of its names.
         gelu: ``none`` for the exact GELU, ``tanh`` for its tanh approximation.
 
     Raises:
@@ -61,7 +61,7 @@ class PlainModel:
         Compute the logits of the next token.
 
         Args:
-            ids: The tokens so far: at least one token, at most a window.
+            ids: The tokens so far: at least one token, and at most as many as a window has.
 
         Returns:
             The logits over the vocabulary, fp32.

@@ -1,11 +1,11 @@
 """
-Generate text with the model of a checkpoint: one process runs the whole model on the CPU, token by
+Generate text with the model of a checkpoint. One process runs the whole model on the CPU, token by
 token.
 
-Checkpoints of the reference backend are evaluated by that backend, with the saved scales, as in an
-evaluation. Checkpoints of Transformer Engine's backend are evaluated in fp32, without FP8. A prompt
-starts at the model's first position. Once the text is longer than a window, the model sees only the
-last `sequence` tokens of the text.
+For checkpoints of the reference backend, this backend computes the model with the saved scales, as
+in an evaluation. Checkpoints of Transformer Engine's backend are computed in fp32, without FP8. A
+prompt starts at the model's first position. If the text is longer than a window, the model sees
+only the last `sequence` tokens of the text.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class WholeModel:
     Args:
         model: The dimensions of the model.
         facts: The facts file of the checkpoint, as plain data.
-        of_window: Function that computes the logits of the next token from at most a window of
-            tokens.
+        of_window: Function that computes the logits of the next token from the tokens so far, at
+            most as many as a window has.
         computed: Description of how the logits are computed.
     """
 
@@ -56,12 +56,12 @@ class WholeModel:
     @classmethod
     def of(cls, path: Path) -> WholeModel:
         """
-        Load a checkpoint from any number of ranks, after comparing the hash of each file.
+        Load a checkpoint that any number of ranks saved. First compare each file with its hash.
 
         The scales of the first replica are used.
 
         Raises:
-            BackendError: The folder is not a whole checkpoint of `qeffect runtime train`, or its
+            BackendError: The folder is not a complete checkpoint of `qeffect runtime train`, or its
                 backend is unknown.
         """
         weights, facts = read_part(path, MODEL)
@@ -87,7 +87,7 @@ class WholeModel:
         return cls(model, facts, _reference(path, model, weights), "with the reference backend")
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Return the logits of the next token, in fp32; the checkpoint's scales are not changed."""
+        """Return the logits of the next token, in fp32. The checkpoint's scales stay unchanged."""
         return self.of_window(list(ids)[-self.model.sequence :])
 
     def continued(
@@ -99,8 +99,8 @@ class WholeModel:
         Args:
             ids: The text's tokens, at least one.
             tokens: Number of tokens to yield.
-            below: Only tokens below this number are chosen, because the rest of the vocabulary is
-                padding.
+            below: Number of tokens that the encoding uses. Only tokens below this number are
+                chosen, because the rest of the vocabulary is padding.
             temperature: Divides the logits before a random choice; 0 takes the most probable token.
             seed: Seed of the choices.
         """

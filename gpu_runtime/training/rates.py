@@ -20,8 +20,8 @@ class Rate:
         peak: The highest rate, reached at the end of the warm-up.
         warmup: Number of steps of the warm-up; the first step has the rate `peak / warmup`, not
             zero.
-        steps: Number of steps, including the warm-up, until the rate reaches `least`; 0 keeps the
-            peak rate.
+        steps: Number of steps, including the warm-up, until the rate reaches `least`. With 0 the
+            rate stays at `peak`.
         least: The rate after `steps` steps.
 
     >>> rate = Rate(peak=1.0, warmup=2, steps=6, least=0.1)

@@ -1,11 +1,12 @@
 """
-Measure in each step how far gradients exceeded the range of their FP8 scales, without making the
-host wait.
+Measure in each step how far gradients exceeded the range of their FP8 scales. The host does not
+wait for this measurement.
 
-Delayed scaling casts a gradient with a scale computed from earlier amaxes. A gradient beyond the
-range of this scale is clipped to the largest FP8 value; its amax then lowers the scale. So the
-factor by which a scale fell in a step is the factor by which the gradient exceeded its range. The
-fall is measured only if the amax history still contains that amax at the end of the step.
+Delayed scaling casts a gradient with a scale that was computed from earlier amaxes (largest
+absolute values). A gradient value outside the range of this scale is clipped to the largest FP8
+value. Afterwards the gradient's amax lowers the scale. Therefore the factor by which a scale fell
+in a step is the factor by which the gradient exceeded its range. The factor is measured only if the
+amax history still contains this amax at the end of the step.
 """
 
 from __future__ import annotations
@@ -52,18 +53,17 @@ class GradientScales:
         self.reset()
 
     def reset(self) -> None:
-        """Forget earlier scales; must be called after scales were restored."""
+        """Forget earlier scales. Call this method after scales were restored."""
         if self._live:
             self._before = _together(self._live)
 
     def take(self) -> Tensor:
         """
-        Compare the scales after a step with the scales before the step, without making the host
-        wait.
+        Compare the scales after a step with the scales before the step. The host does not wait.
 
         Returns:
             Two float32 numbers on the device: the largest factor by which a scale fell, and the
-            index of that scale in `names`; both are 0 if there are no scales.
+            index of this scale in `names`. Both are 0 if there are no scales.
         """
         into = torch.zeros(2, device=self._before.device)
         if self._live:

@@ -53,7 +53,7 @@ class Saves:
     Args:
         member: This process.
         config: The configuration of the run, from its training file.
-        lock: The lock of the folder, on rank 0; by default, `open` takes the lock.
+        lock: The lock of the folder, on rank 0. By default, `open` takes the lock.
 
     Attributes:
         checkpoints: The folder of checkpoints; None if the configuration names no folder.
@@ -79,8 +79,7 @@ class Saves:
             adopt: Whether to accept another run's checkpoint.
 
         Raises:
-            UnusableError: The folder cannot be used, or has checkpoints although `resume` is not
-                given.
+            UnusableError: The folder cannot be used, or has checkpoints although `resume` is False.
         """
         given = self.config.checkpoint
         where = f"{self.config.source}: [checkpoint] folder"
@@ -119,14 +118,16 @@ class Saves:
 
     def begin(self) -> None:
         """
-        Write the run's identity into the lock file, once nothing can prevent the start any more.
+        Write the run's identity into the lock file. Call this method when all checks before the
+        start have passed.
         """
         if self.lock is not None and self.checkpoints is not None:
             self.lock.say(run=self.checkpoints.run[0])
 
     def load(self, worker: Worker, job: LanguageJob) -> LanguageJob:
         """
-        Load the checkpoint that `open` found into the worker, and move the data to its position.
+        Load the checkpoint that `open` found into the worker, and continue the data at the
+        checkpoint's position.
 
         Returns:
             The job, with the learning-rate curve of the saved run.
@@ -241,8 +242,8 @@ class Saves:
         last: bool,
     ) -> None:
         """
-        Save a checkpoint after `step` steps, and log the time. If the last save fails, the error is
-        raised; any other failure is only logged.
+        Save a checkpoint after `step` steps, and log the time of the save. If the last save of the
+        run fails, the error is raised. Other failures are only logged.
 
         Args:
             worker: The worker (the pipeline of this rank) whose state is saved.
@@ -253,7 +254,7 @@ class Saves:
 
         Raises:
             BackendError: The last checkpoint cannot be written.
-            StoppedError, DivergedError: A rank has unfinished work or is gone; or a value is not
+            StoppedError, DivergedError: A rank has unfinished work or is gone, or a value is not
                 finite.
         """
         told = self.checkpoints is not None and self.checkpoints.told
@@ -271,7 +272,7 @@ class Saves:
             self.log({"step": step - 1, "save_ms": [round(ms, 3) for (ms,) in spent]})
 
     def log_failure(self, step: int) -> None:
-        """If an asynchronous save has failed, log the failure once, at the next step."""
+        """If an asynchronous save has failed, log the failure. Each failure is logged only once."""
         if self.checkpoints is None or self.log is None:
             return
         if problem := self.checkpoints.failure():
@@ -288,14 +289,17 @@ class Saves:
             self.checkpoints.wait()
 
     def facts(self, state: str, **told: Any) -> dict[str, Any]:
-        """Return the run's status (`facts_of_run`), on any rank."""
+        """Return the run's status (`facts_of_run`). Any rank may call this method."""
         made, given = self.checkpoints, self.config.checkpoint.folder
         folder = self.config.path(given) if given else None
         run = self.config.checkpoint.run or None if made is None else made.run[0]
         return facts_of_run(folder, state, run=run, steps=self.config.run.steps, **told)
 
     def write_status(self, facts: Mapping[str, Any]) -> None:
-        """Write the status file; only rank 0 writes, if the run has a folder of checkpoints."""
+        """
+        Write the status file. Only rank 0 writes it, and only if the run has a folder of
+        checkpoints.
+        """
         if self.checkpoints is None or self.member.rank:
             return
         if self.lock is not None and self.lock.lost():

@@ -1,7 +1,7 @@
 """
 Begin a run from the weights in a file, such as a file that `qeffect runtime export` wrote.
 
-Only weights come from the file; AdamW's state, the scales and the position in the text are those of
+Only weights come from the file. AdamW's state, the scales and the position in the text start as in
 a new run.
 """
 
@@ -35,7 +35,7 @@ _ZIP = b"PK"
 @attrs.frozen
 class StartingWeights:
     """
-    The weights of a file; each weight is read only when it is used.
+    The weights in a file. Each weight is read only when it is used.
 
     Args:
         path: The file of weights.
@@ -50,8 +50,8 @@ class StartingWeights:
     @classmethod
     def open(cls, path: Path) -> StartingWeights:
         """
-        Open a safetensors file, or a dictionary that `torch.save` wrote; the file's content decides
-        between the two.
+        Open a safetensors file, or a dictionary that `torch.save` wrote. The file's content decides
+        which format is read.
 
         Raises:
             BackendError: The file cannot be read, or has neither of these formats.
@@ -120,13 +120,14 @@ def load_start(
     worker: Worker, naming: Naming, path: Path, where: str, names: str = "", folder: Path = Path()
 ) -> int:
     """
-    Copy the weights of a file into a model before its first step; every rank calls this function.
+    Copy the weights of a file into a model before its first step. Every rank must call this
+    function.
 
     Args:
         worker: This rank, whose epoch is 0.
         naming: How checkpoints name each tensor of the model.
-        path: The file, which every rank reads.
-        where: The field that names the file, for messages.
+        path: The file. Every rank reads it.
+        where: The training file's field that names the file, for messages.
         names: The file's names for the weights: ``gpt2``, or the path of a file of names; empty for
             QEffect's names.
         folder: The folder to which a relative path in `names` refers.
@@ -135,8 +136,8 @@ def load_start(
         The number of weights in the file.
 
     Raises:
-        BackendError: A rank cannot read the file, or names, shapes or types differ from the
-            model's. Every rank raises this error, before any weight changes.
+        BackendError: A rank cannot read the file, or names, shapes or dtypes differ from the
+            model's. Every rank raises this error before any weight changes.
     """
     into = [
         (naming(stage.index, local), parameter)

@@ -1,16 +1,16 @@
 """
-The tensors of a rank that a checkpoint saves, with names that do not depend on the mapping of
+The tensors of a rank that a checkpoint contains, with names that do not depend on the mapping of
 stages to ranks.
 
 Examples are `model.layers.5.qkv.weight`, `optim.layers.5.qkv.weight.exp_avg` and
-`fp8.dp0.layers.5.forward.scale`. Layers are numbered over the whole model, so any rank of any
-mapping finds its tensors. A tensor that is the same in all replicas has one name. Scaling state
-differs between replicas, so its names contain the replica; if the replicas share the state, all use
-the first replica's name. Random states, and numerical state that belongs to no stage, belong to a
-process: only their names contain the rank's index in the pipeline.
+`fp8.dp0.layers.5.forward.scale`. Layers are numbered over the whole model, so ranks of any mapping
+find their tensors. A tensor that is the same in all replicas has one name. Scaling state differs
+between replicas, so its names contain the replica. If the replicas share the state, all replicas
+use the first replica's name. Random states belong to a process, and so does numerical state that
+belongs to no stage. Only the names of these states contain the rank's index in the pipeline.
 
-The contract's effect tokens and slot generations, tapes, graphs, streams, events, addresses and
-weight caches are not saved: a restored process makes them again.
+The contract's counters, tapes (data between F and dW), graphs, streams, events, addresses and
+weight caches are not saved, because a restored process makes new ones.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def by_layer(layers: int) -> Naming:
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """
-    Return AdamW's state by the optimizer's names, with zeros for state that does not exist yet.
+    Return AdamW's state under the optimizer's names. State that does not exist yet is returned as
+    zeros.
 
-    Zeros at step 0 and missing state give the same bits in the first update.
+    With zeros at step 0 the first update gives the same bits as with missing state.
     """
     held = dict(optimizer.state_tensors())
     for name, target in optimizer.named.items():
@@ -92,17 +93,17 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 @attrs.frozen(eq=False)
 class PersistentTensors:
     """
-    The live tensors of one rank that a checkpoint saves, by name.
+    The live tensors of one rank that a checkpoint contains, by name.
 
     Args:
         tensors: The live tensors, by name.
         parameters: Names of the weights.
-        optimizer: For each tensor of AdamW's state, maps its name in the optimizer to its name in
+        optimizer: Maps the optimizer's name of each tensor of AdamW's state to its name in
             `tensors`.
-        numerical: For each tensor of scaling state, maps its name in `tensors` to its name in the
+        numerical: Maps the name in `tensors` of each tensor of scaling state to its name in the
             domain.
-        copies: By name in `tensors`, further tensors that must equal this tensor: copies of a tied
-            weight, and their AdamW state.
+        copies: By name in `tensors`, further tensors that must be equal to this tensor: copies of a
+            tied weight, and their AdamW state.
     """
 
     tensors: Mapping[str, Tensor]
@@ -123,12 +124,12 @@ class PersistentTensors:
             optimizer: The optimizer over the runtime's stages.
             naming: How checkpoints name each tensor of the model.
             replica: The index of the rank's replica, whose scaling state the rank holds.
-            place: The rank's index in its pipeline; only names of state that belongs to no stage
+            place: The rank's index in its pipeline. Only names of state that belongs to no stage
                 contain this index.
 
         Raises:
-            BackendError: The naming function gives two tensors the same name or fails for a tensor,
-                or a tensor of the optimizer belongs to no parameter.
+            BackendError: The naming function returns the same name for two tensors or fails for a
+                tensor, or a tensor of the optimizer belongs to no parameter.
         """
         tensors: dict[str, Tensor] = {}
         weights: dict[str, None] = {}
@@ -184,8 +185,7 @@ class PersistentTensors:
 
     def require_alike(self) -> None:
         """
-        Raise an error unless all copies of a tensor have the same bits, because only one copy is
-        saved.
+        Raise an error unless all copies of each tensor have the same bits. Only one copy is saved.
 
         Raises:
             BackendError: Copies of a tied weight differ.
@@ -215,8 +215,8 @@ def _named(naming: Naming, stage: int, local: str) -> str:
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
     """
-    Return the states of torch's random generators in this process: the CPU's, and on a GPU also the
-    device's.
+    Return the states of torch's random generators in this process: the CPU's generator, and on a
+    GPU also the device's generator.
     """
     found = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -233,10 +233,10 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """
-    Return, for each tensor, the type, the shape and a sum of the raw bits, to detect replicas that
-    differ.
+    Return the dtype, the shape and a sum of the raw bits of each tensor. Different replicas are
+    detected by comparing these values.
 
-    Each tensor is summed on its own device; the host waits once per device.
+    Each tensor is summed on its own device. The host waits once per device.
     """
     sums: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():

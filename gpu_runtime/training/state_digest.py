@@ -1,6 +1,6 @@
 """
-One SHA-256 of a run's weights, AdamW state and scaling state, ordered by their names in a
-checkpoint.
+One SHA-256 of a run's weights, AdamW state and scaling state. The tensors are ordered by their
+names in a checkpoint.
 
 With `[model] scales = "epoch"` two runs have the same digest if their model, recipe, number of
 microbatches and number of replicas are the same. Their schedule and mapping onto ranks may differ.
@@ -24,7 +24,7 @@ __all__ = ["digest_of", "state_digest", "tensor_hashes"]
 
 
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return one string per tensor: its type, its shape, and the SHA-256 of its raw bits."""
+    """Return one string per tensor, with its dtype, its shape, and the SHA-256 of its raw bits."""
     return {
         name: f"{tensor.dtype}{list(tensor.shape)}:"
         + hashlib.sha256(raw_bits(tensor).cpu().numpy().tobytes()).hexdigest()
@@ -44,9 +44,10 @@ def digest_of(hashes: Mapping[str, str]) -> str:
 
 def state_digest(worker: Worker, naming: Naming) -> str:
     """
-    Return the digest of a run's state; every rank calls this function between two steps.
+    Return the digest of a run's state. Every rank must call this function, between the same two
+    steps.
 
-    States of random generators are left out, because each process has its own.
+    States of random generators are left out, because each process has its own random state.
 
     Args:
         worker: This rank.

@@ -1,5 +1,5 @@
 """
-The log of steps: losses, norms, digests and times, gathered from all ranks, one line per step.
+The log of steps: losses, norms, digests and times of all ranks, with one line per step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class StepLog:
         config: The configuration of the run, from its training file.
         job: The job that the pipeline trains.
         worker: The worker (the pipeline of this rank) whose steps are logged.
-        steps: The object that runs the steps, as guarded replays or as launches.
+        steps: The object that runs the steps, as replays of one graph per action or as launches of
+            one graph per step.
         scales: The scales of this rank's gradients.
         log: The run's log, on rank 0.
 
@@ -82,7 +83,7 @@ class StepLog:
         self._since = now
 
     def pause(self, seconds: float) -> None:
-        """Exclude these seconds from the measured time of steps."""
+        """Subtract these seconds from the measured time of steps."""
         self._since += seconds
 
     def agree(self) -> None:
@@ -92,7 +93,7 @@ class StepLog:
         self.collected = min(all_gather(self.member, self.collected))
 
     def log_launches(self) -> None:
-        """Log whether each step runs as one launch, and if not, why."""
+        """Log whether steps run as one launch. If they do not, also log the reason."""
         if self.log is None:
             return
         why = self.steps.why_replays

@@ -1,11 +1,11 @@
 """
 Run the steps of a training run. By default a step is a sequence of guarded replays: one CUDA graph
-per action, each checked by the contract. If this is configured and possible, a step is one launch:
+per action, each checked by the contract. If configured and possible, a step is one launch instead:
 the whole step is one CUDA graph.
 
 A launch is still running when `StepRunner.step` returns. After the launch the device copies the
 step's losses and norm to the host. The host reads them one step later, when the devices of all
-ranks have confirmed the step. So no host waits for a step that it has just launched.
+ranks have confirmed the step. Therefore no host waits for a step that it has just launched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StepResult:
     The result of a step on one rank.
 
     Args:
-        losses: The losses by microbatch; empty on a rank without the last stage.
+        losses: This rank's loss of each microbatch; empty on a rank without the last stage.
         norm: The norm of all ranks' gradients; None if gradients are neither clipped nor checked
             for values that are not finite.
         saturation: The result of `GradientScales.take` on this rank.
@@ -63,16 +63,17 @@ class StepResult:
 
 def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
     """
-    Return the mode in which every rank can run the steps of a job; every rank calls this function.
+    Return the mode in which every rank can run the steps of a job. Every rank must call this
+    function.
 
     Args:
         member: This process.
         job: The pipeline and its model, whose steps are run.
-        wanted: The mode that the training file asks for.
+        wanted: The mode in the training file.
 
     Returns:
         The mode, and the reason why no step can be one launch. The reason is empty if steps can be
-        launches, or if the training file asks for another mode.
+        launches, or if the training file has another mode.
     """
     why = ""
     if wanted == "one launch":
@@ -89,14 +90,14 @@ class StepRunner:
     order.
 
     Args:
-        worker: The rank's worker, whose feed is a `Batches` object, at the epoch (optimizer step)
-            at which the run begins. In mode ``one launch`` the worker's steps are launches, if this
-            is possible on every rank.
+        worker: The rank's worker, at the epoch (optimizer step) at which the run begins. Its feed
+            must be a `Batches` object. In mode ``one launch`` the worker's steps are launches, if
+            every rank can run launches.
         why: Why the steps are not launches, if `mode_of` has already found a reason.
         scales: The scales of the rank's gradients; None if saturation is not reported.
 
     Attributes:
-        launches: Number of launches among the steps whose results were read.
+        launches: Number of launches among the steps whose results have been read.
         why_replays: Why steps are guarded replays although launches were configured; empty
             otherwise.
     """
@@ -128,11 +129,12 @@ class StepRunner:
 
     def step(self) -> None:
         """
-        Run one optimizer step: as guarded replays, eagerly, or as one launch (`OneLaunch.step`).
+        Run one optimizer step. Depending on the mode, the step runs as guarded replays, eagerly, or
+        as one launch (`OneLaunch.step`).
 
         Raises:
             StoppedError: All ranks stopped in this step with the same cause. With launches, the
-                ranks may have stopped in the previous step.
+                cause may come from the previous step.
         """
         epoch, whole = self.worker.runtime.epoch, self.one_launch
         if whole is None:
@@ -164,7 +166,8 @@ class StepRunner:
 
     def stop(self, error: Exception) -> StoppedError:
         """
-        Stop all ranks between two steps because of this rank's error; return the error to raise.
+        Stop all ranks between two steps because of this rank's error. Return the error that the
+        caller must raise.
         """
         worker, epoch = self.worker, self.worker.runtime.epoch
         if self.one_launch is not None and not self._paused:
@@ -197,7 +200,10 @@ class StepRunner:
         return self.worker.runtime.epoch - ahead
 
     def result(self, step: int) -> StepResult:
-        """Return the result of a step that is `known`; a guarded step waits for the device."""
+        """
+        Return the result of a step that is `known`. For a guarded step, the call waits for the
+        device.
+        """
         if step not in self._results:
             found = self._result(step)
             times = self._times.pop(step, StepTimes(0.0)).read()
@@ -225,15 +231,15 @@ class StepRunner:
 
     def ending(self, step: int) -> int:
         """
-        Return the largest request to end the run that any rank has made (`Consent.asks`); the
-        result is the same number on all ranks.
+        Return the largest request to end the run that any rank has made (`Consent.asks`). The
+        result is the same on all ranks.
 
         In guarded steps the ranks exchange their requests when they agree on the update. With
         launches, the hosts exchange their requests after every eighth step; after other steps, the
         result is 0.
 
         Args:
-            step: Steps taken so far.
+            step: Number of steps taken so far.
 
         Raises:
             StoppedError: A rank has stopped in the current launch.
@@ -251,7 +257,8 @@ class StepRunner:
 
     def leave(self) -> None:
         """
-        Wait until every step is known to have succeeded; the worker is then free for other work.
+        Wait until every step is known to have succeeded. The worker can then be used for other
+        work.
 
         Raises:
             StoppedError: All ranks stopped in the last step, with the same cause.
@@ -262,8 +269,8 @@ class StepRunner:
 
     def all_gather(self, own: Sequence[float]) -> list[list[float]]:
         """
-        Gather the same number of values from every rank between two steps; return the values by
-        rank.
+        Gather values from every rank between two steps, the same number from each rank. Return the
+        values by rank.
 
         Raises:
             StoppedError: A rank has stopped in the current launch, or is gone.
@@ -281,7 +288,7 @@ class StepRunner:
     def rebuild(self, stopped: StoppedError) -> None:
         """
         Restart after a stop, at the runtime's current epoch (optimizer step). With launches, the
-        restart may begin at the epoch before.
+        restart may begin one epoch earlier.
 
         Raises:
             StoppedError: Not every rank survived: relaunch, and resume from a checkpoint.
@@ -304,7 +311,7 @@ class StepRunner:
         Continue with guarded replays if a rank could not capture the step.
 
         Returns:
-            Whether a failed capture was the cause of the stop; if not, nothing changes.
+            Whether a failed capture was the cause of the stop. If not, nothing is changed.
         """
         why = fall_back(self.one_launch, stopped)
         if why is None:

@@ -3,10 +3,10 @@ Measure the times of a step on one rank: how long the rank computed, and how lon
 other ranks.
 
 The measurement never makes a step wait for the device. On a CPU the host measures both times. On a
-GPU, events around F, dI and dW are recorded on the device in every 32nd guarded step; the host
-reads these events later, when the device has passed them anyway. A launch is one graph, in which
-the device also waits for messages, so two events around the launch give the sum of both times.
-Therefore the device also timestamps one dW of each stage, which waits for no rank
+GPU, device events around F, dI and dW are recorded in every 32nd guarded step. The host reads these
+events later, when the device has passed them. A launch is one graph, in which the device also waits
+for messages, so two events around the launch measure the sum of both times. Therefore the device
+also records the start and end of one dW of each stage, because a dW waits for no rank
 (`qeffect.gpu_runtime.ranks.launch_stamps`).
 """
 
@@ -42,12 +42,12 @@ class StepTimes:
     The times of a step on one rank, in milliseconds.
 
     Args:
-        wait: The host's wait for other ranks; with a launch, the host's wait for the outcome of
-            the previous step.
+        wait: The host's wait for other ranks. With a launch, it is the host's wait for the result
+            of the previous step.
         compute: On a CPU, the time of the step without `wait`. On a GPU, the device's time in F, dI
-            and dW, once this time is read. NaN if it was not measured.
+            and dW. NaN if it was not measured or has not been read yet.
         launch: The device's time in a launch, including its waits for messages; NaN otherwise.
-        weights: In a launch, the device's time in the timestamped dW (one dW of each stage).
+        weights: In a launch, the device's time in one dW of each stage, summed over the stages.
             Otherwise NaN.
         pairs: Pairs of events on the device around the timed work.
     """
@@ -66,7 +66,7 @@ class StepTimes:
 
     def read(self) -> StepTimes:
         """
-        If the device has passed the events, fill in the device's times. Return this object.
+        Set the device's times if the device has passed the events. Return this object.
         """
         if self.pairs and all(end.query() for _, end in self.pairs):
             spent = math.fsum(begin.elapsed_time(end) for begin, end in self.pairs)
@@ -93,7 +93,7 @@ class Stopwatch:
 
     @contextmanager
     def step(self, epoch: int) -> Iterator[None]:
-        """A context that times a guarded step; afterwards `taken` has the step's times."""
+        """A context that measures a guarded step. Afterwards `taken` contains the step's times."""
         waits, pairs = self.worker.waits, list[tuple[Any, Any]]()
         before, began = waits.seconds, time.perf_counter()
         timed = self.device and epoch % _TIMED_EVERY == 0
@@ -106,8 +106,8 @@ class Stopwatch:
     @contextmanager
     def launch(self) -> Iterator[None]:
         """
-        A context that times a launch on the current stream; afterwards `taken` has the launch's
-        times, but no wait.
+        A context that measures a launch on the current stream. Afterwards `taken` contains the
+        launch's times, without `wait`.
         """
         pairs = [(_event(), _event())] if self.device else []
         for begin, _ in pairs:
@@ -153,11 +153,12 @@ def _event() -> Any:
 
 class SlowestRank:
     """
-    Finds the rank that computes longest, if its time is at least 1.5 times the median of all ranks.
+    Finds the rank that computes longest. It is reported only if its time is at least 1.5 times the
+    median of all ranks.
 
     The comparison uses the mean of the last ten timed steps. With an even number of ranks, the
-    median is the lower of the two middle values. The first step is left out, because it also builds
-    and warms up.
+    median is the lower of the two middle values. The first step is not counted, because it also
+    contains setup and warm-up.
     """
 
     def __init__(self) -> None:
@@ -166,7 +167,8 @@ class SlowestRank:
 
     def take(self, compute: Sequence[float]) -> tuple[int, float] | None:
         """
-        Record the times of a step by rank; return the slowest rank and its factor, or None.
+        Record the times of a step by rank. Return the slowest rank, and its time divided by the
+        median; None if no rank is slow.
 
         Args:
             compute: Milliseconds by rank; NaN for a rank on which the step was not timed.

@@ -2,15 +2,15 @@
 Convert the weights of Transformer Engine's layers to the names and row order of the reference
 backend.
 
-The layers of both backends compute the same function, with two exceptions. Transformer Engine's
-fused matrix for queries, keys and values orders its rows head by head (`qkv_weight_interleaved`,
-the default); the reference backend has all queries, then all keys, then all values. If query heads
-share keys and values, the library orders rows group by group: the queries of a group, then its key,
-then its value. Also, the library's GELU is the tanh approximation (`common/util/math.h`); the
-reference backend's GELU is exact. Norms (epsilon 1e-5), residuals, biases, masks and the scale of
-the scores are the same. These facts come from the library's source code. Groups, the gates of
-SwiGLU (the first half of the rows) and rotations were also tested on a device:
-`tests/gpu/test_language.py` compares losses.
+The layers of both backends compute the same function, with two exceptions. First, Transformer
+Engine's fused matrix for queries, keys and values is ordered by heads (`qkv_weight_interleaved`,
+the default). The reference backend has all queries, then all keys, then all values. If query heads
+share keys and values, the library's rows are in the order of groups: the queries of a group, then
+its key, then its value. Second, the library's GELU is the tanh approximation
+(`common/util/math.h`), while the reference backend's GELU is exact. Norms (epsilon 1e-5),
+residuals, biases, masks and the scale of the scores are the same. These facts come from the
+library's source code. Groups, the gates of SwiGLU (the first half of the rows) and rotary positions
+were also tested on a GPU: `tests/gpu/test_language.py` compares losses.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def as_reference(weights: Mapping[str, Tensor], config: LayerConfig) -> dict[str
         config: The dimensions of a layer.
 
     Returns:
-        The weights with fused queries, keys and values: all queries first, then all keys, then all
-        values. The shapes are those of the reference backend.
+        The weights, with names and shapes of the reference backend. Fused matrices have all queries
+        first, then all keys, then all values.
 
     Raises:
         BackendError: A name is unknown, or a layer lacks its queries, keys or values.

@@ -1,10 +1,10 @@
 """
-Make token files from your own text: one or many files, plain text or JSON lines, blended by
-weights.
+Make token files from your own text. The text consists of one or many files of plain text or JSON
+lines, which are mixed according to weights.
 
-A file whose name ends in `.jsonl` or `.ndjson` has one JSON object per line, each with a text in
-the same field. Any other file is a single text. JSON lines are read line by line, so a file may be
-larger than memory.
+A file whose name ends in `.jsonl` or `.ndjson` has one JSON object per line, and each object has a
+text in the same field. Any other file is a single text. JSON lines are read line by line, so a file
+may be larger than memory.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class TextFile:
         """
         Yield each text that is not empty, and whether it is held out.
 
-        In JSON lines, a text's hash decides whether the text is held out, so equal texts are never
-        split. Of a plain text, the end is held out, beginning at the nearest start of a line.
+        In JSON lines, a text's hash decides whether the text is held out. Therefore equal texts are
+        either all held out or all used for training. In a plain text file, the end of the text is
+        held out, from the nearest start of a line.
 
         Raises:
             UnusableError: The file cannot be read, is not UTF-8, or a line is not a JSON object
@@ -233,9 +234,10 @@ def _spool(
 
 def blend(counts: Sequence[int], weights: Sequence[Fraction]) -> list[int]:
     """
-    Return how many tokens to take from each file, so that they have the ratio of the weights.
+    Return how many tokens to take from each file, so that the numbers of tokens have the ratio of
+    the weights.
 
-    All tokens of every file are taken at least once. The file with the most tokens relative to its
+    Each file is taken completely at least once. The file with the most tokens relative to its
     weight is taken exactly once.
 
     >>> blend([100, 100], [Fraction(3), Fraction(1)]), blend([900, 100], [Fraction(1), Fraction(1)])
@@ -285,9 +287,9 @@ def make_text(
     Write `train.npy`, `held_out.npy`, `corpus.json`, and `tokenizer.json` if the encoding has one.
 
     Args:
-        out: The folder to write to; made if missing.
+        out: The folder to write to; created if missing.
         files: The files of text to encode.
-        weights: The weight of each file; None takes every file once, one after the other.
+        weights: The weight of each file. With None every file is taken once, one after the other.
         encode: Function that makes the encoding from the texts to train on.
         show: Function that shows a line of progress.
 
@@ -295,7 +297,8 @@ def make_text(
         The content of `corpus.json`.
 
     Raises:
-        UnusableError: A file or the folder cannot be used; the folder is then unchanged.
+        UnusableError: A file or the folder cannot be used. After this error the folder is
+            unchanged.
     """
     counts = []
     for file in files:

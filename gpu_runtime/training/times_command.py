@@ -1,6 +1,6 @@
 """
 ``qeffect runtime times``: measure the times of a model's parts on this device, and compare group
-sizes. A group is the microbatches whose weight gradients one product computes.
+sizes. A group consists of the microbatches whose weight gradients one matrix product computes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def add_times_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=int,
         metavar="G",
-        help="numbers of microbatches whose weight gradients one product computes, to compare with "
-        "one product per microbatch (default: every power of two that divides the microbatches of "
-        "one pass over the schedule)",
+        help="group sizes to compare with one product per microbatch; a group is the "
+        "microbatches whose weight gradients one matrix product computes (default: every "
+        "power of two that divides the number of microbatches in one pass over the schedule)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="F", help="JSON file of the times, for qeffect plan --durations"

@@ -1,9 +1,9 @@
 """
-The names that other programs use for a model's weights: `gpt2`, or the names in a file.
+The names that other programs use for a model's weights: the names of `gpt2`, or names from a file.
 
-In such a file, a line ``OURS = THEIRS`` names one weight: QEffect's name, then the other
-program's name. A ``*`` on both sides stands for the number of a layer. ``transposed`` after THEIRS
-transposes a matrix. Lines that begin with ``#`` are comments.
+In such a file, a line ``OURS = THEIRS`` names one weight: QEffect's name, then the other program's
+name. A ``*`` on both sides matches the number of a layer. ``transposed`` after THEIRS means that
+the other program has the transposed matrix. Lines that begin with ``#`` are comments.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LINE: Final = re.compile(r"(\S+)\s*=\s*(\S+)(\s+transposed)?")
 @attrs.frozen
 class WeightNames:
     """
-    Other names for a model's weights.
+    Names of another program for a model's weights.
 
     Args:
         source: The origin of the names, for messages.
@@ -64,7 +64,7 @@ class WeightNames:
     @classmethod
     def of(cls, name: str, folder: Path = Path()) -> WeightNames:
         """
-        Return the names that an option or a field selects.
+        Return the names that a command's option or a training file's field selects.
 
         Args:
             name: ``gpt2``, or the path of a file.
@@ -159,7 +159,10 @@ class WeightNames:
         return found
 
     def turned(self, name: str, weight: Tensor, *, turned: bool) -> Tensor:
-        """Return a weight in the other program's layout; transposing twice restores the bits."""
+        """
+        Transpose a weight if `turned` is True, else return it unchanged. Transposing twice restores
+        the bits.
+        """
         if not turned:
             return weight
         if weight.dim() != 2:
@@ -172,7 +175,8 @@ class WeightNames:
 
 def gpt2_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return the configuration with which `GPT2LMHeadModel` computes the same as this model.
+    Return the configuration for which transformers' `GPT2LMHeadModel` computes the same as this
+    model.
 
     The original GPT-2 uses another GELU (``gelu_new``).
 

@@ -42,7 +42,7 @@ _new = object.__new__
 
 
 class Checks(ContractParts):
-    """The calls before an action; an accepted check returns a ticket for what it reserved."""
+    """The calls before an action; an accepted check returns a ticket for its reservation."""
 
     @exclusive_call
     def check_refresh(self, stage: int, link: int = 0) -> Ticket:
@@ -51,8 +51,8 @@ class Checks(ContractParts):
         of the stage's quantized weight cache.
 
         Raises:
-            Refused: A guard of version, order or completion refused; ``version.left-out`` if the
-                contract omits the relation version, since it then tracks no weight cache.
+            Refused: A version, order or completion guard refused; or ``version.left-out``, if the
+                contract omits the version relation and therefore tracks no weight cache.
         """
         self._arguments.stage("check_refresh", stage)
         self._arguments.link("check_refresh", link)
@@ -65,10 +65,10 @@ class Checks(ContractParts):
         Reserve a stage and its state domain (stages whose FP8 scales are updated together) for an
         evaluation: a forward without training.
 
-        No dI or dW follows an evaluation. An evaluation has no key and no slot, and updates neither
-        scaling state nor the weight cache; it runs in separate memory. An evaluation is accepted
-        between any two actions of an epoch, with one exception: between a refresh and the stage's
-        first F it is refused.
+        No dI or dW follows an evaluation. An evaluation has no key and no slot (set of buffers),
+        updates neither the scaling state nor the weight cache, and runs in separate memory. An
+        evaluation is accepted between any two actions of an epoch, except between a refresh and the
+        stage's first F.
 
         Args:
             stage: Stage whose weights are read.
@@ -77,7 +77,7 @@ class Checks(ContractParts):
                 be current. False if the evaluation quantizes the weights itself.
 
         Raises:
-            Refused: A guard of version, order, completion or epoch refused.
+            Refused: A version, order, completion or epoch guard refused.
 
         >>> from qeffect import Contract, StageConfig
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
@@ -101,8 +101,8 @@ class Checks(ContractParts):
         refresh: bool = False,
     ) -> Ticket:
         """
-        Reserve a slot and the stage's state domain (stages whose FP8 scales are updated together)
-        for F.
+        Reserve a slot, and the stage's state domain (stages whose FP8 scales are updated together),
+        for F (a forward).
 
         Args:
             key: Key of the stage execution (epoch, stage, microbatch, block, invocation).
@@ -115,7 +115,7 @@ class Checks(ContractParts):
                 current.
 
         Raises:
-            Refused: A guard of ownership, version, order, capture or completion refused.
+            Refused: An ownership, version, order, capture or completion guard refused.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
@@ -176,11 +176,11 @@ class Checks(ContractParts):
         self, key: TapeKey, ref: TapeRef, token: int | None = None, link: int = 0
     ) -> Ticket:
         """
-        Reserve a tape (what one F leaves in memory for its dI and dW) and the stage's state domain
-        (stages whose FP8 scales are updated together) for dI.
+        Reserve a tape (what one forward leaves in memory for its backward), and the stage's state
+        domain (stages whose FP8 scales are updated together), for dI (an input gradient).
 
         Raises:
-            Refused: A guard of ownership, version, order, arena, capture or completion refused.
+            Refused: An ownership, version, order, arena, capture or completion guard refused.
         """
         if self._entered:
             raise ConcurrentCallError("check_dgrad")
@@ -224,31 +224,33 @@ class Checks(ContractParts):
         group: Iterable[tuple[TapeKey, TapeRef]] = _ALONE,
     ) -> Ticket:
         """
-        Reserve a tape (what one F leaves in memory for its dI and dW) and its gradient destinations
-        for dW, and the further tapes of a grouped dW.
+        Reserve a tape (what one forward leaves in memory for its backward), and its gradient
+        destinations, for dW (a weight gradient). For a grouped dW, also reserve the group's other
+        tapes.
 
-        A grouped dW is one matrix product over several tapes of one stage. The product writes their
-        common destination once, and ``first`` describes this one write. The device counts only the
-        first tape's dW. The commit counts a dW for each tape; the abort aborts every tape.
+        A grouped dW is one matrix product over several tapes of one stage. The product writes the
+        tapes' common destination once, and ``first`` describes this single write. The device counts
+        only the first tape's dW. A commit completes the dW of every tape; an abort aborts every
+        tape.
 
         Args:
             key: The key of the tape that the reference must name: epoch, stage, microbatch and,
                 where the stage uses them, block and invocation.
             ref: Reference that the forward's commit returned.
             destination: The destinations to be written; by default the configured destinations.
-            first: Whether the write overwrites its destination (True) or adds to it (False); by
-                default true for the first write of an epoch.
+            first: Whether the write overwrites its destination (True) or adds to the destination
+                (False). By default, the first write of an epoch overwrites.
             first_of_tied: Whether the write overwrites (True) or adds to (False) the destinations
                 that the stage shares with another stage. Default: whether this is the first write
                 of the shared destinations in the epoch. If the stage shares no destination, the
                 default is the value of ``first``.
             link: Index of the link between the calling stream and the domain's graph stream.
-            group: Keys and references of the further tapes (data of one F each) that the same
-                product takes. Their gradients go to the same destination, and their F ran with the
-                same scales (``scales="epoch"``).
+            group: Keys and references of the other tapes (data of one F each) that the same product
+                uses. Their gradients go to the same destination, and their F ran with the same
+                scales (``scales="epoch"``).
 
         Raises:
-            Refused: A guard of ownership, version, order, arena, capture or completion refused the
+            Refused: An ownership, version, order, arena, capture or completion guard refused the
                 tape or another tape of the group; then nothing is reserved.
         """
         if self._entered:

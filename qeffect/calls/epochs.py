@@ -15,7 +15,10 @@ __all__ = ["EpochCalls"]
 
 
 class EpochCalls(ContractParts):
-    """Finalize stages, reduce buckets, and check and commit the update."""
+    """
+    Finalize stages, reduce buckets (gradients that are reduced together), and check and commit the
+    optimizer's update.
+    """
 
     @exclusive_call
     def finalize(self, stage: int, link: int = 0) -> None:
@@ -29,7 +32,8 @@ class EpochCalls(ContractParts):
 
     def default_reader(self, bucket: int | str) -> tuple[int, int]:
         """
-        Return a bucket's index, and the default link of its reduction.
+        Return the index of a bucket (gradients that are reduced together), and the default link
+        (pair of a caller's stream and a graph stream) of its reduction.
 
         Raises:
             ValueError: No bucket has that name.
@@ -44,12 +48,13 @@ class EpochCalls(ContractParts):
 
         Args:
             bucket: Name of the bucket; for a stage without configured buckets, the stage's index.
-            link: Link of the communication stream, which must have waited for the bucket's replays.
-                By default the link that this epoch's latest `finalize` or `finish_reduction` named,
-                or the first caller's link if neither was called in this epoch.
+            link: Link of the communication stream, which must have waited for the replays that
+                wrote the bucket's gradients. By default the link that this epoch's latest
+                `finalize` or `finish_reduction` named, or the first caller's link if neither was
+                called in this epoch.
 
         Raises:
-            Refused: A guard of reduction or completion refused.
+            Refused: A reduction or completion guard refused.
             ValueError: No bucket has that name.
 
         >>> from qeffect import Contract, StageConfig
@@ -64,7 +69,8 @@ class EpochCalls(ContractParts):
     @exclusive_call
     def finish_reduction(self, bucket: int | str, link: int | None = None) -> None:
         """
-        Record that a stream waits for a bucket's reduction; this stream will read the gradients.
+        Record that a stream waits for a bucket's reduction; this stream will read the reduced
+        gradients.
 
         Args:
             bucket: Name of the bucket.
@@ -73,14 +79,16 @@ class EpochCalls(ContractParts):
                 first caller's link if neither was called in this epoch.
 
         Raises:
-            Refused: ``reduction.not-started``, or a guard of completion refused.
+            Refused: ``reduction.not-started``, or a completion guard refused.
             ValueError: No bucket has that name.
         """
         self._epochs.reduction("finish_reduction", bucket, link)
 
     @exclusive_call
     def fail_reduction(self, bucket: int | str) -> None:
-        """Record that a bucket's reduction failed; the epoch can no longer commit."""
+        """
+        Record that the reduction of a bucket's gradients failed; the epoch can no longer commit.
+        """
         self._epochs.fail_reduction(bucket)
 
     @exclusive_call
@@ -89,16 +97,17 @@ class EpochCalls(ContractParts):
         Record a fault that was seen late, after its action was committed.
 
         Call `fail` for an asynchronous device error, or for a digest mismatch that is found after
-        the tape is gone. A fault of the current epoch spoils this epoch, which can then no longer
-        commit. If the epoch's update has begun or was committed, that update used wrong gradients.
-        The weights then count as half updated, and the run continues only after a `restore`.
+        the action's buffers were released. A fault in the current epoch spoils this epoch: it can
+        no longer commit. If the epoch's update has begun or was committed, the update used wrong
+        gradients. The weights then count as half updated, and the run continues only after a
+        `restore`.
 
         Args:
             stage: The stage whose action failed.
             epoch: The epoch of that action; by default the current one.
 
         Raises:
-            Refused: ``epoch.not-begun``.
+            Refused: ``epoch.not-begun`` for an epoch after the current one.
             TypeError, ValueError: No stage has that number, or the epoch is not an int of at least
                 0.
 
@@ -117,12 +126,12 @@ class EpochCalls(ContractParts):
     @exclusive_call
     def next_walk(self, epoch: int | None = None) -> int:
         """
-        Begin another walk over all microbatches in the same epoch: gradients accumulate.
+        Begin another walk (pass over all microbatches) in the same epoch: gradients accumulate.
 
         Call `next_walk` after every stage was finalized, in place of the reductions and the update.
-        The same keys run again and are bound again; each dW then adds to the gradients of the
-        earlier walks. Weights, caches and scaling state stay as they are. The walk before
-        `commit_epoch` is the last walk of the epoch.
+        The same keys are then bound and run again, and each dW adds to the gradients of the earlier
+        walks. Weights, caches and scaling state do not change. After the last walk of the epoch,
+        call `commit_epoch`.
 
         Args:
             epoch: The epoch under way; by default the current one.
@@ -131,8 +140,8 @@ class EpochCalls(ContractParts):
             The number of finished walks of the epoch: 1 after the first walk.
 
         Raises:
-            Refused: A tape is live, a stage is not final, a reduction of the epoch has started, or
-                an update is in flight or failed.
+            Refused: A tape is live (for example, its dW has not run), a stage is not final, a
+                reduction of the epoch has started, or an update is in flight or failed.
             TypeError, ValueError: The epoch is not an ``int``.
 
         >>> from qeffect import Contract, StageConfig
@@ -151,19 +160,19 @@ class EpochCalls(ContractParts):
         begin, for example for a short last batch.
 
         Call `shorten_walk` before the walk's first F: at the start of an epoch, or after
-        `next_walk`. The call leaves the later microbatches of every stage out (`skip`). A stage can
-        be finalized after the dW of the remaining microbatches. The next walk takes all
-        microbatches again.
+        `next_walk`. The call skips the later microbatches of every stage (`skip`). A stage can be
+        finalized after the dW of the remaining microbatches. The next walk runs all microbatches
+        again.
 
         Args:
-            microbatches: How many microbatches the walk takes, at least 1 and at most as many as
-                every stage is configured with.
+            microbatches: Number of microbatches that the walk runs, from 1 to the smallest number
+                of microbatches that a stage is configured with.
 
         Raises:
             Refused: ``ownership.walk-begun`` after the walk's first F; ``ownership.skipped`` in a
                 walk that is shortened already; ``order.declared`` for a declared order;
                 ``epoch.sole-writer`` if each microbatch has destinations of its own. In all these
-                cases no microbatch is left out.
+                cases no microbatch is skipped.
             TypeError, ValueError: The number is not an ``int``, or out of range.
 
         >>> from qeffect import Contract, StageConfig
@@ -186,10 +195,10 @@ class EpochCalls(ContractParts):
         guards_alone: bool = False,
     ) -> None:
         """
-        Ask whether an update would be accepted now; nothing changes and nothing is logged.
+        Test whether an update would be accepted now, without changing or logging anything.
 
-        Every guard of `check_update` runs, so that the processes of a pipeline can consent before
-        any of them updates its weights.
+        Every guard of `check_update` runs. So all processes of a pipeline can agree on the update
+        before any of them updates its weights.
 
         Args:
             epoch: The epoch that the update would end; by default the current one.
@@ -197,12 +206,12 @@ class EpochCalls(ContractParts):
             counted: For each state domain, the counts of its device, as `check_update` requires.
                 Unlike `check_update`, this call also takes the counts if the contract was made with
                 ``late=True``, and compares them at once.
-            guards_alone: If True, run only the guards: compare no device counts, and do not ask
-                whether the counts of the last commit were presented. If False, do all that
-                `check_update` does.
+            guards_alone: If True, run only the guards: compare no device counts, and do not require
+                that the counts of the last commit were presented. If False, run all checks of
+                `check_update`.
 
         Raises:
-            Refused, TypeError, ValueError: What `check_update` would raise.
+            Refused, TypeError, ValueError: The exception that `check_update` would raise.
 
         >>> from qeffect import Contract, StageConfig
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
@@ -243,10 +252,11 @@ class EpochCalls(ContractParts):
             The update's ticket.
 
         Raises:
-            Refused: A tape is live, an action is in flight, a stage is not final, an earlier update
-                failed, or the device did not run exactly the committed actions
-                (``epoch.uncounted``, ``epoch.device-count`` or ``epoch.device-order``). If a guard
-                also refuses, the guard's clause is raised instead of these clauses about counts.
+            Refused: A tape is live (for example, its dW has not run), an action is in flight, a
+                stage is not final, an earlier update failed, or the device did not run exactly the
+                committed actions (``epoch.uncounted``, ``epoch.device-count`` or
+                ``epoch.device-order``). If a guard also refuses, the guard's clause is raised
+                instead of these clauses about counts.
             TypeError, ValueError: The epoch is not an ``int``, no caller has that name, or the
                 counts do not match the contract's domains and stages.
         """
@@ -258,22 +268,22 @@ class EpochCalls(ContractParts):
     def move_scales(self, stage: int, updates: int | None = None) -> None:
         """
         Record that the scales of a stage's domain (stages whose FP8 scales are updated together)
-        moved in the update, once for the epoch.
+        were updated, once for the epoch.
 
-        Call `move_scales` between the check of an update and its commit, after the scales moved,
-        once for each domain whose stages have ``scales="epoch"``. Until the scales of all these
-        domains have moved, a commit of the update is refused and aborts the update, even if the
+        Call `move_scales` between the check of an optimizer update and its commit, after the scales
+        were updated, once for each domain whose stages have ``scales="epoch"``. A commit without
+        these calls for all such domains is refused and aborts the optimizer update, even if the
         weights do not change.
 
         Args:
             stage: Any stage of the domain.
-            updates: How often the scales moved (`StageConfig.reports_updates`).
+            updates: How often the scales were updated (`StageConfig.reports_updates`).
 
         Raises:
-            Refused: ``order.moves-outside-update``; ``order.nothing-gathered`` for a second
-                movement in one update, or for a domain whose scales move with F and dI;
-                ``order.scaling-updates``. The update then stays in flight; abort the update if the
-                scales moved once too often.
+            Refused: ``order.moves-outside-update``; ``order.nothing-gathered`` for a second call in
+                one optimizer update, or for a domain whose scales are updated by F and dI;
+                ``order.scaling-updates``. The optimizer update then stays in flight; abort it if
+                the scales were updated too often.
             TypeError, ValueError: No stage has that number.
 
         >>> from qeffect import Contract, StageConfig
@@ -299,13 +309,13 @@ class EpochCalls(ContractParts):
         Do not call `commit_epoch` if the optimizer of any process raised: call `check_update`, then
         `abort`. A block ``with contract.update()`` makes both calls if its body raises.
 
-        The update is device work on the caller's stream. No refresh and no F is accepted until
-        each graph stream has waited for that stream (`join`) or the host has seen the update finish
-        (`drain`). A checkpoint requires `drain`. Across processes, the caller must make the update
-        a barrier.
+        The update is device work on the caller's stream. No refresh and no F is accepted until each
+        graph stream has waited for that stream (`join`) or the host has seen the update finish
+        (`drain`). A checkpoint requires `drain`. With several processes, the caller must make all
+        processes wait for each other at the update.
 
-        If scales move once an epoch, use ``with contract.update() as update:`` instead, and call
-        `move_scales` in the block.
+        If scales are updated once an epoch, use ``with contract.update() as update:`` instead, and
+        call `move_scales` in the block.
 
         Args:
             epoch: The epoch that the update ends; by default the current one.
@@ -316,8 +326,8 @@ class EpochCalls(ContractParts):
             The new epoch.
 
         Raises:
-            Refused: ``order.scales-not-moved`` if scales move once an epoch.
-            Refused, TypeError, ValueError: `check_update` would raise the same exception.
+            Refused: ``order.scales-not-moved`` if scales are updated once an epoch.
+            Refused, TypeError, ValueError: As `check_update` raises them.
         """
         updater = self._streams.caller("commit_epoch", caller)
         self._ask_counted("commit_epoch", epoch, updater, counted)
@@ -341,9 +351,9 @@ class EpochCalls(ContractParts):
         """
         Return the counts that devices have if they ran exactly the committed actions in order.
 
-        The counts are given per state domain and start at zero at construction and at each restore.
-        With ``late=True`` a device compares its own counts with these counts and skips an update if
-        they differ.
+        The counts are given per state domain (stages whose FP8 scales are updated together). They
+        start at zero at construction and at each restore. With ``late=True`` a device compares its
+        own counts with these counts and skips an update if they differ.
 
         Raises:
             ValueError: The contract was made without ``counted=True``.
@@ -354,7 +364,7 @@ class EpochCalls(ContractParts):
 
     @property
     def counts_awaited(self) -> bool:
-        """Whether the last commit awaits its counts; always false without ``late=True``."""
+        """Whether the last commit still needs its counts; always False without ``late=True``."""
         return self._counted is not None and self._counted.awaited is not None
 
     @exclusive_call
@@ -363,8 +373,8 @@ class EpochCalls(ContractParts):
         Present the devices' counts at the last commit, for a contract with ``late=True``.
 
         Before this call, the next commit and every checkpoint are refused. If the counts differ,
-        the device has skipped the update and the weights are still those of the epoch that ended
-        with that commit; only a restore is then possible.
+        the device has skipped the committed update, so the weights are still the old weights; only
+        a restore is then possible.
 
         Args:
             counted: For each state domain, the counts that its device had when the update began.
@@ -372,7 +382,7 @@ class EpochCalls(ContractParts):
         Raises:
             Refused: ``epoch.device-count`` or ``epoch.device-order``.
             TypeError, ValueError: The counts do not match the contract's domains and stages, or no
-                commit awaits counts.
+                commit needs counts.
         """
         if self._counted is None:
             raise ValueError("present_counts: the contract was made without counted=True")

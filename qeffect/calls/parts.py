@@ -1,5 +1,5 @@
 """
-The attributes that a contract's calls share: memory, ledgers, and look-ups for frequent calls.
+The attributes that a contract's calls share: state, records, and look-up tables.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Calls that only read: the epoch, references, outstanding tickets, and the whole state.
+Calls that only read: the epoch, references, open reservations (tickets), and the whole state.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ class Queries(ContractParts):
 
     @property
     def epoch(self) -> int:
-        """The weight epoch of the process, which all stages share, since a commit is atomic."""
+        """The weight epoch of the process; the same for all stages, since a commit is atomic."""
         return self._epochs.current
 
     @property
     def incarnation(self) -> int:
-        """The random number in every reference that this contract issues."""
+        """The random number that identifies this contract in the references that it issues."""
         return int(self.memory.incarnation[0])
 
     @property
     def half_updated(self) -> bool:
         """
-        Whether the weights may be wrong: since the last `restore`, an update failed half way, or a
-        fault was found after the update had used its gradients.
+        Whether the weights may be wrong: since the last `restore`, an update failed, or a fault in
+        the gradients was found after an update had used them.
         """
         return bool(self.memory.half_updated[0])
 
     def token(self, stage: int) -> int:
         """
-        The effect token of the stage's domain: how many F and dI committed in this incarnation.
+        The effect token of the stage's state domain (stages whose FP8 scales are updated together):
+        the number of F and dI committed since construction or the last restore.
 
         Raises:
             TypeError: The stage is not an int.
@@ -69,7 +70,7 @@ class Queries(ContractParts):
         return int(self.memory.token[self.memory.domain_of[stage]])
 
     def link(self, caller: Hashable = "main", domain: Hashable | None = None) -> int:
-        """Index of the link between a caller stream and a domain's graph stream."""
+        """Index of the link between a caller stream and a state domain's graph stream."""
         return self._streams.link(caller, self.stages[0].domain if domain is None else domain)
 
     def live(self) -> dict[TapeKey, TapeRef]:
@@ -81,7 +82,7 @@ class Queries(ContractParts):
 
     def reference(self, key: TapeKey) -> TapeRef | None:
         """
-        The reference of a key's live tape; None if the key has no slot.
+        The reference of a key's live tape (what its F left in memory); None if the key has no slot.
 
         Raises:
             TypeError: The argument is not a `TapeKey`.
@@ -100,8 +101,8 @@ class Queries(ContractParts):
         """
         Every ticket that a check issued and no commit or abort redeemed, oldest first.
 
-        If an observer raises in a check, the check still counts, and its ticket is among the
-        results. After any failure, abort these tickets, `drain`, and `restore` a checkpoint.
+        If an observer raises during a check, the check stays in effect, and its ticket is included.
+        After any failure, abort these tickets, `drain`, and `restore` a checkpoint.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
@@ -116,7 +117,7 @@ class Queries(ContractParts):
 
     def first_writer(self, key: TapeKey) -> bool:
         """
-        Whether the key's dW would be the first write of its stage's own buffer in this epoch.
+        Whether the key's dW would be the first write to its stage's own buffer in this epoch.
 
         Raises:
             TypeError: The argument is not a `TapeKey`.
@@ -128,9 +129,9 @@ class Queries(ContractParts):
 
     def first_of_tied(self, key: TapeKey) -> bool:
         """
-        Whether the key's dW would be the first write of its stage's shared destinations this epoch.
+        Whether the key's dW would be the first write to its stage's shared destinations this epoch.
 
-        If the stage shares no destination, the same as `first_writer`.
+        If the stage shares no destination, the result is the same as for `first_writer`.
 
         Raises:
             TypeError: The argument is not a `TapeKey`.
@@ -148,7 +149,7 @@ class Queries(ContractParts):
 
     def snapshot(self) -> Snapshot:
         """
-        The whole state as plain values; equal before and after a refusal.
+        The whole state as plain values; a refused call leaves the snapshot equal.
 
         >>> from qeffect import Contract, StageConfig
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])

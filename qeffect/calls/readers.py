@@ -1,5 +1,5 @@
 """
-Calls about reads of weights and gradients on other streams, which run concurrently with the step.
+Calls for reads of weights and gradients by other streams, concurrently with the step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class ReaderCalls(ContractParts):
         Record that a separate stream begins to read a stage's weights.
 
         Call `start_weights_read` for an asynchronous save or a broadcast of parameters. The
-        reader's stream first waits for the link's caller stream, which must have waited for the
-        optimizer's latest update. No update begins before `finish_weights_read`.
+        reader's stream first waits for the link's caller stream. This caller stream must have
+        waited for the optimizer's latest update. No update may begin before `finish_weights_read`.
 
         Args:
             stage: The stage whose weights are read; only one read of them may be under way.
@@ -47,8 +47,8 @@ class ReaderCalls(ContractParts):
         """
         Record that a caller's stream waits for the read of a stage's weights.
 
-        The same caller must then finalize every stage and run the update. If the host
-        has seen the read finish, any caller may be named.
+        The same caller must then finalize every stage and run the update. If the host has seen the
+        read finish, ``link`` may name any caller.
 
         Args:
             stage: The stage whose weights were read.
@@ -69,7 +69,7 @@ class ReaderCalls(ContractParts):
         Call `start_gradients_read` when another stream computes a gradient norm, or saves
         gradients, while the step continues. The stage must be final and every bucket reduced. The
         reader's stream first waits for the stream of the caller that finalized the stage. No update
-        and no further walk (pass over the microbatches) begins before `finish_gradients_read`,
+        and no further walk (pass over the microbatches) may begin before `finish_gradients_read`,
         because both may write the gradients.
 
         Args:
@@ -97,7 +97,7 @@ class ReaderCalls(ContractParts):
         Record that a caller's stream and the graph stream wait for the read of gradients.
 
         The caller must have finalized the stage, and must run the update. Make the stage's
-        graph stream wait for the reader too: its next dW writes the gradients.
+        graph stream wait for the reader too, because the stage's next dW writes the gradients.
 
         Args:
             stage: The stage whose gradients were read.

@@ -1,5 +1,5 @@
 """
-Commit and abort: the calls that redeem a ticket after its action succeeded or failed.
+Commit and abort: the calls that redeem a ticket (reservation) after its action succeeded or failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _SLOTLESS: Final = ("refresh", "evaluation", "update")
 
 
 class Redemption(Queries):
-    """The calls `commit` and `abort`; one of the two redeems each ticket, once."""
+    """
+    The calls `commit` and `abort`; one of these calls redeems each ticket (reservation), once.
+    """
 
     def commit(
         self,
@@ -47,31 +49,32 @@ class Redemption(Queries):
         weight: tuple[int, int] | None = None,
     ) -> TapeRef | None:
         """
-        Redeem a ticket after its physical action succeeded.
+        Redeem a ticket after its physical action (the device work) succeeded.
 
-        Only wrong evidence can make a commit fail: dI must have queued deferred work for every
-        matrix, dW must have written every matrix exactly once, and each report that the stage is
-        configured to make must have the expected value. If the evidence is wrong, the action has
-        failed: the contract aborts the action, then raises the refusal. An update also fails if
-        scales that move once an epoch have not moved (`move_scales`).
+        Only wrong evidence can make a commit fail. dI must have queued deferred work for every
+        matrix, and dW must have written every matrix exactly once. Each report that the stage is
+        configured to make must have the expected value. If the evidence is wrong, the contract
+        aborts the action, then raises the refusal. The commit of an update also fails if scales
+        that are updated once an epoch were not updated (`move_scales`).
 
         Args:
             ticket: The ticket that the check returned.
             evidence: For dI, the matrices whose gradient work was queued; for dW, the matrices
                 whose gradient was written. A matrix written twice is named twice.
-            filled: For a refresh, or an F that refreshes: by matrix, the weight epoch that its
-                cache was filled from (`StageConfig.reports_fills`). None if nothing was filled or
-                the backend cannot say.
+            filled: For a refresh, or an F that refreshes: for each matrix, the weight epoch from
+                which its cache was filled (`StageConfig.reports_fills`). None if nothing was filled
+                or the backend does not report fills.
             updates: For F, dI and an evaluation, how often the domain's scaling state was updated
                 (`StageConfig.reports_updates`).
-            scales: For dI, the token of the F whose scales dI used (`StageConfig.tape_scales`). If
-                scales move once an epoch, give the domain's token at the last movement of the
-                scales, or 0 before the first movement since a restore.
+            scales: For dI, the effect token (count of F and dI) of the F whose scales dI used
+                (`StageConfig.tape_scales`). If scales are updated once an epoch, give the domain's
+                token at the last update of the scales, or 0 before the first update since a
+                restore.
             draws: For F, the position of the random generator at which F began to draw
                 (`StageConfig.reports_draws`); for dI, the position at which its recomputation
                 began (`StageConfig.recomputes_draws`). An integer of at least 0 that rises as the
-                generator advances. A caller that reseeds the generator adds, to each later
-                position, the last position before the reseeding, so that the number keeps rising.
+                generator advances. After reseeding, add the last position before the reseeding to
+                each later position, so that the number keeps rising.
             weight: For dI, the factor by which the microbatch's gradient is weighted, as the
                 fraction (numerator, denominator). All weights of an epoch have the same
                 denominator (`StageConfig.weights_sum`), so do not cancel common factors. The weight
@@ -190,7 +193,7 @@ class Redemption(Queries):
     @exclusive_call
     def abort(self, ticket: Ticket) -> None:
         """
-        Redeem a ticket after its physical action failed.
+        Redeem a ticket after its physical action (the device work) failed.
 
         The tape is dropped, and the epoch is spoiled: the epoch can no longer commit. A failed F,
         dI, refresh or evaluation also poisons the state domain: its scaling state may be half

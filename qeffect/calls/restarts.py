@@ -19,10 +19,10 @@ class RestartCalls(Queries):
     @exclusive_call
     def check_checkpoint(self) -> None:
         """
-        Ask whether `checkpoint` would be accepted now; nothing changes and nothing is logged.
+        Test whether `checkpoint` would be accepted now, without changing or logging anything.
 
         Raises:
-            Refused: What `checkpoint` would raise, with the same explanation.
+            Refused: The refusal that `checkpoint` would raise.
 
         >>> from qeffect import Contract, StageConfig
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
@@ -33,14 +33,15 @@ class RestartCalls(Queries):
     @exclusive_call
     def checkpoint(self, *, state: Any = None, recipe: Any = None) -> Checkpoint:
         """
-        Return the part of the state that persists, if nothing is live (paper, III-E; Invariant 4).
+        Return the persistent part of the state, if no tape is live and no action is in flight
+        (paper, III-E; Invariant 4).
 
         Args:
             state: Handle of the numerical state that the caller saves with the checkpoint.
             recipe: Precision recipe, any JSON value.
 
         Raises:
-            Refused: A guard of persistence refused.
+            Refused: A persistence guard refused.
         """
         return self._restarts.checkpoint(self.configuration, state, recipe)
 
@@ -68,7 +69,7 @@ class RestartCalls(Queries):
     @exclusive_call
     def invalidate(self, stage: int) -> None:
         """
-        Declare a stage's weight cache lost, for example re-created at another address.
+        Declare that a stage's weight cache is lost, for example because it was re-created.
 
         Raises:
             Refused: ``version.in-flight``; ``version.left-out`` if the stages have no cache.

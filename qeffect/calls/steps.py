@@ -27,8 +27,8 @@ class StepCalls(Queries):
         step for `check_step` and `commit_step`.
 
         Raises:
-            ValueError: The contract has an observer that is not a `StepObserver`. A step
-                committed in one call would bypass this observer. An event log's recorder is a
+            ValueError: The contract has an observer that is not a `StepObserver`; a step committed
+                in one call would bypass this observer. The recorder of an event log is a
                 `StepObserver`.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
@@ -59,17 +59,17 @@ class StepCalls(Queries):
 
     def check_step(self, step: RecordedStep, *, guards_alone: bool = False) -> Difference | None:
         """
-        Ask whether `commit_step` would be accepted now; no state changes and nothing is logged.
+        Test whether `commit_step` would be accepted now, without changing or logging anything.
 
         If `commit_step` would be accepted, the caller may run the step. The step's update writes
         the weights, so no checkpoint is accepted before `commit_step`, `withdraw_step` or the check
         of another action.
 
-        The call compares the state with the state in which the recorded step began, once for the
-        whole step; `qeffect.steps` explains why this comparison replaces every guard of every
-        action. If the states differ in more than risen counters, the step's transitions run one by
-        one over a copy of the state. The caller must know that the step would run the same actions
-        in the same order, with the same slots, destinations and evidence.
+        The call compares the state once with the state in which the recorded step began.
+        `qeffect.steps` explains why this comparison replaces every guard of every action. If more
+        than the counters has changed, the step's transitions run one by one over a copy of the
+        state. The caller must ensure that the step runs the same actions in the same order, with
+        the same slots (sets of buffers), gradient destinations and evidence (reports at commits).
 
         Args:
             step: The recorded step.
@@ -78,10 +78,10 @@ class StepCalls(Queries):
 
         Returns:
             None if every transition would be accepted, with the recorded slots. Otherwise a
-            difference, with the clause of the first refused transition. The difference has no
-            clause if no clause explains it: a restore began another incarnation, the observer does
-            not keep the step, an argument of the step cannot be used now, or the contract was made
-            with ``counted=True`` and without ``late=True``.
+            difference, with the clause of the first refused transition. The clause is None if no
+            transition was refused, but the contract was restored, the observer does not keep the
+            step, an argument of the step is unusable now, or the contract was made with
+            ``counted=True`` and without ``late=True``.
 
         Raises:
             TypeError, ValueError: The argument is not a recorded step, or not of this contract.
@@ -111,8 +111,8 @@ class StepCalls(Queries):
         Commit every action of a recorded step, and its epoch, at once.
 
         Afterwards the state is the same as after checking and committing the actions one by one, in
-        the recorded slots. If any call that may change the state has come since `check_step`
-        accepted the step, the state is compared again first.
+        the recorded slots (sets of buffers). If the contract was called since `check_step` accepted
+        the step, and the call may have changed the state, the state is compared again first.
 
         Returns:
             The new epoch.

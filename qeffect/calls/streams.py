@@ -14,8 +14,9 @@ __all__ = ["StreamCalls"]
 
 class StreamCalls(ContractParts):
     """
-    Record enqueued work and waits between streams, for the guards of completion. A link is a pair
-    of streams: a caller's stream, and the stream on which a state domain's graphs run.
+    Record enqueued work and waits between streams, for the completion guards (which check such
+    waits). A link is a pair of streams: a caller's stream, and the stream on which the graphs of a
+    state domain (stages whose FP8 scales are updated together) run.
     """
 
     def submit(self, caller: Hashable = "main") -> None:
@@ -35,10 +36,10 @@ class StreamCalls(ContractParts):
 
     def enter(self, link: int = 0) -> None:
         """
-        Record that the link's caller enqueued work and that the graph stream waits for it.
+        Record that the link's caller enqueued work, and that the graph stream waits for this work.
 
-        The call equals `submit` of the caller, then `join` of the link; each guarded replay begins
-        with it.
+        The call equals `submit` of the caller, then `join` of the link. Call `enter` before each
+        guarded replay.
         """
         if self._entered:
             raise ConcurrentCallError("enter")
@@ -76,12 +77,12 @@ class StreamCalls(ContractParts):
     @exclusive_call
     def drain(self) -> None:
         """
-        Record that the host has seen all device work of every domain finish.
+        Record that the host has seen all device work of every state domain finish.
 
         A drain permits a checkpoint and a restore, and replaces the graph streams' wait for the
         optimizer's update. A drain does not replace `wait`, `finish_read` or `finish_receive`: the
         contract does not know on which stream a transfer was enqueued, or whether the host waited
-        for that stream. End every transfer before a `restore`, which forgets transfers that are
-        still under way.
+        for that stream. End every transfer before a `restore`, because `restore` forgets transfers
+        that are still under way.
         """
         self._streams.drain()

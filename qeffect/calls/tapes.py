@@ -1,5 +1,5 @@
 """
-Calls about tapes outside F, dI and dW: slots, destinations, messages, readers, and aborts.
+Calls for tapes before, between and after F, dI and dW: slots, buffers, messages, readers, aborts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ __all__ = ["TapeCalls"]
 
 
 class TapeCalls(ContractParts):
-    """Reserve slots, bind destinations, receive and send messages, abort tapes."""
+    """
+    Reserve slots (sets of buffers), bind gradient destinations, receive and send messages, abort
+    tapes (what one F leaves for its dI and dW).
+    """
 
     @exclusive_call
     def reserve(self, key: TapeKey, slot: int | None = None, *, link: int = 0) -> TapeRef:
@@ -21,8 +24,8 @@ class TapeCalls(ContractParts):
         Claim a slot (a set of buffers) for a key before the key's forward, so that the slot's input
         buffer can be filled.
 
-        If the stage has ``copies_input``, the call also records the copy as work of the link:
-        enqueue the copy before any other call, and `join` the link before F.
+        If the stage has ``copies_input``, the call also records the input copy as work of the link.
+        Enqueue the copy before any other call, and `join` the link before F.
 
         Args:
             key: The key of the tape: epoch, stage, microbatch and, where the stage uses them, block
@@ -32,7 +35,7 @@ class TapeCalls(ContractParts):
                 that stream must have waited for the work of the slot's previous tape.
 
         Raises:
-            Refused: A guard of ownership, version or completion refused.
+            Refused: An ownership, version or completion guard refused.
         """
         return self._tapes.reserve(key, slot, link)
 
@@ -72,9 +75,11 @@ class TapeCalls(ContractParts):
         self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
     ) -> None:
         """
-        Check that a stream may now receive a tape's input, or the gradient of its output.
+        Check that a stream may now receive the input of a tape's F, or the gradient of the F's
+        output.
 
-        The slot stays reserved for the message until `finish_receive`, also if the tape is aborted.
+        The tape's slot (set of buffers) stays reserved for the message until `finish_receive`, even
+        if the tape is aborted.
 
         Args:
             key: The key of the tape: epoch, stage and microbatch. For an input, the key must have
@@ -84,7 +89,7 @@ class TapeCalls(ContractParts):
             link: Link of the stream that receives.
 
         Raises:
-            Refused: A guard of ownership or completion refused.
+            Refused: An ownership or completion guard refused.
         """
         self._tapes.post_receive(key, ref, gradient, link)
 
@@ -95,8 +100,8 @@ class TapeCalls(ContractParts):
         """
         Record that a message has arrived completely.
 
-        Afterwards F (or dI) of the tape may run on the buffer's content. If a message can no longer
-        arrive, first `drop` the tape, so that nothing runs on it and its epoch cannot commit; then
+        Afterwards F (or dI) of the tape may use the received data. If a message can no longer
+        arrive, first `drop` the tape, so that no action uses it and its epoch cannot commit. Then
         call `finish_receive` to free the slot.
 
         Args:
@@ -108,19 +113,21 @@ class TapeCalls(ContractParts):
                 message must wait for that stream.
 
         Raises:
-            Refused: A guard of ownership or completion refused.
+            Refused: An ownership or completion guard refused.
         """
         self._tapes.finish_receive(key, ref, gradient, link)
 
     def read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0) -> None:
         """
-        Check that a stream may now read a tape's output (or input gradient), and begin the read.
+        Check that a stream may now read a tape's output (of F) or input gradient (of dI), and begin
+        the read.
 
-        The slot stays reserved for the reader until `finish_read`, also if the tape is aborted. If
-        several streams read one buffer, call `read` once, before the first stream begins.
+        The tape's slot (set of buffers) stays reserved for the reader until `finish_read`, even if
+        the tape is aborted. If several streams read one buffer, call `read` once, before the first
+        stream begins.
 
         Raises:
-            Refused: A guard of ownership refused, or ``completion.graph-to-caller``.
+            Refused: An ownership guard refused, or ``completion.graph-to-caller``.
         """
         if self._entered:
             raise ConcurrentCallError("read")
@@ -134,7 +141,7 @@ class TapeCalls(ContractParts):
         self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
     ) -> None:
         """
-        Record that the read of a tape's output (or input gradient) has ended.
+        Record that the read of a tape's output (of F) or input gradient (of dI) has ended.
 
         Args:
             key: The key of the tape: epoch, stage and microbatch.
@@ -144,7 +151,7 @@ class TapeCalls(ContractParts):
                 must wait for that stream.
 
         Raises:
-            Refused: A guard of ownership or completion refused.
+            Refused: An ownership or completion guard refused.
         """
         if self._entered:
             raise ConcurrentCallError("finish_read")
@@ -157,17 +164,18 @@ class TapeCalls(ContractParts):
     @exclusive_call
     def drop(self, key: TapeKey, ref: TapeRef) -> None:
         """
-        Abort one tape that has no action in flight; its epoch can no longer commit.
+        Abort one tape (what one F left) that has no action in flight; its epoch can no longer
+        commit.
 
         Raises:
-            Refused: A guard of ownership refused.
+            Refused: An ownership guard refused.
         """
         self._tapes.drop(key, ref)
 
     @exclusive_call
     def purge(self, epoch: int) -> int:
         """
-        Abort every live tape of an epoch; return how many there were.
+        Abort every live tape (what one F left) of an epoch; return the number of aborted tapes.
 
         Raises:
             Refused: ``ownership.in-flight`` if an action of one of these tapes is in flight; then

@@ -56,7 +56,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     root = Parser(
         prog="qeffect",
-        description="Check that FP8 pipeline training over captured graphs keeps its contract.",
+        description="Check FP8 pipeline training over CUDA graphs against a contract: the rules "
+        "for its actions.",
     )
     root.add_argument(
         "--version", action=_Version, nargs=0, help="print the version and the commit, and exit"

@@ -50,7 +50,7 @@ class Bench:
         parser.add_argument(
             "--kernel",
             action="store_true",
-            help="skip the state explorer, the proofs and random runs",
+            help="measure without the state explorer, the proofs and the random schedules",
         )
         parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
 

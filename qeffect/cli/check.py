@@ -64,8 +64,8 @@ class Check:
         rules.add_argument(
             "--shared-pool",
             action="store_true",
-            help="all graphs of a rank share one capture-memory pool (default: one pool per slot, "
-            "that is, per set of buffers for one microbatch)",
+            help="let all CUDA graphs of a rank share one memory pool (default: one pool per "
+            "slot; a slot is a set of buffers for one microbatch)",
         )
         pictures = parser.add_argument_group("pictures")
         pictures.add_argument("--svg", type=Path, metavar="F", help="SVG file of the timeline")

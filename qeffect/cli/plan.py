@@ -38,8 +38,8 @@ class Plan:
 
     name = "plan"
     help = (
-        "plan the tapes (what forwards leave for their backwards), slots, graphs, gradient bytes "
-        "and step time of a schedule"
+        "plan a schedule's tapes (what each forward keeps for its backward), slots (sets of "
+        "buffers for one microbatch), CUDA graphs, gradient memory and step time"
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

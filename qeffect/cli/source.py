@@ -32,10 +32,10 @@ __all__ = [
 STDIN = "-"
 #: Help of ``--pairing``.
 PAIRING = (
-    "which retained work (the operands that an input gradient dI leaves for its weight gradient "
-    "dW) the runtime gives to a dW. contract: the work of the dW's own microbatch (default). fifo: "
-    "the oldest work of its stage. latest: the newest work of its stage. global: the oldest work "
-    "of its rank"
+    "how the runtime chooses the retained work for a weight gradient dW; retained work is the "
+    "operands that an input gradient dI keeps for a dW. contract: the work of the dW's own "
+    "microbatch (default). fifo: the oldest work of its stage. latest: the newest work of its "
+    "stage. global: the oldest work of its rank"
 )
 _DRAWN = ("--svg", "--trace", "--html")
 _TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")

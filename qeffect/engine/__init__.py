@@ -1,3 +1,3 @@
 """
-The engine: composes the relations' guards and writes into transitions that run over plain memory.
+The engine: composes the relations' guards and writes into functions that run over plain memory.
 """

@@ -1,5 +1,6 @@
 """
-``python -m qeffect.engine``: write the composed transitions, or check that they are current.
+``python -m qeffect.engine``: write the composed transitions (functions that check and change the
+contract's state), or check that they are current.
 """
 
 from __future__ import annotations

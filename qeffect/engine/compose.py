@@ -1,20 +1,21 @@
 """
 Composition: one flat transition function from the guards and writes that each relation exports.
 
-A relation module exports a transition as two halves, ``NAME_guards`` and ``NAME_writes``. The
-composed function runs the guards of every relation in the normative order, then all writes. So a
-refusal has one name and changes no state. A guard half named ``NAME_before_RELATION_guards`` runs
-before the guards of that relation instead of in its own relation's place.
+The module of a relation (group of guards) exports a transition (contract call) as two halves,
+``NAME_guards`` and ``NAME_writes``. The composed function runs the guards of every relation in the
+normative order, then all writes. So a refusal has one name and changes no state. A guard half named
+``NAME_before_RELATION_guards`` runs before the guards of that relation, instead of with the guards
+of its own relation.
 
-The halves are joined as syntax trees, not called one by one: a guarded action then costs a third
-less. The same function object guards a replay, is run by the explorer, proved by Z3 and batched by
-NumPy.
+The halves are joined as syntax trees, not called one by one, so a guarded action costs a third
+less. The same function object guards replays, and is used by the state explorer, the Z3 proofs and
+the NumPy batches.
 
 The composition of all relations is checked in as source, ``qeffect.engine.composed``; see
-``qeffect.engine.generate``. A composition that leaves relations out is made on first use.
+``qeffect.engine.generate``. A composition without some relations is made on first use.
 
-Joining fails if it could change a meaning: a guard that writes, a local name with two definitions,
-or a read of a column that an earlier half has already written.
+Composition fails if joining could change a meaning. Examples are a guard that writes, a local name
+with two definitions, and a read of a column that an earlier half has already written.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ LEFT_OUT: Final = "left_out"
 
 
 class CompositionError(Exception):
-    """A relation's half cannot be composed without changing its meaning."""
+    """A relation's guard or write function cannot be composed without changing its meaning."""
 
 
 @frozen
@@ -64,8 +65,8 @@ class Half:
     Args:
         transition: The transition that the half belongs to.
         part: ``guards`` or ``writes``.
-        before: Relation before whose guards the half runs; empty if the half runs with the guards
-            of its own relation.
+        before: The relation before whose guards the function runs; empty if the function runs with
+            the guards of its own relation.
 
     >>> half_name("checkpoint_before_order_guards")
     Half(transition='checkpoint', part='guards', before='order')
@@ -87,7 +88,9 @@ def half_name(name: str) -> Half | None:
 
 @cache
 def half_source(function: FunctionType) -> ast.FunctionDef:
-    """Return the syntax tree of one half, or of a helper that halves call."""
+    """
+    Return the syntax tree of a guard or write function, or of a helper that these functions call.
+    """
     source = textwrap.dedent(inspect.getsource(function))
     node = ast.parse(source).body[0]
     if not isinstance(node, ast.FunctionDef):
@@ -100,9 +103,10 @@ def half_source(function: FunctionType) -> ast.FunctionDef:
 
 def halves(module: ModuleType, transition: str) -> list[tuple[str, FunctionType]]:
     """
-    Return the ("guards" | "writes", function) pairs that a relation exports for a transition.
+    Return the guard and write functions that a relation exports for a transition, as pairs of kind
+    ("guards" or "writes") and function.
 
-    Guards come first; among them, halves that run before another relation's guards come first.
+    Guards come first; among the guards, those that run before another relation's guards come first.
     """
     found = []
     for name, function in vars(module).items():
@@ -114,7 +118,7 @@ def halves(module: ModuleType, transition: str) -> list[tuple[str, FunctionType]
 
 
 def source(function: Callable[..., Any]) -> str:
-    """Return the source of a composed function, checked in or made at run time."""
+    """Return the source text of a composed function, checked in or made at run time."""
     text = vars(function).get("source")
     if text is None:
         text = textwrap.dedent(inspect.getsource(function))
@@ -150,8 +154,8 @@ def compose(
         transition: Name of the transition, for example ``check_dgrad``.
         parameters: Names of the parameters after the state.
         relations: The relation modules that take part, in the normative order.
-        replaced: By ``module.function`` name, a guard, write or helper function to use in place of
-            a module's own. A mutant is a composition with one replacement.
+        replaced: For a ``module.function`` name, the guard, write or helper function to use
+            instead. A mutant (for tests of the proofs) is a composition with one replacement.
 
     Returns:
         A function of the state and the parameters. A check returns the ticket that it issued.

@@ -1,5 +1,5 @@
 """
-The concrete memory: one plain list or dictionary per column of the contract.
+The concrete memory: one plain list or dictionary per column (array) of the contract's state.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ Snapshot = dict[str, tuple[Any, ...]]
 
 class Memory:
     """
-    Every column as a list; a column that is indexed by cells is a dictionary.
+    Every column as a list; a column that is indexed by cells (keys without their epoch) is a
+    dictionary.
 
     Args:
-        columns: By name, the columns that the transitions over this memory use.
-        sorts: By index sort (type of index, such as ``slot``), the number of its members; for
-            ``cell``, the cells themselves.
-        config: Value of each configured column, one entry per member of its index sort.
+        columns: For each name, the column that the transitions over this memory use.
+        sorts: For each type of index, such as ``slot``, the number of its members; for ``cell``,
+            the cells themselves.
+        config: Value of each configured column, with one entry per member of the column's index
+            type.
     """
 
     __slots__ = ("_names", *CONFIG, *STATE)
@@ -49,7 +51,7 @@ class Memory:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return a column, a list or a dictionary; typed as Any for the untyped transitions."""
+            """Return a column (a list or a dictionary)."""
 
     @staticmethod
     def every(column: Any, value: Any) -> bool:
@@ -76,7 +78,7 @@ class Memory:
         return twin
 
     def assign(self, other: Memory) -> None:
-        """Replace the contents by those of a copy; the columns stay the same objects."""
+        """Copy the contents of another memory; this memory's columns stay the same objects."""
         for name in self._names:
             column, entries = getattr(self, name), getattr(other, name)
             if isinstance(column, dict):

@@ -1,5 +1,6 @@
 """
-The free slots of one stage: a stack from which any slot can be removed in constant time.
+The free slots (sets of buffers) of one stage: a stack from which any slot can be removed in
+constant time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ __all__ = ["FreeSlots"]
 
 class FreeSlots(dict[int, None]):
     """
-    Free slots in the order in which they became free; the last one is used next.
+    Free slots in the order in which they became free; the slot that became free last is used next.
 
     A dictionary keeps this order and removes any key in one call, without a search.
 
@@ -43,7 +44,7 @@ class FreeSlots(dict[int, None]):
         self[slot] = None
 
     def retire(self, slot: int) -> None:
-        """Add a slot whose generations are exhausted; it is used last."""
+        """Add a slot that has reached its last generation (count of releases); it is used last."""
         others = tuple(self)
         self.clear()
         self.update(dict.fromkeys((slot, *others)))

@@ -1,5 +1,6 @@
 """
-Write the composition of all relations as checked-in source, and check that it is current.
+Write the composition of all relations (groups of guards) as checked-in source, and check that the
+source is current.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ _FUTURE = "from __future__ import annotations\n"
 
 def pages() -> dict[str, str]:
     """
-    Return the text of every module of ``qeffect.engine.composed``, from the relations as they are.
+    Return the current text of every module of ``qeffect.engine.composed``.
 
     Returns:
-        Source by file name.
+        The source text by file name.
 
     Raises:
         CompositionError: The halves cannot be joined without changing their meaning.
@@ -101,11 +102,11 @@ def _front() -> str:
 The transitions of the contract, each as one flat function: all guards before the first write.
 
 {_WRITTEN}
-A comment names the half, as ``relation.function``, from which the lines below it come. The order
-of the guards is normative: a refusal names the first guard that fails.
+Each comment names the function, as ``relation.function``, from which the lines below it come. The
+order of the guards is normative: a refusal names the first guard that fails.
 
-The same function objects guard a replay, are walked by the explorer, proved by Z3 and batched by
-NumPy. A composition that leaves relations out is made at run time.
+The same function objects guard replays, and are used by the state explorer, the Z3 proofs and the
+NumPy batches. A composition without some relations is made at run time.
 """
 
 {_FUTURE}

@@ -1,5 +1,6 @@
 """
-Every transition of a stage's contract, composed from the relations that the backend uses.
+Every transition (state-changing call) of a stage's contract, composed from the relations (groups of
+guards) that the backend uses.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ STATE: Final[Mapping[str, Column]] = {
 @frozen
 class Transitions:
     """
-    The composed transition functions over one choice of relations.
+    The composed transition functions for one choice of relations (groups of guards).
 
     Args:
         relations: Names of the relations that take part, in the order in which their guards run.
-        functions: Composed function by transition name.
+        functions: For each transition's name, the composed function.
     """
 
     relations: tuple[str, ...]
@@ -85,7 +86,7 @@ class Transitions:
 
     @property
     def columns(self) -> dict[str, Column]:
-        """The columns of a memory for these transitions, configured columns first."""
+        """The columns (arrays) of a memory for these transitions, configured columns first."""
         return {**CONFIG, **STATE}
 
 
@@ -93,12 +94,12 @@ def transitions(
     omit: Iterable[str] = (), replaced: Mapping[str, ast.FunctionDef] | None = None
 ) -> Transitions:
     """
-    Compose the transitions of a stage that leaves out some relations.
+    Compose the transitions of a stage that leaves out some relations (groups of guards).
 
     Args:
         omit: Names of the relations to leave out, from ``OPTIONAL``.
-        replaced: By ``module.function``, a guard, write or helper function to use in place of a
-            relation's own; the result is a mutant.
+        replaced: By ``module.function`` name, a guard, write or helper function to use instead of
+            the relation's function. The result is then a mutant.
 
     Raises:
         ValueError: A name is unknown, or names a relation that cannot be left out.

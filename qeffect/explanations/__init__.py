@@ -1,3 +1,3 @@
 """
-For every clause, the texts of what was found and expected; `qeffect.explain` joins these tables.
+For every clause, the texts of the found and expected values; `qeffect.explain` joins these tables.
 """

@@ -86,7 +86,7 @@ def _writer(st: Any, a: Arguments) -> str:
     return f"ticket {ticket} in flight" if ticket else "no dW in flight"
 
 
-#: By clause, the function that returns what was found and what was expected.
+#: For each clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "arena.spoiled": lambda st, a: (
         f"stage {_spoiled(st, a)}, spoiled in epoch {st.spoiled[_spoiled(st, a)]}",

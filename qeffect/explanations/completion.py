@@ -65,7 +65,7 @@ def _unwaited_links(st: Any) -> list[int]:
     return [link for link, (caller, d) in pairs if caller == st.consumer[0] and st.unwaited[d] != 0]
 
 
-#: By clause, the function that returns what was found and what was expected.
+#: For each clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "capture.out-of-order": lambda st, a: (
         _out_of_order(st, a),

@@ -110,7 +110,7 @@ def _parts(st: Any, a: Arguments) -> tuple[str, str]:
     )
 
 
-#: By clause, the function that returns what was found and what was expected.
+#: For each clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "reduction.incomplete": lambda st, a: (
         ", ".join(f"{st.wgrads[s]} weight gradients of stage {s}" for s in stages_of(st, a))

@@ -48,7 +48,7 @@ def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str
     )
 
 
-#: By clause, the function that returns what was found and what was expected.
+#: For each clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "order.in-flight": lambda st, a: (
         asked(a),
@@ -56,7 +56,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"{nonzero_entries(st.busy)} (domain: ticket)",
     ),
     "order.poisoned": lambda st, a: (
-        f"{asked(a)} over scaling state that a failed F, dI, refresh or evaluation left half "
+        f"{asked(a)} with scaling state that a failed F, dI, refresh or evaluation left half "
         "updated",
         "a domain restored from the last commit's snapshot",
     ),
@@ -72,21 +72,21 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         _moves(st, a),
     ),
     "order.moves-outside-update": lambda st, a: (
-        f"a movement of the scales of domain {domain_of(st, a)} with no update in flight",
-        "a movement between the check of an update and its commit",
+        f"move_scales of domain {domain_of(st, a)} with no optimizer update in flight",
+        "move_scales between the check of an optimizer update and its commit",
     ),
     "order.nothing-gathered": lambda st, a: (
-        f"a movement of the scales of domain {domain_of(st, a)}, "
+        f"move_scales of domain {domain_of(st, a)}, whose scales "
         + (
-            "which have moved in this update already"
+            "have already moved in this optimizer update"
             if st.epoch_scales[domain_of(st, a)]
-            else "which move with each F and dI"
+            else "move with each F and dI"
         ),
-        "one movement per update, only for a domain whose scales move once an epoch",
+        "one move_scales per optimizer update, only for a domain whose scales move once an epoch",
     ),
     "order.scales-not-moved": lambda st, a: (
-        f"the commit of an update before the scales of domain {other_indices(st.gathered)} moved",
-        "one movement for each domain whose scales move once an epoch",
+        f"the commit of an update before move_scales of domain {other_indices(st.gathered)}",
+        "one move_scales for each domain whose scales move once an epoch",
     ),
     "order.scales-moved": lambda st, a: (
         f"{a['key']} while the live scales are those of the F at token "

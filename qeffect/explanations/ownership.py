@@ -1,5 +1,6 @@
 """
-Texts of found and expected values, for refusals by the clauses of ownership (tapes and slots).
+Texts of found and expected values, for refusals by the clauses of ownership: tapes (what F leaves
+for dI and dW) and slots (sets of buffers).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ __all__ = ["EXPLANATIONS"]
 
 
 def mask_text(mask: int) -> str:
-    """Return text for a consumer mask: the consumers that a tape waits for.
+    """
+    Return, as text, the consumers in a bit mask: the actions and transfers that a tape waits for.
 
     >>> mask_text(3)
     'dI and dW'
@@ -139,7 +141,7 @@ def _tenants(st: Any, a: Arguments) -> str:
     return "; ".join([*few, f"and {len(slots) - _FEW} more"] if slots[_FEW:] else few)
 
 
-#: By clause, the function that returns what was found and what was expected.
+#: For each clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "ownership.pool-exhausted": lambda st, a: (
         f"{a['key']} with no free slot",
@@ -244,7 +246,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.not-grouped": lambda st, a: (
         f"the end of a grouped dW for {a['key']} in {a['ref']}",
-        f"a tape that a dW has taken into its group; {_tape(st, a['ref'].slot)}",
+        f"a tape in the group of a dW in flight; {_tape(st, a['ref'].slot)}",
     ),
     "ownership.work-not-queued": lambda st, a: (
         f"deferred work for {a['queued'] or 'no matrix'}",
@@ -260,7 +262,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.skipped": lambda st, a: (
         asked(a),
-        "a key that this walk (pass over the microbatches) takes; the walk leaves out "
+        "a key that this walk (pass over the microbatches) runs; the walk leaves out "
         f"{counted(skipped_keys(st, a['key'].stage), 'key')} of stage {a['key'].stage}",
     ),
     "ownership.walk-begun": lambda st, a: (

@@ -22,7 +22,7 @@ def _weights(epoch: int) -> str:
     return f"the weights of epoch {epoch}" if epoch >= 0 else "weights of no known epoch"
 
 
-#: By clause, the function that returns what was found and what was expected.
+#: For each clause, the function that returns what was found and what was expected.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "version.wrong-epoch": lambda st, a: (
         f"{a['key']}",
@@ -71,10 +71,10 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         + (f"an F in slot {a['slot']}" if "slot" in a else f"an evaluation of stage {a['stage']}"),
         "no fill: the F was checked without a refresh"
         if "slot" in a
-        else "no fill: an evaluation leaves the weight cache as it is",
+        else "no fill: an evaluation must not change the weight cache",
     ),
     "version.left-out": lambda st, a: (
         f"{a['transition']} of stage {a['stage']}",
-        "no call about a weight cache: these stages leave out the relation version",
+        "no weight-cache call: these stages leave out the relation version",
     ),
 }

@@ -1,5 +1,6 @@
 """
-Text that the explanations share: the name of the call that was made, and entries of columns.
+Text that the explanations share: the name of the call that was made, and entries of columns (arrays
+of the contract's state).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Explanation = Callable[[Any, Arguments], tuple[str, str]]
 
 
 def stage_of(st: Any, a: Arguments) -> int:
-    """Return the stage that a call names, or else the stage of its bucket, key or slot."""
+    """Return the stage that a call names, or the stage of the call's bucket, key or slot."""
     if "stage" in a:
         return int(a["stage"])
     if "bucket" in a:
@@ -43,7 +44,7 @@ def stage_of(st: Any, a: Arguments) -> int:
 
 
 def domain_of(st: Any, a: Arguments) -> int:
-    """Return the state domain of a call's stage."""
+    """Return the state domain (stages whose FP8 scales are updated together) of a call's stage."""
     return int(st.domain_of[stage_of(st, a)])
 
 
@@ -64,8 +65,8 @@ def skipped_keys(st: Any, stage: int) -> int:
 
 def with_skipped(st: Any, stages: Iterable[int]) -> str:
     """
-    Return text: a count includes the keys that the walk (pass over the microbatches) leaves out;
-    empty if the walk leaves out no key.
+    Return the remark that a count includes keys that the walk (pass over the microbatches) leaves
+    out; empty if the walk leaves out no key.
     """
     out = sum(skipped_keys(st, stage) for stage in stages)
     return f", counting {counted(out, 'key')} that the walk leaves out" if out else ""
@@ -90,15 +91,16 @@ def nonzero_entries(column: Any) -> str:
 
 def other_indices(column: Any, usual: int = 0) -> str:
     """
-    Return as text the indices whose entry differs from ``usual``; by default, those of set flags.
+    Return, as text, the indices of entries that differ from ``usual``; by default, of nonzero
+    entries.
     """
     return ", ".join(str(index) for index, value in entries_of(column) if value != usual) or "none"
 
 
 def stages_of(st: Any, a: Arguments) -> list[int]:
     """
-    Return a call's stage (or its bucket's stage), and the stage that shares gradient destinations
-    with that stage.
+    Return a call's stage (or the stage of the call's bucket), and the stage that shares its
+    gradient destinations.
     """
     if "bucket" not in a:
         return list(dict.fromkeys((a["stage"], st.sharer_of[a["stage"]])))

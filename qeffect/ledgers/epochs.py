@@ -19,12 +19,13 @@ __all__ = ["Epochs"]
 
 class Epochs:
     """
-    The calls that finalize stages, reduce buckets, and check and commit the update.
+    The calls that finalize stages, reduce buckets (gradients that are reduced together), and check
+    and commit the update.
 
     Args:
         runner: Runs the transitions.
-        stage: Any stage of the process; a commit is atomic, so all have the same weight epoch.
-        buckets: Bucket index by name.
+        stage: Any stage of the process; all stages have the same weight epoch.
+        buckets: For each bucket's name, its index.
     """
 
     __slots__ = ("_buckets", "_runner", "_stage")
@@ -49,13 +50,13 @@ class Epochs:
         """
         Record that a bucket's reduction starts or has finished, on a caller's stream.
 
-        If ``link`` is None, the stream is the one that reads the gradients, as the epoch's latest
-        `finalize` or `finish_reduction` named it. Before the epoch's first such call, the stream is
-        the first caller's.
+        If ``link`` is None, the link is that of the epoch's latest `finalize` or
+        `finish_reduction`, whose stream reads the gradients. Before the epoch's first such call,
+        the link of the first caller is used.
 
         Raises:
             ValueError: No bucket has that name, or no link has that index.
-            Refused: A guard of reduction or completion refused.
+            Refused: A reduction or completion guard refused.
         """
         index = self._index(transition, bucket)
         if link is None:
@@ -65,7 +66,7 @@ class Epochs:
 
     def default(self, bucket: int | str) -> tuple[int, int]:
         """
-        Return a bucket's index and the default link of its reduction.
+        Return a bucket's index, and the default link (pair of streams) of its reduction.
 
         Raises:
             ValueError: No bucket has that name.
@@ -97,7 +98,7 @@ class Epochs:
 
         Raises:
             TypeError, ValueError: No stage or link has that number.
-            Refused: A guard of completion or epoch refused.
+            Refused: A completion or epoch guard refused.
         """
         self._runner.arguments.stage(transition, stage)
         self._runner.arguments.link(transition, link)
@@ -105,7 +106,7 @@ class Epochs:
 
     def fail(self, stage: int, epoch: int | None) -> None:
         """
-        Record a fault of an epoch, by default the current one, that was seen late.
+        Record that a fault of an epoch (by default the current one) was seen late.
 
         Raises:
             TypeError, ValueError: No stage has that number, or the epoch is not an int of at least
@@ -147,7 +148,7 @@ class Epochs:
             raise runner.failure(error, "check_update", given) from None
 
     def check(self, epoch: int | None, caller: int) -> Ticket:
-        """Reserve the weights of every stage for the update and return its ticket."""
+        """Reserve the weights of every stage for the update; return the update's ticket."""
         current = self._named("check_update", epoch)
         serial = self._runner.run("check_update", current, caller)
         return issue("update", None, current, serial, self._runner.memory.incarnation[0], None)
@@ -176,11 +177,11 @@ class Epochs:
 
     def move_scales(self, stage: int, updates: int | None) -> None:
         """
-        Record that the scales of a stage's domain moved in the update in flight.
+        Record that the scales of a stage's domain were updated, in the optimizer update in flight.
 
         Raises:
             TypeError, ValueError: No stage has that number.
-            Refused: A guard of order refused.
+            Refused: An order guard refused.
         """
         runner = self._runner
         runner.arguments.stage("move_scales", stage)

@@ -21,7 +21,8 @@ def places_of(
     stages: Iterable[StageConfig], destination_of: Mapping[Cell, Sequence[Destination]]
 ) -> dict[Cell, int]:
     """
-    Return, by cell, the number of the memory that its dW writes; device marks use these numbers.
+    Return, for each cell (a key without its epoch), the number of the memory location that its dW
+    writes. Device marks contain these numbers.
 
     Args:
         stages: The contract's stages.
@@ -36,21 +37,22 @@ def places_of(
 
 class ExpectedCounts:
     """
-    Counters of every stage and a digest of every state domain, over one incarnation.
+    Counters of every stage, and a digest of every state domain (stages whose FP8 scales are updated
+    together), since construction or the last restore.
 
     Args:
         domains: Name of the state domain of each stage.
         slot_stage: The stage of each slot (set of buffers for one microbatch).
-        destinations: By cell, the number of the memory that its dW writes, from
-            `qeffect.counts.located`; cells that are left out have number 0.
-        late: Whether the counts of a commit are presented after that commit, before the next one.
-            If not, they are presented with the commit itself.
+        destinations: For each cell (a key without its epoch), the number of the memory location
+            that its dW writes, from `qeffect.counts.located`. Missing cells have number 0.
+        late: If True, the counts of a commit are presented after that commit and before the next
+            one. If False, they are presented with the commit itself.
 
     Attributes:
-        awaited: Expected counts of the last commit, until they are presented; None if no commit
-            awaits counts.
-        writes: For each slot, how and where the slot's last checked dW writes; both determine which
-            captured graph has to run.
+        awaited: Expected counts of the last commit, until the device's counts are presented; None
+            if no commit needs counts.
+        writes: For each slot, how and where the slot's last checked dW writes; this determines
+            which captured graph must run.
     """
 
     __slots__ = (
@@ -96,17 +98,20 @@ class ExpectedCounts:
         self.reset()
 
     def reset(self) -> None:
-        """Set all counts and digests to zero, for a new incarnation."""
+        """Set all counts and digests to zero, as after a restore."""
         self._numbers = {stage: [0] * len(COUNTED) for stage in self._domains}
         self._digests = dict.fromkeys(self._domains.values(), 0)
         self.awaited = None
 
     def checked(self, cell: Cell, slot: int, writes: int) -> None:
-        """Note which dW was checked last in a slot, and thereby which graph has to run."""
+        """Record how the dW that was last checked in a slot writes (see `writes`)."""
         self.writes[slot] = writes, self._destinations.get(cell, 0)
 
     def ran(self, action: str, place: int) -> None:
-        """Count a committed action; ``place`` is its slot or, for a refresh, its stage."""
+        """
+        Count a committed action; ``place`` is its slot (set of buffers) or, for a refresh, its
+        stage.
+        """
         writes, where = self.writes[place] if action == "dW" else (OVERWRITES, 0)
         stage, domain, at, number = self._places[action, place, writes]
         if where:
@@ -118,11 +123,12 @@ class ExpectedCounts:
         self, folds: Mapping[Hashable, tuple[int, int]], counted: Mapping[int, Sequence[int]]
     ) -> None:
         """
-        Count all actions of a recurring step.
+        Count all actions of a step that was committed in one call.
 
         Args:
-            folds: By state domain, the step's factor and addend of the domain's digest.
-            counted: By stage, the number of the step's actions of each kind.
+            folds: For each state domain, the factor and the addend by which the step changes the
+                domain's digest.
+            counted: For each stage, the number of the step's actions of each kind.
         """
         for domain, (factor, term) in folds.items():
             self._digests[domain] = wrap(self._digests[domain] * factor + term)
@@ -151,7 +157,8 @@ class ExpectedCounts:
                 If False, a contract made with ``late=True`` refuses counts here.
 
         Raises:
-            Refused: The counts are missing or differ, or the previous commit awaits its counts.
+            Refused: The counts are missing or differ, or the counts of the previous commit are
+                missing.
             TypeError, ValueError: The counts do not match the contract's domains and stages.
         """
         if not self.late:
@@ -177,7 +184,7 @@ class ExpectedCounts:
             )
 
     def committed(self) -> None:
-        """Record a commit; counts that are presented late cover the actions up to this commit."""
+        """Record a commit; its counts, if presented late, cover the actions up to this commit."""
         if self.late:
             self.awaited = self.own()
 
@@ -186,9 +193,9 @@ class ExpectedCounts:
         Compare the device's counts at the last commit.
 
         Raises:
-            Refused: The counts differ; the commit awaits its counts until a restore.
+            Refused: The counts differ; the commit then lacks its counts until a restore.
             TypeError, ValueError: The counts do not match the contract's domains and stages, or no
-                commit awaits counts.
+                commit needs counts.
         """
         if self.awaited is None:
             raise ValueError("present_counts: no commit awaits its counts")

@@ -24,16 +24,17 @@ _Events = list[tuple[str, tuple[Any, ...]]]
 
 class Groups:
     """
-    The groups of all dW in flight; `Contract.check_wgrad` documents their refusals.
+    The groups of all dW in flight; `Contract.check_wgrad` documents the refusals of this class.
 
-    The observer may raise. So the observer is called only after all transitions of a call have run.
+    The observer is called only after all transitions of a call have run, because it may raise.
 
     Args:
         runner: Runs the transitions.
-        pool: The free slots; a slot returns there when the dW of its tape has ended.
+        pool: The free slots (sets of buffers); a slot returns there when the dW of its tape has
+            ended.
 
     Attributes:
-        open: By ticket, the members of each group in flight.
+        open: For each ticket number of a dW in flight, the other tapes of the dW's group.
     """
 
     __slots__ = ("_pool", "_runner", "open")
@@ -45,7 +46,7 @@ class Groups:
 
     def rehearse(self, check: tuple[Any, ...], members: Members) -> None:
         """
-        Check a dW and take the other tapes of its group, on a copy of the memory.
+        Check a dW, and add the other tapes of its group, on a copy of the memory.
 
         If a guard refuses one of these tapes, the contract's own memory is unchanged.
 
@@ -67,7 +68,7 @@ class Groups:
                 raise self._runner.failure(error, "group_wgrad", arguments, copied) from None
 
     def take(self, check: tuple[Any, ...], serial: int, members: Members) -> _Events:
-        """Let the dW that was just checked take the other tapes of its group."""
+        """Add the other tapes of the group to the dW that was just checked."""
         self.open[serial] = members
         events: _Events = []
         for key, ref in members:
@@ -76,7 +77,7 @@ class Groups:
         return events
 
     def commit(self, serial: int, covered: Any) -> _Events:
-        """After the dW has committed: commit the dW of each other tape of its group."""
+        """Commit the dW of each other tape in the group, after the group's dW has committed."""
         events: _Events = []
         for key, ref in self.open.pop(serial, ()):
             if self._runner.memory.spoiled[key.stage] == key.epoch:
@@ -85,7 +86,7 @@ class Groups:
         return events
 
     def abort(self, serial: int) -> _Events:
-        """After the dW has failed: abort each other tape of its group."""
+        """Abort each other tape in the group, after the group's dW has failed."""
         events: _Events = []
         for key, ref in self.open.pop(serial, ()):
             self._drop(key, ref, events)

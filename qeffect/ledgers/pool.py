@@ -1,5 +1,6 @@
 """
-The pool: the free slots, and the slots that keys have reserved before their forward.
+The pool: the free slots (sets of buffers), and the slots that keys have reserved before their
+forward.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ class Pool:
     The free slots of every stage.
 
     Args:
-        memory: The contract's memory; a slot (set of buffers) is free if no consumer still needs
-            its tape.
-        slots: Slot indices of each stage.
+        memory: The contract's memory; a slot is free if no consumer (such as dW) still needs its
+            tape.
+        slots: For each stage, the indices of its slots.
 
     Attributes:
-        free: Free slots by stage.
-        reserved: By cell (a key without its epoch), the slot that the cell's key reserved.
+        free: For each stage, its free slots.
+        reserved: For each cell (a key without its epoch), the slot that the cell's key reserved.
     """
 
     __slots__ = ("_memory", "_slots", "free", "reserved")
@@ -42,7 +43,7 @@ class Pool:
         self.reserved.clear()
 
     def next_slot(self, key: TapeKey) -> int:
-        """Return the slot for a reservation; if no slot is free, a slot that the guards refuse."""
+        """Return a slot to reserve; if no slot is free, a slot that the guards will refuse."""
         free = self.free[key.stage]
         return free.next if free else int(self._memory.slot_of[key.cell])
 

@@ -23,7 +23,7 @@ class RecordedSteps:
 
     Args:
         runner: The runner; its memory is compared and written.
-        pool: The free slots; they are compared and written too.
+        pool: The free slots (sets of buffers); they are compared and written too.
         counted: Expected counts of the devices; None if devices count no actions.
     """
 
@@ -48,7 +48,8 @@ class RecordedSteps:
 
     def differs(self, step: RecordedStep, *, guards_alone: bool = False) -> Difference | None:
         """
-        Ask whether every transition of a step would be accepted now.
+        Return the first difference that prevents a commit of the step now; None if every transition
+        of the step would be accepted.
 
         Args:
             step: The recorded step.
@@ -78,15 +79,15 @@ class RecordedSteps:
 
     def require_none(self, transition: str) -> None:
         """
-        Require that no step accepted by `differs` may be running, since its update writes the
-        weights.
+        Refuse a call while a step accepted by `differs` may be running, since the step's update
+        writes the weights.
         """
         if self._checked is not None and self._checked == self._moment():
             raise refused(
                 "persistence.action-in-flight",
                 transition,
                 "a step that check_step accepted and that may be writing weights and scales",
-                "commit_step after the step was enqueued, or withdraw_step if it was not",
+                "commit_step if the step was enqueued, or withdraw_step if it was not enqueued",
             )
 
     def _impeded(self, step: RecordedStep) -> Difference | None:
@@ -147,7 +148,7 @@ class RecordedSteps:
         if found is None and not (unchanged and step is self._same):
             found = self._asked(step, guards_alone=True)
         if isinstance(found, Difference):
-            raise ValueError(f"commit_step: {found}; ask check_step before the step is run")
+            raise ValueError(f"commit_step: {found}; call check_step before the step is run")
         if self._counted is not None:
             self._counted.require_commit(None)
         self._checked = self._same = None

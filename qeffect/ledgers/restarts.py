@@ -1,5 +1,6 @@
 """
-Restarts: checkpoints of a contract, and restores, which begin new incarnations.
+Restarts: checkpoints of a contract, and restores, which begin new incarnations (lives) of the
+contract.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Restarts:
 
     Args:
         runner: Runs the transitions.
-        pool: The free slots; all are free after a restore.
+        pool: The free slots (sets of buffers); all slots are free after a restore.
         epochs: The ledger that knows the current epoch.
-        steps: The ledger that knows whether a step checked in one call may be under way.
+        steps: The ledger that knows whether a recorded step may be running.
         counted: Expected device counts, zero after a restore; None if devices count no actions.
     """
 
@@ -60,7 +61,7 @@ class Restarts:
             raise runner.failure(error, "checkpoint", ()) from None
 
     def checkpoint(self, own: Configuration, state: Any, recipe: Any) -> Checkpoint:
-        """Return the checkpoint; raise `Refused` while a tape is live or an action in flight."""
+        """Return a checkpoint; raise `Refused` while a tape is live or an action is in flight."""
         self._require_compared()
         self._steps.require_none("checkpoint")
         self._runner.run("checkpoint")
@@ -72,7 +73,7 @@ class Restarts:
             self._counted.require_compared("checkpoint")
 
     def restore(self, own: Configuration, checkpoint: Checkpoint, incarnation: int | None) -> None:
-        """Begin a new incarnation at a checkpoint's epoch."""
+        """Begin a new incarnation (life of the contract) at a checkpoint's epoch."""
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"restore: expected a Checkpoint, got {shown(checkpoint)}")
         if incarnation is not None and not (

@@ -1,6 +1,6 @@
 """
-The runner: runs transitions over a contract's memory, and builds the exceptions for refused
-transitions.
+The runner: runs transitions (calls that check and change the contract's state) over a contract's
+memory, and builds the exceptions for refused transitions.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Runner:
         """
         Run a transition without calling the observer, and return its result.
 
-        A ledger updates its own state before it calls `tell`: the observer may raise although the
-        transition has happened.
+        After `apply`, a ledger updates its own state, and only then calls `tell`: the observer may
+        raise, but the transition has already happened.
 
         Raises:
             Refused: A guard refused; what was found and expected is filled in.
@@ -85,10 +85,10 @@ class Runner:
         """
         Return the exception for a transition that did not run.
 
-        A refusal that already names its transition stays as it is.
+        A refusal that already names its transition is returned unchanged.
 
         Args:
-            error: One of `FAILURES`, as the transition raised it.
+            error: The exception that the transition raised, of a type in `FAILURES`.
             transition: Name of the transition (contract call).
             arguments: The transition's arguments; None for an argument that the contract chooses
                 itself.
@@ -102,10 +102,10 @@ class Runner:
 
     def on_link(self, transition: str) -> Callable[[int], None]:
         """
-        Return a function that runs a transition whose only argument is a link.
+        Return a function that runs a transition whose only argument is a link (pair of streams).
 
-        Every F, dI and dW calls the function, so its look-ups are made once, here: each would cost
-        measurable time.
+        Every F, dI and dW calls the returned function. So all look-ups are made once, in advance,
+        because they would cost measurable time.
         """
         function, memory = self.transitions.functions[transition], self.memory
         num_links = self.arguments.num_links

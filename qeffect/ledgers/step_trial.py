@@ -1,10 +1,10 @@
 """
 A trial of a recorded step: its transitions run one by one over a copy of the contract's state.
 
-The comparison of `qeffect.steps` accepts a step only if risen counters are the only difference
-between the state and the recorded start. Other starts may be acceptable too: for example, the
-caller waited once more, or another tape used a slot before. A trial then runs every guard of every
-action, and takes about as long as the actions' own checks and commits.
+The comparison of `qeffect.steps` accepts a step only if the state equals the recorded start, except
+for counters that have risen. Other starts may be acceptable too: for example, the caller waited
+once more, or another tape used a slot before. In that case a trial runs every guard of every
+action. The trial takes about as long as the actions' own checks and commits.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ __all__ = ["Streams"]
 
 class Streams:
     """
-    The links between caller streams and the graph streams of state domains.
+    The links between caller streams and the graph streams of state domains (stages whose FP8 scales
+    are updated together).
 
     Args:
         runner: Runs the transitions.
         callers: Names of the caller streams.
-        domains: Domain index by name.
-        links: By (caller, domain name), the index of the link between the two streams.
+        domains: For each state domain's name, its index.
+        links: For each (caller, domain name), the index of the link between the two streams.
 
     Attributes:
         enter: Record that a link's caller enqueued work and that its graph stream waits for it.

@@ -1,5 +1,6 @@
 """
-The tapes of a contract: reservations, destinations, readers, and tapes that are dropped.
+The tapes of a contract (what each F leaves for its dI and dW): reservations, gradient destinations,
+readers, and dropped tapes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Tapes:
 
     Args:
         runner: Runs the transitions.
-        pool: The free slots; a released slot returns there.
+        pool: The free slots (sets of buffers); a released slot returns there.
 
     Attributes:
         read: Check that a stream may read a tape's output, or its input gradient.
@@ -78,7 +79,7 @@ class Tapes:
         }
 
     def outstanding(self) -> tuple[Ticket, ...]:
-        """Return every outstanding ticket, oldest first, rebuilt from the memory."""
+        """Return every outstanding ticket (reservation), oldest first, rebuilt from the memory."""
         st = self._memory
         own, update = st.incarnation[0], st.optimizing[0]
         found = [Ticket("refresh", None, s, n, own) for s, n in entries_of(st.refreshing) if n]
@@ -126,8 +127,8 @@ class Tapes:
 
     def shorten(self, microbatches: int) -> None:
         """
-        Leave this microbatch and all later ones out of the walk (pass over the microbatches); if
-        one key is refused, leave out none.
+        Leave microbatch number ``microbatches`` and all later ones out of the walk (pass over the
+        microbatches). If one key is refused, no key is left out.
         """
         self._arguments.integer("shorten_walk", "microbatches", microbatches)
         most: dict[int, int] = {}
@@ -214,7 +215,7 @@ class Tapes:
         self._pool.reclaim(ref.slot)
 
     def purge(self, epoch: int) -> int:
-        """Abort every live tape of an epoch, or none of them; return their number."""
+        """Abort every live tape of an epoch, or no tape; return the number of aborted tapes."""
         self._arguments.integer("purge", "epoch", epoch)
         tapes = [(key, ref) for key, ref in self.live().items() if key.epoch == epoch]
         rehearsal = self._runner.memory.copy()

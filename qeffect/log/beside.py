@@ -3,7 +3,8 @@ Compare the event logs and the rank logs of one run.
 
 A worker writes two logs. Its contract writes the event log. The worker's parts for messages, votes,
 checkpoints and graph launches write the rank log. Both logs must record the same commits and
-restores in the same order, and between them the same receives in the same slots.
+restores in the same order. Between two commits or restores, both logs must record the same receives
+in the same slots (sets of buffers).
 
 A log may end early if its process was killed. An event log is written in blocks of lines, so it is
 then compared only up to its end. A rank log is written line by line without a buffer, so it may
@@ -46,12 +47,12 @@ def compare_beside(
     Compare the commits, restores and receives of each event log and the same worker's rank log.
 
     A rank may have several rank logs, for example from runs before a resume. One of these rank logs
-    must agree with the event log. If none agrees, the report is about the rank log whose first
-    difference comes latest. An event log that names no rank is not compared.
+    must agree with the event log. If none agrees, the report describes the rank log whose first
+    difference comes latest. An event log without a rank in its header is not compared.
 
     Args:
-        logs: For each event log the list of its files, oldest file first. A replay must have
-            accepted each log, or must have found only that the log ends too early.
+        logs: For each event log, the list of its files, oldest file first. Each log must have been
+            replayed; the only finding that is allowed is that a log ends too early.
         rank_logs: The paths of the rank logs. A replay must have accepted each.
 
     Returns:

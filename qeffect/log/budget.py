@@ -1,6 +1,6 @@
 """
-Limits on a log's header, so that even a malicious header cannot make the replayer build a contract
-for longer than seconds.
+Limits on a log's header, so that a replayer builds the contract within seconds, even from a
+malicious header.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def require_affordable(header: Mapping[str, Any]) -> None:
     """
     Refuse a header whose contract would cost too much time or memory.
 
-    A few bytes can configure many slots, and a stage's number of executions is the product of three
-    numbers (microbatches, blocks, invocations). So neither the header's length nor any single
-    number limits the size of the contract.
+    A few bytes can configure many slots (sets of buffers), and a stage's number of executions is
+    the product of three numbers (microbatches, blocks, invocations). So neither the header's length
+    nor any single number limits the size of the contract.
 
     Args:
         header: The parsed header; its fields already have the right types.

@@ -18,11 +18,11 @@ __all__ = ["LogError", "check_closing", "check_event", "check_header", "parse"]
 
 class LogError(Exception):
     """
-    The input is not an event log, or another version wrote it. The message is one line for the
-    user.
+    The input is not an event log, or was written by another version of QEffect. The message is one
+    line for the user.
 
     Args:
-        message: The error text. Excerpts of the log in it are escaped and shortened.
+        message: The error text, in which excerpts of the log are escaped and shortened.
     """
 
     def __init__(self, message: str) -> None:

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 #: The first version. It has no evidence of fills, scaling updates or scales, and no stage that
-#: reports any of these; `SINCE_FIRST` gives the values that the missing fields stand for.
+#: reports any of these; `SINCE_FIRST` gives the values of the missing fields.
 FIRST: Final = 1
 SINCE_FIRST: Final[Mapping[str, Mapping[str, Any]]] = {
     "commit_refresh": {"filled": [], "fill_epoch": NEVER},
@@ -244,7 +244,7 @@ def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
     Convert a header of log format 1 into the current format.
 
     Raises:
-        TypeError, ValueError: The header is not one of log format 1.
+        TypeError, ValueError: The header does not follow log format 1.
     """
     added = SINCE_FIRST["stage"]
     stages = []

@@ -7,8 +7,8 @@ joined into a schedule table of what really ran, with one row per rank. This tab
 `qeffect check` checks a table:
 
 * every message that arrived was sent, and every message that was sent arrived
-  (`schedule.receive-without-send`, `schedule.send-without-receive`), and each receive ends after
-  its send began (`schedule.deadlock` if the logs contradict each other);
+  (`schedule.receive-without-send`, `schedule.send-without-receive`);
+* each receive ends after its send began (`schedule.deadlock` if the logs contradict each other);
 * between two ranks, receives are posted in the order of their sends (`schedule.message-order`);
 * all ranks committed the same epochs in the same order (`epoch.wrong-epoch`).
 
@@ -65,7 +65,7 @@ class JointReport:
         epoch: Epoch of the refused event.
         clause: Clause of the refusal.
         step: Sequence number of the event in its log.
-        action: The event's action in torch's notation, or its transition.
+        action: The event's action in torch's notation, or the name of the contract call.
         message: The finding in one sentence.
         expected: What was expected.
         found: What was found.

@@ -1,8 +1,8 @@
 """
 The implementation of ``qeffect.log.replayer``: it hashes, parses and applies a log line by line.
 
-Fast code handles valid lines. A line that fails there is examined again by slower code, which finds
-the error; so the fast code only needs to notice that a line failed, not why.
+Fast code handles valid lines, and only notices that a line is wrong. Slower code then examines the
+wrong line again and finds the error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Violation(Exception):  # noqa: N818 - it ends a replay with a report
         field: The field of the line that most likely shows the error.
         found: The value in the line, escaped and shortened.
         expected: The expected value, escaped and shortened.
-        action: The transition of the refused line; None if the line records no transition.
+        action: The transition (contract call) of the refused line; None if the line records no
+            transition.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class Player:
 
     Args:
         name: The log's name in error messages.
-        before: The finished replay of the file before this one. If None and this is a later file of
-            its log, the state at the beginning of this file is taken on trust.
+        before: The finished replay of the file before this one. If None, and this file is not the
+            first of its log, the state at the beginning of this file is taken on trust.
 
     Attributes:
         events: Number of events accepted so far, including the events of earlier files.

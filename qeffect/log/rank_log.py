@@ -1,17 +1,18 @@
 """
-Rank logs: the interaction of a job's ranks, in one file for each rank and attempt.
+Rank logs: the interaction of a job's ranks, in one file for each rank and attempt (start of the
+job).
 
-An event log (`qeffect.log.recorder`) records a contract's transitions. A rank log records what a
-contract does not see: how the ranks met, which messages they posted and received, their consents
-(votes before a commit), their parts of checkpoints, and how they stopped. Every line is written
-without a buffer, so that the log of a killed process ends with the last action of the process.
-`qeffect replay` checks the logs of all ranks against the model of ranks.
+An event log (`qeffect.log.recorder`) records a contract's transitions (accepted calls). A rank log
+records the events between ranks, which a contract does not see: the start, posted and received
+messages, consents (votes before a commit), the ranks' parts of checkpoints, and the stop. Every
+line is written without a buffer, so that the log of a killed process ends with the last action of
+the process. `qeffect replay` checks the logs of all ranks against a model of how ranks interact.
 
 A log may have several files; each later file begins after a commit. All ranks begin their later
-files at the same epochs. A rank removes an old file only two commits after the rank began the next
-file. By then every rank has begun its next file, so the remaining files of all ranks have a commit
-in common. `RankPlace` is the state in the header of a later file; `qeffect.log.rank_series` joins
-the files.
+files at the same epochs. A rank removes an old file only two commits after it began the next file.
+By then every other rank has also begun its next file, so the remaining files of all ranks have a
+commit in common. The header of a later file contains a state (`RankPlace`);
+`qeffect.log.rank_series` joins the files.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class RankLog:
         self._begin(**{name: values[name] for name in RANK_CONTINUES})
 
     def posted(self, event: str, peer: int, message: Sequence[Any]) -> None:
-        """Write that a message was posted, with the buffer that `place` names."""
+        """Write that a message was posted, and the message's buffer (see `place`)."""
         slot, generation = self.place
         self(event, peer=peer, message=[*message], slot=slot, generation=generation)
 
@@ -192,7 +193,7 @@ class RankLines:
     files: tuple[tuple[int, str], ...] = ()
 
     def where(self, seq: int) -> tuple[str, int]:
-        """Return the file and the line of an event; ``seq`` may also be one past the last event."""
+        """Return the file and line of an event; ``seq`` may also be one after the last event."""
         begun = (one for one in reversed(self.files) if one[0] <= seq)
         first, name = next(begun, self.files[0])
         return name, seq - first + 2
@@ -278,7 +279,7 @@ def _check(
 
 def order_digest(numbers: Iterable[int], before: int = 0) -> int:
     """
-    Return the digest of the messages of a channel, in their order.
+    Return a digest of a channel's messages, which depends on their order.
 
     Args:
         numbers: The number of each message: its stage, microbatch and direction.

@@ -25,7 +25,7 @@ class RankPlace:
             commit the last launch is still running, and its votes are not yet read.
         wrote: The epoch of the newest checkpoint of which the rank wrote its files; -1 before the
             first.
-        stepped: Whether a guarded step has begun since the worker began. If so, loading a
+        stepped: Whether a guarded step has begun since the worker started. If so, loading a
             checkpoint increases `again`.
 
     >>> place = RankPlace(4)

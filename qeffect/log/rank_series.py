@@ -1,10 +1,10 @@
 """
 Join the files of each rank log into one log, and cut the logs so that all begin at the same commit.
 
-If the first files of a log were removed, the log begins in the middle of the run. The state at that
-point comes from the file's header and is taken on trust. If a rank was killed, the logs of one
-attempt may begin at different commits. The logs that begin earlier are then cut at the first commit
-that all logs have.
+If the first files of a log were removed, the log begins in the middle of the run. The state at its
+beginning comes from the header of the first remaining file, and is taken on trust. If a rank was
+killed, the logs of one attempt may begin at different commits. The logs that begin earlier are then
+cut at the first commit that all logs have.
 """
 
 from __future__ import annotations

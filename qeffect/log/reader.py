@@ -1,5 +1,5 @@
 """
-Convert the fields of an event log's line into the arguments of a transition.
+Convert the fields of an event log's line into the arguments of a transition (contract call).
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ class Converters:
 
     def restore(self, st: Any, epoch: int, incarnation: int) -> None:
         """
-        Replay a restore, and require that its incarnation is new to the log.
+        Replay a restore, and require that its incarnation (random number of the contract's life) is
+        new to the log.
 
         The contract's transition compares the new incarnation only with the current incarnation.
         Without the stricter check here, references of an earlier incarnation would become valid
@@ -189,8 +190,8 @@ class Converters:
 
     def allowed(self, transition: str, field: str) -> frozenset[int]:
         """
-        Return the values that a field may have. In calls that claim a slot (set of buffers),
-        NO_SLOT is allowed too.
+        Return the values that a field may have. For the slot (set of buffers) of a call that claims
+        a slot, NO_SLOT is allowed too.
         """
         claims = field == "slot" and transition in ("reserve", "check_forward")
         return self.members[field] | ({NO_SLOT} if claims else set())

@@ -1,6 +1,6 @@
 """
-The event log's recorder: it writes one line per accepted transition. Each line ends in a digest of
-the log up to this line.
+The event log's recorder: it writes one line per accepted transition (contract call). Each line ends
+in a digest of the log up to this line.
 
 If a contract has no recorder, the hook for recorders costs one comparison per transition.
 """
@@ -53,8 +53,8 @@ class Recorder:
 
     A line is written after its transition was accepted. If writing fails, for example on a full
     disk, the caller of the transition gets the error, although the transition has taken effect. The
-    ticket of a check is then among ``Contract.outstanding()``, and the log is incomplete. If `ends`
-    is set, the caller gets no error, and the log ends at this line.
+    log is then incomplete, and ``Contract.outstanding()`` includes the ticket if the transition was
+    a check. If `ends` is set, the caller gets no error, and the log ends at this line.
 
     Args:
         contract: The contract to observe, before its first transition.

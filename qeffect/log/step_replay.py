@@ -2,11 +2,10 @@
 The replay of steps that a log repeats in one line. The replayer keeps each recorded step, and runs
 its transitions again for each line that repeats it.
 
-A *recorded step* ran action by action; the contract can commit later steps that are equal to it in
-one call each (`qeffect.steps`). For each such commit the log has one line. For this line
-the replayer runs every transition of the recorded step, one by one, with every guard.
-The contract skips these transitions after a comparison of states; the replayer does not rely on
-that comparison.
+A *recorded step* ran action by action. The contract can commit each later equal step in one call
+(`qeffect.steps`), and the log then has one line for the step. For this line the replayer runs every
+transition of the recorded step, one by one, with every guard. The contract skips these transitions
+after a comparison of states; the replayer does not rely on that comparison.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ class RepeatError(Exception):
             step.
         found: The value in the line.
         expected: The expected value.
-        action: The refused transition of the step; None if the line itself is refused.
+        action: The refused transition (contract call) of the step; None if the line itself is
+            refused.
     """
 
     def __init__(self, clause: str, found: str, expected: str, action: str | None = None) -> None:
@@ -57,7 +57,7 @@ class StepReplay:
     The recorded steps of one log.
 
     Args:
-        contract: The contract on which the log's calls are made again.
+        contract: The contract on which the log's calls are repeated.
         arguments: Converts a well-formed event into the arguments of its transition.
         seq: Function that returns the sequence number of the current line.
 
@@ -110,7 +110,7 @@ class StepReplay:
         )
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """Add an accepted transition to the step that is being recorded, if there is one."""
+        """Add an accepted transition to the step that is being recorded, if any."""
         name = event["transition"]
         if name not in MARKS and self.events is not None:
             self.events.append((name, self._arguments(event)))
@@ -147,7 +147,8 @@ class StepReplay:
     def repeat(self, st: Memory, step: int) -> None:
         """
         Run the transitions of a recorded step again. Epochs, generations and similar numbers in
-        their arguments are increased by as much as the contract's counters have risen since then.
+        their arguments are raised by the amounts that the contract's counters have risen since the
+        recording.
         """
         kept = self._steps.get(step)
         if kept is None or kept.start.incarnation[0] != st.incarnation[0]:

@@ -2,10 +2,10 @@
 Pipeline schedules: read schedule tables, check them before a run, and plan their resources.
 
 `tables`, `torch_tables`, `megatron`, `deepspeed`, `te_order` and `infer` read schedules; `tables`
-also writes them. `ranks` has the checks that do not run the contract; a `transport` says how the
-runtime carries messages. `check` runs the contract on every action; a `pairing` says which retained
-work (the operands that a dI leaves) a dW gets. `plan` counts resources. `grid`, `timeline` and
-`trace` draw a schedule.
+also writes them. `ranks` checks a schedule without running the contract, and `check` runs the
+contract on every action. A `transport` describes how the runtime carries messages. A `pairing`
+decides which retained work (the operands that a dI leaves) a dW gets. `plan` counts resources.
+`grid`, `timeline` and `trace` draw a schedule.
 
 >>> from qeffect.schedule.check import check
 >>> from qeffect.schedule.tables import read_fixture

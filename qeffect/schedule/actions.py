@@ -7,7 +7,7 @@ microbatch, a message, a sharding step, a reduction, or an overlapped pair of co
 of torch 2.15 also say where a rank waits for the end of a send or of a reduction.
 
 The text of an entry must match completely. torch's own pattern is not anchored and reads ``0F0xyz``
-as ``0F0``; here this entry is refused, because a checker must not guess the meaning of an entry.
+as ``0F0``. This module refuses ``0F0xyz``, because a checker must not guess what an entry means.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Schedule:
         num_stages: Number of stages of the whole pipeline.
         num_microbatches: Number of microbatches per step.
         source: Origin of the table, for messages.
-        complete: Whether all ranks are present. If not, messages from missing ranks are unchecked.
+        complete: Whether all ranks are present. If not, messages of missing ranks are not checked.
         notes: Facts about the source that a user should know.
         buffers: The slot (set of buffers) of each pair of stage and microbatch, if the source names
             slots. By default each tape (what a forward leaves for its backward) takes a free slot.

@@ -1,16 +1,16 @@
 """
-Check whether a table is right for every way to carry messages, not only for the assumed way.
+Check whether a table is correct for every way to carry messages, not only for the assumed way.
 
 This module answers two questions for each way to share queues
 (`qeffect.schedule.transport.QUEUES`). Does every receive get the message that it names, if a
 queue's messages arrive in the order of their sends? And does every rank reach the end of its row
 under rendezvous semantics, where a send ends only when its receive is posted?
 
-More queues never make a correct table wrong. Take a table whose ranks all finish with buffered
-sends, and whose messages are in order in one-way queues. Its ranks also finish under rendezvous
-semantics if a send blocks only its queue: in a one-way queue only earlier sends can delay a send,
-and their receives come earlier in the other rank's row. So two cases remain to be checked: queues
-that carry both directions, and sends that block their rank.
+More queues never make a correct table wrong. Suppose that all ranks of a table finish with buffered
+sends, and that messages are in order in one-way queues. Then the ranks also finish under rendezvous
+semantics if a send blocks only its queue. The reason is that in a one-way queue only earlier sends
+can delay a send, and the receives of those sends come earlier in the other rank's row. So two cases
+remain to be checked: queues that carry both directions, and sends that block their rank.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Channel:
 
     Args:
         queues: Which messages share a queue; one of `QUEUES`.
-        exchanged: The finding for the first receive that gets another message than the one it
-            names; None if every receive gets the right message.
-        deadlocks: For each value of `RENDEZVOUS`, the finding for the deadlock; None if all ranks
-            finish.
+        exchanged: The finding for the first receive that gets a wrong message; None if every
+            receive gets the message that it names.
+        deadlocks: For each value of `RENDEZVOUS`, the finding for the deadlock, or None if all
+            ranks finish.
     """
 
     queues: str

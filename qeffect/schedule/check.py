@@ -10,17 +10,17 @@ forward. The rank's row then runs as in a runtime:
 - before and after every replay, the caller's stream and the graph stream wait for each other;
 - destinations (the buffers for gradients) are bound before dI;
 - a receive is posted into a slot, and ends when the computation that uses the message begins;
-- a send reads its tape (what the forward left in memory), and ends where the table waits for the
-  send; in a table without waits for sends, it ends at once;
-- gradients are finalized and reduced where the table has an entry for the reduction, or at the
-  row's end; a reduction ends where the table waits for it, or at the row's end;
+- a send reads its tape (what the forward left in memory) until the table waits for the send; in a
+  table without such waits, the send ends at once;
+- gradients are finalized and reduced at the table's entry for the reduction, and the reduction ends
+  where the table waits for it; without the entry or the wait, this happens at the row's end;
 - commit, drain and checkpoint end the step.
 
 The row runs for two optimizer steps: training repeats a table, so each step must leave the contract
 ready for the next step.
 
-If the pairing is not `contract`, a dW presents the tape reference that the pairing would pick, and
-the contract refuses a reference to another tape.
+If the pairing is not `contract`, each dW presents the tape reference that the pairing picks. The
+contract then refuses the reference of a wrong tape.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Verdict:
 
     @property
     def slots_text(self) -> str:
-        """The number of slots of each stage, as text."""
+        """The number of slots (sets of buffers) of each stage, as text."""
         if self.plan is None:
             return "unknown"
         return ", ".join(f"{stage}: {slots}" for stage, slots in sorted(self.plan.slots.items()))
@@ -159,7 +159,8 @@ def check(
             a name of `qeffect.schedule.pairing`.
         steps: Number of optimizer steps to run.
         shared_pool: If True, all graphs of a rank share one capture-memory pool, in which all F are
-            captured first, then all dI, then all dW. If False, each slot has its own pool.
+            captured first, then all dI, then all dW. If False, each slot (set of buffers) has its
+            own pool.
         transport: How the runtime carries messages; by default as torch does.
 
     Raises:

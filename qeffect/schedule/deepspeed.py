@@ -4,7 +4,7 @@ Read DeepSpeed's instruction streams as tables, from its schedule classes and wi
 `deepspeed.runtime.pipe.schedule.PipeSchedule.steps()` yields the instructions of one rank, and each
 instruction names a buffer, not a microbatch. So this reader tracks the content of the buffers:
 
-* A receive, or a load on the first stage, puts the stage's next microbatch into its buffer.
+* A receive, or a load on the first stage, puts the stage's next microbatch into the named buffer.
 * ForwardPass takes the oldest input of its buffer, and leaves a tape (what a forward leaves for its
   backward) in the buffer.
 * BackwardPass takes the oldest tape of its buffer; RecvGrad receives the gradient of that tape.
@@ -14,12 +14,13 @@ A buffer counts as a slot of its stage. `qeffect.schedule.check` gives every tap
 buffer, so a write into a buffer that still holds a tape is refused as `ownership.slot-busy`.
 
 An instruction with `phase=1` belongs to the second stage of a rank (DualPipeV): stage
-`2 * stages - 1 - rank`. A class with CommitP2P first queues its sends and receives. The table lists
-them at the CommitP2P that launches them, sends first, since no message of a batch waits for another
-message of the batch. Messages that are queued and never launched are not in the table.
+`2 * stages - 1 - rank`. A schedule class with CommitP2P first queues its sends and receives. The
+table lists them at the CommitP2P that launches them, sends first, since no message of such a batch
+waits for another message of the batch. Messages that are never launched are not in the table.
 
 The reader recognizes an instruction by the name of its class or of a base class, so it also reads
-subclasses. ReduceGrads reduces all stages of the rank. ReduceTiedGrads is not in the table.
+subclasses. ReduceGrads reduces the gradients of all stages of the rank. ReduceTiedGrads is not in
+the table.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Durations of actions and messages: the input of the step-time simulator, and the file that has them.
+Durations of actions and messages: the input of the step-time simulator, and its file format.
 
 The file is one JSON object; its schema is ``durations.schema.json`` beside this module. Every
 number is a time in the file's `unit`. F, I and W are required. `stages`, `ranks` and `links` (pairs
@@ -14,7 +14,7 @@ Traceback (most recent call last):
   ...
 qeffect.schedule.actions.ScheduleError: durations: stages.0.F: expected a number from 0 to ...
 
-`grouped_W` gives the time of one product over the dW of several microbatches of a stage:
+`grouped_W` gives the time of one matrix product that computes the dW of several microbatches:
 
 >>> grouped = parse_durations({**given, "grouped_W": {"4": 0.5}})
 >>> grouped.product(0, 4), grouped.product(0, 8)
@@ -61,15 +61,15 @@ class Durations:
 
     Args:
         times: Times by name: `F`, `I`, `W`, and any of `refresh`, `message`, `reduce`, `update`,
-            `consent`, `host` and `launch`; zero if left out.
+            `consent` (all ranks agree before an update), `host` and `launch`; zero if left out.
         unit: The unit of every time: s, ms or us.
         stages: For single stages, times that replace the general `F`, `I`, `W`, `refresh` and
             `reduce`.
         ranks: For single ranks, times that replace the general `update`, `host` and `launch`.
         links: For directed pairs of ranks, times that replace the general `message`.
         grouped: For each number of microbatches, the time of one matrix product that computes the
-            dW of so many microbatches of a stage, including the packing of the operands.
-        grouped_stages: For single stages, times that replace those of `grouped`.
+            dW of this number of microbatches, including the packing of the operands.
+        grouped_stages: For single stages, times that replace the times in `grouped`.
     """
 
     times: Mapping[str, Time]
@@ -88,9 +88,9 @@ class Durations:
         """
         Return the time of one matrix product that computes a stage's dW of `group` microbatches.
 
-        The result is `None` if the durations give this time neither for the stage nor for all
-        stages. A stage with its own `W` also needs its own product time, because the general
-        product time belongs to the general `W`.
+        The result is `None` if the durations contain this time neither for the stage nor for all
+        stages. A stage with its own `W` also needs its own product time: the product time for all
+        stages belongs to the `W` of all stages.
         """
         own = self.grouped_stages.get(stage, {}).get(group)
         if own is not None or Kind.WGRAD.value in self.stages.get(stage, {}):
@@ -98,7 +98,7 @@ class Durations:
         return self.grouped.get(group)
 
     def refresh(self, stage: int) -> Time:
-        """Return the time in which a stage quantizes its weights, before its first F of a step."""
+        """Return how long a stage quantizes its weights, before its first F of a step."""
         return self.stages.get(stage, {}).get("refresh", self.times.get("refresh", 0))
 
     def message(self, source: int, target: int) -> Time:

@@ -1,6 +1,7 @@
 """
-Compare the cost of grouped dW (live tapes and slots) and its gain (step time) for several group
-sizes. With grouped dW, one matrix product computes the weight gradients of a group of microbatches.
+Compare the cost (live tapes and slots, that is, memory) and the gain (step time) of grouped dW, for
+several group sizes. With grouped dW, one matrix product computes the weight gradients of a group of
+microbatches.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 Grouped dW: one product computes the weight gradients of several microbatches of a stage.
 
 Groups are blocks of consecutive microbatches, so they do not depend on the order of a table. The
-dW of a group wait for the group's last dI, so a rank keeps more tapes live and has less dW to fill
-its bubbles.
+dW of a group wait for the group's last dI. So a rank keeps more tapes live, and has fewer dW to
+fill its bubbles.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ def group_wgrads(schedule: Schedule, group: int) -> Schedule:
     Return a table in which the dW of each group run one after another, after the group's last dI.
 
     The dW of a group run in ascending order of microbatches, at the place of the group's last dW in
-    the table. One matrix product can then replace these dW; the product runs at the place of the
-    first of them.
+    the table. One matrix product can then replace these dW, at the place of the first of these dW.
 
-    Each full backward becomes its dI, its sends and then its dW. Each send directly follows the
-    action that computes the sent tensor. Idle entries and sharding actions are left out.
+    Each full backward is split into its dI, its sends and its dW, in this order. Each send directly
+    follows the action that computes the sent tensor. Idle entries and sharding actions are removed.
 
     >>> from .infer import from_actions
     >>> table = from_actions([["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]])

@@ -37,8 +37,8 @@ class Index:
         stray_stages: Actions of stages that the pipeline does not have.
         misplaced: Actions that are not on the rank of their stage.
         stray_microbatches: Actions of microbatches beyond the configured number.
-        per_stage: The UNSHARD, RESHARD, REDUCE_GRAD and WAIT_REDUCE_GRAD entries, rank by rank,
-            each rank's entries in the order of its row.
+        per_stage: The UNSHARD, RESHARD, REDUCE_GRAD and WAIT_REDUCE_GRAD entries, ordered by rank
+            and by their position in the row.
         transport: How the runtime carries messages.
     """
 

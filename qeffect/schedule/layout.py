@@ -2,9 +2,10 @@
 The start time and length of each entry of a schedule, for timelines and traces.
 
 A compute-only table is drawn as written, one column per step, because its idle entries show the
-waits. A compute+comms table has no idle entries, so its times come from a dry run. In this run F, I
-and W take one unit, `B` two units and messages no time; a receive is drawn where its message
-arrives. `timed_layout` uses the simulated times of `qeffect.schedule.steptime` instead.
+waits. A compute+comms table has no idle entries, so its times come from a dry run. In the dry run,
+F, I and W take one unit of time, `B` takes two units, and messages take no time. A receive is drawn
+where its message arrives. `timed_layout` uses the simulated times of `qeffect.schedule.steptime`
+instead.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def layout(schedule: Schedule) -> Layout:
     """
     Give every entry of a schedule a start time and a length.
 
-    Entries that a deadlock keeps from running follow one after the other, marked as not run.
+    Entries that never run because of a deadlock come last in their row, and are marked as not run.
 
     Args:
         schedule: The schedule.

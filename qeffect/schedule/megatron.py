@@ -8,32 +8,31 @@ run loops over lists of tensors. This module runs the same loops over lists of n
 * Rank r runs `2 * (PP - r - 1) + (VPP - 1) * N` forwards first, or `PP - r - 1` without virtual
   stages. Then it alternates F and B, and runs the remaining B at the end. N is the number of
   consecutive microbatches of a virtual stage (`microbatch_group_size_per_vp_stage`).
-* The F run group by group (N microbatches), within a group virtual stage by virtual stage, and
-  within a virtual stage microbatch by microbatch. The B do the same, with the virtual stages in
-  reverse order.
+* The F run group by group (N microbatches each). Within a group they run virtual stage by virtual
+  stage, and within a virtual stage microbatch by microbatch. The B run in the same order, but with
+  the virtual stages reversed.
 * Virtual stage c of rank r is stage `c * PP + r`.
 
 An *exchange* is a set of messages that a rank posts together (`megatron/core/pipeline_parallel/
-p2p_communication.py`). Within an exchange the table lists the sends first, since no message of an
-exchange waits for another message of it. Megatron's options decide which messages form an exchange,
-and in which order they are posted:
+p2p_communication.py`). The table lists the sends of an exchange first, since no message waits for
+another message of the same exchange. Megatron's options decide which messages form an exchange, and
+in which order the messages are posted:
 
 * `batched` (`batch_p2p_comm=True`, the default of Megatron-core): one `batch_isend_irecv` for F and
   B together, with the previous rank's messages before the next rank's.
 * `plain` (`batch_p2p_comm=False`): the same exchanges, with messages posted one by one. Even ranks
-  first post their send to the next rank, odd ranks their receive from the previous rank.
+  first post their send to the next rank; odd ranks first post their receive from the previous rank.
 * `overlapped` (`overlap_p2p_comm=True`, `batch_p2p_comm=False`): one exchange after F and one after
   B, with messages posted one by one; in interleaved schedules only.
 * `prefetched` (with `overlap_p2p_comm_warmup_flush=True`): like `overlapped`, but before the first
   B and after the last F, ranks receive the next tensor while they compute.
 
-Megatron gives messages no names. This module names a send after the F or B that made its tensor,
-and a receive after the F or B that later takes its tensor out of Megatron's lists. With two ranks
-both neighbours are the same rank, so the order within an exchange decides which tensor a receive
-gets.
+Megatron does not name messages. This module names a send after the F or B that made its tensor, and
+a receive after the F or B that later takes its tensor out of Megatron's lists. With two ranks, both
+neighbours are the same rank, so the order within an exchange decides which tensor a receive gets.
 
-Tests compare the tables with recorded runs of Megatron-core 0.16.1 and 0.19.2; they are equal. The
-module does not cover `overlap_moe_expert_parallel_comm` and forward-only runs.
+Tests require that the tables equal recorded runs of Megatron-core 0.16.1 and 0.19.2. The module
+does not cover `overlap_moe_expert_parallel_comm` and forward-only runs.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from .pairing import Work
 __all__ = ["MESSAGES", "Messages", "megatron_schedule", "schedule_table"]
 
 Messages = Literal["batched", "overlapped", "prefetched", "plain"]
-#: The manners of exchange.
+#: Megatron's ways to exchange messages.
 MESSAGES: tuple[str, ...] = get_args(Messages)
 
 

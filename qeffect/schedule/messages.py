@@ -2,10 +2,10 @@
 Checks of messages: inputs arrive before use, every send is received, and messages within a queue
 stay in order.
 
-The input of stage s comes from stage s-1, the gradient of its output from stage s+1. If both stages
+Stage s gets its input from stage s-1, and the gradient of its output from stage s+1. If both stages
 are on one rank, the tensor needs no message. Otherwise a compute+comms table shows a send and a
-receive. A compute-only table shows neither; the dry run then checks that inputs from other ranks
-arrive in time.
+receive. A compute-only table shows no messages; the dry run then checks that inputs from other
+ranks arrive in time.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def check_messages(index: Index) -> Iterator[Finding]:
 
 def check_message_order(index: Index) -> Iterator[Finding]:
     """
-    Yield, for each queue, a finding for the first receive that would get a different message than
-    the one that it names.
+    Yield, for each queue, a finding for the first receive that would not get the message that it
+    names.
     """
     if not index.schedule.complete:
         return

@@ -29,8 +29,8 @@ def own_class(name: str) -> type:
         name: The class as ``module:Class``.
 
     Raises:
-        ScheduleError: The name has another form, the module cannot be imported, or the module has
-            no such schedule class.
+        ScheduleError: The name does not have this form, the module cannot be imported, or the
+            module has no such schedule class.
     """
     found = import_class(name)
     base_name(found)
@@ -49,8 +49,8 @@ def import_class(name: str, missing: str = "") -> type:
         missing: Advice for the error message if a package is not installed.
 
     Raises:
-        ScheduleError: The name has another form, the module cannot be imported, or the module has
-            no such class.
+        ScheduleError: The name does not have this form, the module cannot be imported, or the
+            module has no such class.
     """
     if not _NAME.fullmatch(name):
         raise ScheduleError(
@@ -82,7 +82,7 @@ def import_class(name: str, missing: str = "") -> type:
 
 def base_name(own: type, known: tuple[str, ...] = ()) -> str:
     """
-    Return the name of the torch class that takes the same stages as the given class.
+    Return the name of the torch class whose constructor takes the same stages as a user's class.
 
     Args:
         own: The user's class.

@@ -1,11 +1,11 @@
 """
 A verdict on a schedule as one HTML file: an interactive timeline, and the reasons for the verdict.
 
-The file needs no network and no other file, and can be read without its script. It shows the uncut
+The file needs no network and no other file, and can be read without its script. It shows the whole
 picture of `qeffect.schedule.timeline`, with an element for each action, including messages and
-reductions. With the script, the user moves through the actions in time order and sees which tape
-(what one forward leaves for its backward) each slot holds at that moment. The page also shows the
-slot of each action, and the other end of each message.
+reductions. With the script, the user steps through the actions in time order. At each step the page
+shows which tape (what one forward leaves for its backward) each slot (set of buffers) holds. The
+page also shows the slot of each action, and both ends of each message.
 
 The file also contains the checker's result as the JSON object that ``qeffect check --json`` prints.
 """
@@ -54,7 +54,7 @@ def page(schedule: Schedule, said: Mapping[str, Any], finding: Finding | None = 
     Args:
         schedule: The schedule.
         said: The checker's result as plain data; the page contains it unchanged.
-        finding: The finding to mark; if `None`, the page says that nothing was refused.
+        finding: The finding to mark; if `None`, the page states that nothing was refused.
 
     Raises:
         ScheduleError: The schedule has more than `MOST_ACTIONS` actions.

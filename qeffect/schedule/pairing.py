@@ -11,10 +11,10 @@ work. A runtime without keys takes the work that its data structure offers:
   API.
 - `global`: the oldest work of the rank, with one queue for all stages.
 
-Whether the offered work is right depends only on the schedule, so `qeffect.schedule.check` can test
-it before anything runs: each dW presents the reference of the tape that holds the offered work, and
-the contract refuses the reference of another tape. `B` is `I` then `W`, so the dW of a full
-backward may also consume older work.
+Whether the offered work is right depends only on the schedule. So `qeffect.schedule.check` can test
+this before anything runs. In the check, each dW presents the reference of the tape that holds the
+offered work, and the contract refuses a wrong tape. A full backward `B` counts as `I` then `W`, so
+its dW may also get older work.
 """
 
 from __future__ import annotations

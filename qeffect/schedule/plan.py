@@ -3,25 +3,25 @@ The resources that a schedule needs: live tapes, deferred weight gradients, slot
 and gradient memory.
 
 The plan compares two ways to provision graphs and memory (paper, Section IV, "Static binding and
-resource cost"). The paper captures one F, dI and dW graph for every microbatch of every local
-stage, `3 * M * L`, and gives every matrix one gradient destination for every microbatch,
-`M * sum(W)`. With slots (sets of buffers) that are reused under the contract's checks, each stage
-needs as many slots as it has live tapes at once, and the graphs of these slots. Every matrix then
-needs only one destination: the first weight gradient of a step overwrites the destination, and the
-later weight gradients accumulate into it.
+resource cost"). The paper captures three graphs (F, dI, dW) for every microbatch of every local
+stage, `3 * M * L` in all. Every matrix then has one gradient destination for every microbatch, `M *
+sum(W)` bytes in all. The contract's checks allow slots (sets of buffers) to be reused. Each stage
+then needs only as many slots as it has live tapes at once, and the graphs of these slots. Every
+matrix then needs only one destination: the first weight gradient of a step overwrites the
+destination, and the later weight gradients accumulate into it.
 
 A tape (what a forward leaves for its backward) is live from its forward until its last reader is
-done. The readers are its weight gradient and, if the table shows messages, the sends of its output
-and of its input gradient. A send ends at its wait in the table (torch 2.15); in a table without
-waits for sends, a send ends at once. The default tables of torch 2.15 wait for every gradient send
-at the end of the row, which keeps the tapes of all microbatches live; `max_outstanding_sends`
-reduces their number. torch's own `analyze_pipeline_activation_liveness` ignores sends: it counts
-the tapes that computations keep live, `StagePlan.peak_live - StagePlan.held_by_sends`.
+done. The readers are the tape's weight gradient and, if the table shows messages, the sends of the
+output and of the input gradient. A send ends at its wait in the table (torch 2.15); in a table
+without waits for sends, a send ends at once. The default tables of torch 2.15 wait for every
+gradient send at the end of the row, which keeps the tapes of all microbatches live.
+`max_outstanding_sends` reduces the number of live tapes. torch's own
+`analyze_pipeline_activation_liveness` ignores sends: it counts only the tapes that computations
+keep live, `StagePlan.peak_live - StagePlan.held_by_sends`.
 
-QEffect's own runtime keeps a tape live for longer (`runtime_slots`): there a tape begins with the
-receive of its input. If two successive stages are on the same rank without a message between them,
-each stage reads the results of the other stage directly. Each stage is then a reader of the other
-stage's tape.
+QEffect's own runtime keeps a tape live for longer (`runtime_slots`), from the receive of its input.
+If two successive stages are on the same rank without a message between them, each stage reads the
+results of the other stage directly. Each stage is then a reader of the other stage's tape.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class StagePlan:
         forwards: Number of forwards per step.
         peak_live: Peak number of live tapes (what a forward leaves for its backward). A tape is
             live from its forward until its last reader ran.
-        peak_deferred: Peak number of deferred weight gradients: those whose dI ran and whose dW has
-            yet to run.
-        held_by_sends: By how many tapes `peak_live` would be lower if each tape ended with its
-            weight gradient. With sends, a tape stays live until they have read its buffers too.
+        peak_deferred: Peak number of deferred weight gradients: those whose dI has run and whose dW
+            has not run yet.
+        held_by_sends: Number of tapes by which sends raise `peak_live`, because a tape stays live
+            until its sends have read its buffers.
     """
 
     stage: int
@@ -121,7 +121,7 @@ class Provision:
 
     Args:
         graphs: Number of captured graphs.
-        tapes: Number of tapes that have their own storage.
+        tapes: Number of tapes (what a forward leaves for its backward) that have their own storage.
         arena_bytes: Bytes of all gradient destinations; `None` without layer sizes.
     """
 
@@ -141,9 +141,9 @@ class RankPlan:
         peak_live: Peak number of live tapes over all stages of the rank.
         peak_deferred: Peak number of deferred weight gradients over all stages of the rank.
         delayed: Number of weight gradients that do not directly follow their own input gradient.
-        slots: Number of slots to provide. This is the sum of the stages' peaks of live tapes,
-            because a slot's graphs belong to one stage.
-        paper: Cost with one tape and one destination per microbatch.
+        slots: Number of slots (sets of buffers) to provide. This is the sum of the stages' peaks of
+            live tapes, because a slot's graphs belong to one stage.
+        paper: Cost of the paper's way, with one tape and one destination per microbatch.
         live_slots: Cost with one tape per slot, one cache refresh per stage and accumulating
             destinations.
         outstanding_sends: Peak number of sends that are posted and not yet awaited; `None` if the
@@ -210,8 +210,8 @@ def runtime_slots(schedule: Schedule) -> dict[int, int] | None:
 
     A tape takes its slot at the receive of its input or, without a receive, at its forward. The
     slot becomes free after the tape's weight gradient and sends. If the next stage is on the same
-    rank, the next stage's forward must also have run; if the previous stage is on the same rank,
-    the previous stage's dI must also have run.
+    rank, its forward must also have run. If the previous stage is on the same rank, its dI must
+    also have run.
 
     Args:
         schedule: A table that `qeffect.schedule.grouping.group_wgrads` returned.

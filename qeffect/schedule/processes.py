@@ -17,9 +17,9 @@ class Processes(Generic[E]):
     """
     Runs processes that wait for each other's events.
 
-    A process is an iterator. It yields an event that has not happened yet, and continues after that
-    event has happened. Processes run in the order in which they became ready, each until it waits
-    or ends. So equal input gives an equal run.
+    A process is an iterator. It yields an event that it waits for, and continues after the event
+    has happened. Processes run in the order in which they became ready, each until it waits or
+    ends. So equal inputs give equal runs.
 
     >>> engine = Processes[str]()
     >>> def first():
@@ -40,7 +40,7 @@ class Processes(Generic[E]):
         self._waiting: dict[E, list[int]] = defaultdict(list)
 
     def happen(self, event: E) -> None:
-        """Mark an event as happened; its waiting processes become ready in the order of arrival."""
+        """Mark an event as happened; its waiting processes become ready, first waiter first."""
         self._ready.extend(self._waiting.pop(event, ()))
 
     def run(self, processes: Iterable[Iterator[E]]) -> dict[int, E]:

@@ -2,8 +2,8 @@
 All checks of a schedule that do not run the contract, in time linear in the schedule's actions.
 
 The first finding is the cause, and later findings may be its consequences. The checks run in this
-order: actions on a wrong rank, repeated and missing actions, order on a rank, messages and waits
-for sends, deadlock, message order, reductions and waits for reductions, outstanding sends.
+order: actions on a wrong rank; repeated and missing actions; order on a rank; messages, and waits
+for sends; deadlock; message order; reductions, and waits for reductions; outstanding sends.
 """
 
 from __future__ import annotations

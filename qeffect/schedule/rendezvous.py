@@ -4,18 +4,18 @@ A dry run in which a send ends only when its receive is posted.
 A rank runs its row in order and posts each message at its place in the table. A queue joins two
 ranks, and holds the posted messages of each rank. Only the first message of each rank (its head)
 can proceed: if one head is a send and the other head a receive, both messages end. So a send that
-is not yet received blocks all messages behind it. A rank stops at a computation whose input has not
-arrived, at a wait for a send that has not ended, and at its row's end until all its messages have
-ended. If the transport lets a send block its rank, the rank also stops at the send.
+is not yet received blocks all messages behind it. A rank waits at a computation until its input has
+arrived, at a wait for a send until the send has ended, and at its row's end until all its messages
+have ended. If the transport lets a send block its rank, the rank also waits at the send.
 
-Suppose that two ranks have both posted a send first. With one queue for both directions the ranks
-wait for each other. With buffered sends, or with one queue per direction, they do not wait. A table
-with such sends *can* deadlock. Whether a runtime blocks depends on the size of its buffers and on
-the messages that it posts together; a table states neither.
+Suppose that each of two ranks has posted a send to the other rank first. With one queue for both
+directions, the ranks wait for each other. With buffered sends, or with one queue per direction,
+they do not wait. So a table with such sends *can* deadlock. Whether a runtime really blocks depends
+on the size of its buffers, and on the messages that it posts together. A table contains neither.
 
 A rank waits for one message at a time, and each queue joins only two ranks. So the time of the run
 is linear in the size of the table. If ranks stop, following their waits leads either to two heads
-that do not match or into a cycle of ranks.
+that do not match, or into a cycle of ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Stop:
     across: Occurrence | None
 
     def __str__(self) -> str:
-        """The stop in words, as a part of a sentence."""
+        """The stop in words, for use within a sentence."""
         where = "the end of its row" if self.atom is None else _named(self.atom)
         own = self.message.atom
         what = "" if own == self.atom else f", for {_named(own)}"
@@ -77,8 +77,8 @@ def rendezvous(index: Index, transport: Transport) -> tuple[Stop, ...]:
     Run all ranks of an indexed schedule until they end or stop.
 
     Args:
-        index: The indexed schedule. Messages without counterpart and repeated actions are ignored;
-            other checks report them.
+        index: The indexed schedule. Repeated actions, and messages without a counterpart, are
+            ignored, because other checks report them.
         transport: Which messages share a queue, and whether a send blocks its queue or its rank.
 
     Returns:

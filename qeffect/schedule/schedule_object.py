@@ -20,9 +20,9 @@ def read_object(schedule: Any) -> Schedule:
     Read the table of a schedule object of one of torch's classes or a subclass.
 
     Args:
-        schedule: The object. The table is its ``pipeline_order_with_comms``, otherwise its
-            ``pipeline_order``. A class with one stage per rank executes a loop instead; the loop
-            then runs on stages that only record their calls.
+        schedule: The object. Its table is the attribute ``pipeline_order_with_comms``, or else
+            ``pipeline_order``. A class with one stage per rank executes a loop instead of a table;
+            this function runs the loop on stages that only record their calls.
 
     Raises:
         ScheduleError: The object has neither a table nor a loop of torch's single-stage classes.

@@ -4,15 +4,15 @@ A dry run of all ranks at once: each rank runs its row in order and waits for ot
 In a compute+comms table a receive blocks until its send has run; sends do not block. A wait for a
 send blocks until the other rank reaches the receive of that message (pytorch pull request 194121: a
 badly placed wait deadlocks at replay). In a compute-only table a computation blocks until the
-neighbour stage's computation has run. If an action needs an action that is missing from the table,
-or that comes later in the same row, the action does not block: other checks report this mistake. So
-ranks that stop early wait for each other, and following one rank's wait leads into a cycle.
+neighbour stage's computation has run. An action never blocks on an action that is missing from the
+table, or that comes later in the same row, because other checks report such mistakes. So if ranks
+stop early, they wait for each other, and following one rank's wait leads into a cycle.
 
 The time of the run is linear in the size of the table. The run also yields start times: F, I and W
 take one unit each, as in torch's visualizer, and messages take no time. torch's runtime posts a
-receive and waits only where the received tensor is used, so a run that does not block on receives
-has torch's times. A schedule that also ends with blocking receives is safe on NCCL, which runs the
-messages of a pair of ranks in order.
+receive and waits only where the received tensor is used. So a run that does not block on receives
+has the same times as torch. A schedule that also finishes with blocking receives is safe on NCCL,
+which runs the messages of a pair of ranks in order.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """
-Assign a slot (a set of buffers) to each tape (what a forward leaves for its backward) and count the
-peak of live tapes, in one pass over a rank's actions.
+Assign a slot (set of buffers) to each tape (what a forward leaves for its backward), in one pass
+over a rank's actions, and count the peak of live tapes.
 
 A tape is live from its forward, or from the receive of its input into its slot, until its last
-reader has run. The caller names the readers. The weight gradient is always a reader; others are the
-sends, if the table shows messages, and a neighbour stage on the same rank. Slots belong to a stage,
-because the captured graphs of a slot belong to a stage.
+reader has run. The caller names the readers. The weight gradient is always a reader. Other readers
+are the sends, if the table shows messages, and a neighbour stage on the same rank. A slot belongs
+to one stage, because the slot's captured graphs belong to one stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Assignment:
     The slots and the peaks of live tapes of one rank.
 
     Args:
-        slot_of: The slot of each tape, counted within the tape's stage.
+        slot_of: For each tape, the index of its slot within the tape's stage.
         num_slots: Number of slots of each stage that has a forward.
         peaks: Peak number of live tapes of each stage that has a forward.
         peak: Peak number of live tapes of all stages together.
@@ -46,7 +46,8 @@ class Assignment:
 
 def own_readers(steps: Iterable[Event], kinds: Iterable[Kind] = (Kind.WGRAD,)) -> Readers:
     """
-    Return a table of readers in which each reader reads the tape of its own stage and microbatch.
+    Return the tapes that each action reads; a reader reads only the tape of its own stage and
+    microbatch.
 
     Args:
         steps: The rank's actions.
@@ -117,8 +118,8 @@ def assign_walked(steps: Sequence[Event], *, awaits_sends: bool, reuse: bool = T
 
     A tape takes its slot at the receive of its input or, without a receive, at its forward. The
     slot becomes free after the tape's weight gradient and sends. If the next stage is on the same
-    rank, the next stage's forward must also have run; if the previous stage is on the same rank,
-    the previous stage's dI must also have run.
+    rank, its forward must also have run. If the previous stage is on the same rank, its dI must
+    also have run.
 
     Args:
         steps: The rank's computations and messages, in order.

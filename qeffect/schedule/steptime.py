@@ -11,26 +11,28 @@ A dry run gives a time to every action and message (`step_time`). It assumes:
   waits for no message.
 * A message takes no computation time. A message is sent at its place in the row. If this place
   directly follows the entry that computes the tensor, the message is sent as soon as the tensor is
-  computed: the input gradient of a B leaves before B's W. In a table that names no messages, each
-  message is sent as soon as its tensor is computed.
-* The messages from one rank to another travel one at a time, in the order of their sends; with
-  `queues` of `direction` or `edge-direction`, activations and gradients travel independently. For
-  every value of `queues`, the two directions between two ranks never wait for each other.
-* Sends are buffered: a message does not wait for its receive, and a receive blocks nothing. With
-  `rendezvous`, a message starts only when its receive is also reached; with `rendezvous` of `rank`,
-  the message also blocks its sender's row until it has arrived. A WAIT_SEND blocks its row until
-  the message has arrived and the receive is reached, as in the deadlock check.
+  computed. For example, the input gradient of a B is sent before B's W. In a table that names no
+  messages, every message is sent as soon as its tensor is computed.
+* The messages from one rank to another travel one at a time, in the order of their sends. If the
+  transport's `queues` is `direction` or `edge-direction`, activations and gradients travel
+  independently. For every value of `queues`, the two directions between two ranks never wait for
+  each other.
+* Sends are buffered: a message does not wait for its receive, and a receive blocks nothing. If the
+  transport has a `rendezvous`, a message starts only when its receive is also reached. If
+  `rendezvous` is `rank`, the message also blocks its sender's row until the message has arrived. A
+  WAIT_SEND blocks its row until the message has arrived and the receive is reached, as in the
+  deadlock check.
 * Reductions run in parallel with computations, one at a time on a rank. A reduction starts at its
   place in the row or, in a table without reductions, after the last W of its stage.
   WAIT_REDUCE_GRAD and the update wait for the reduction.
-* A rank's `host` is the time in which the rank's host issues one F, I or W. The host issues one
-  action after the other, ahead of the device; the device cannot begin an action before the host has
+* A rank's `host` is the time that the rank's host needs to issue one F, I or W. The host issues one
+  action after the other, ahead of the device. The device cannot begin an action before the host has
   issued it.
-* With grouped dW, one product computes the dW of g microbatches. Each of these dW takes 1/g of the
-  product's time, and only the first dW has a `host` and a `launch`. If the durations give no time
-  for the product, each dW takes W and has its own `host` and `launch`.
+* With grouped dW, one matrix product computes the dW of g microbatches. Each of these dW takes 1/g
+  of the product's time, and only the first dW has a `host` and a `launch`. If the durations give no
+  time for the product, each dW takes the time W and has its own `host` and `launch`.
 * A rank's `update` starts after the rank's row and reductions. If `consent` is not zero, the update
-  starts after the rows and reductions of all ranks, and after the time `consent` in which the ranks
+  starts after the rows and reductions of all ranks, plus the time `consent` in which the ranks
   agree. Sharding takes no time.
 
 The simulated step is as short as its schedule allows: more queues, faster messages or a shorter
@@ -91,7 +93,8 @@ class Span:
         what: `computation`, `refresh`, `message`, `reduction`, `host`, `consent` or `update`;
             `place` for a receive, a wait or a sharding action, which takes no time of its own.
         name: Name in torch's notation; for a `host` span, the name of the issued action.
-        rank: Rank of the action; for a message, the sender; -1 for the consent of all ranks.
+        rank: Rank of the action; for a message, the sender; -1 for the consent (agreement before
+            the update) of all ranks.
         step: Step of the entry in the row; None if the table has no entry for this span.
         start: Start time.
         end: End time.

@@ -1,6 +1,6 @@
 """
-Checks of single ranks: each stage is on its own rank, each microbatch occurs once, F comes before
-dI, dI comes before dW, and reductions come last.
+Checks of single ranks: each stage is on the rank that owns it, each microbatch occurs once, F comes
+before dI, dI comes before dW, and reductions come last.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def decode_table(
     Read a schedule table from the bytes of a file.
 
     Args:
-        data: The bytes of the file. If a file exceeds 16 MiB, its first 16 MiB and one more byte
-            are enough.
+        data: The bytes of the file. Of a file over 16 MiB, 16 MiB and one byte are enough, because
+            such a file is refused.
         source: Origin of the bytes, for messages.
         num_stages: Stages of the pipeline; inferred from the table when left out.
         num_microbatches: Microbatches; inferred from the table when left out.

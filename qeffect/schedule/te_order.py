@@ -4,10 +4,10 @@ Read Transformer Engine's `_order` lists, as `make_graphed_callables` takes them
 An entry names a model chunk, counted from one: `+chunk` is its forward, `-chunk` its backward, and
 `-chunk - 0.5` the weight gradient that an earlier `-chunk` deferred. Entries do not name
 microbatches: the k-th entry of a kind and chunk is microbatch k, as in Transformer Engine. A chunk
-defers either all of its weight gradients or none. If a chunk defers them, its `-chunk` is only the
-input gradient.
+defers either all of its weight gradients or none. If a chunk defers its weight gradients, its
+`-chunk` entries are only input gradients.
 
-A list describes one rank and no messages, so the checks across ranks do not apply.
+A list describes a single rank without messages, so the checks across ranks do not apply.
 """
 
 from __future__ import annotations

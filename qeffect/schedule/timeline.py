@@ -5,8 +5,8 @@ F is blue, I teal, W green, B orange, an overlap purple, idle time white; a rank
 lighter. The refused entry has a red outline, and its clause is written below the rows. If a weight
 gradient got the wrong retained work (operands that a dI left), two arcs lead to the weight
 gradient: one from its own dI, and one from the dI that left the wrong work. The legend names every
-colour, shade, outline and arrow in the picture. A message takes no time, so a marked message is a
-narrow box, with its entry and step beside the box.
+colour, shade, outline and arrow in the picture. A message takes no time, so a marked message is
+drawn as a narrow box, with its entry and step beside the box.
 
 A schedule with simulated times is drawn whole and to scale. Arrows lead from the time at which a
 message is sent to the time at which it arrives; the entries of the critical path have an outline.
@@ -79,7 +79,7 @@ def timeline(
 
     Args:
         schedule: The schedule.
-        finding: The finding to mark; if `None`, the picture says that nothing was refused.
+        finding: The finding to mark; if `None`, the picture states that nothing was refused.
         window: Maximum number of columns to draw. A longer schedule is cut to the part around the
             refused entry. `None` draws all columns.
         timed: The simulated times of the schedule's step. If given, the schedule is drawn whole and
@@ -95,7 +95,7 @@ def timeline(
 
 class Picture:
     """
-    Draws a schedule as SVG; the HTML page derives from this class.
+    Draws a schedule as SVG; the class of the HTML page inherits from this class.
 
     Args:
         schedule: The schedule.

@@ -9,9 +9,9 @@ also have a `pipeline_order`, a table that torch draws but does not execute. In 
 table is wrong for `Schedule1F1B`: on the last rank it starts at microbatch 1. `drawn=True` returns
 it, and `check` refuses it.
 
-torch 2.11 to 2.14 make the same tables; from 2.13 on receives can be deferred. torch 2.15 places a
-wait for every send and every reduction, can limit outstanding sends, and moves a few receives. 1F1B
-and GPipe wait within their loop in every version, so their tables have no waits.
+torch 2.11 to 2.14 make the same tables; since torch 2.13, receives can be deferred. torch 2.15
+places a wait for every send and every reduction, can limit outstanding sends, and moves a few
+receives. 1F1B and GPipe wait within their loop in every version, so their tables have no waits.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ def torch_schedule(
         microbatches: Number of microbatches per step.
         vpp: Stages (model chunks) per rank; by default 1 for 1F1B and GPipe, 2 for other classes.
         comms: If True, return the table with sends, receives and sharding; if False, without them.
-        drawn: For 1F1B and GPipe, return the class's `pipeline_order` instead of the executed loop.
-        defer_receives: Place each receive just before the computation that uses its message, as
-            torch's `defer_pp_recv` does; needs torch 2.13 or later.
+        drawn: For 1F1B and GPipe: if True, return the class's `pipeline_order` instead of the
+            actions of the executed loop.
+        defer_receives: If True, place each receive just before the computation that uses its
+            message, as torch's `defer_pp_recv` does; needs torch 2.13 or later.
         max_outstanding_sends: Maximum number of sends that a rank has posted and not yet awaited,
-            as torch's option with this name; needs torch 2.15 or later.
+            as in torch's option with this name; needs torch 2.15 or later.
         release: Version and `torch.distributed.pipelining.schedules` module of another torch
             release, to use instead of the installed torch.
 

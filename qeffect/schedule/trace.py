@@ -5,9 +5,9 @@ Each rank is a process of the trace, with three threads: computation, messages, 
 reductions. Flow arrows connect sends with their receives. An instant event marks the refused entry,
 which also has the id of its clause.
 
-`timed_trace` shows a step with simulated times, in microseconds. In this trace a rank has one
-thread each for its computation, its host and its reductions, and one thread for each direction of
-messages with each other rank.
+`timed_trace` shows a step with simulated times, in microseconds. In this trace a rank has threads
+for its computation, its host and its reductions, and one thread for each other rank, direction and
+kind of message (activations or gradients).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BLINK = MICROSECONDS // 20
 
 def trace(schedule: Schedule, finding: Finding | None = None) -> dict[str, Any]:
     """
-    Return a schedule as the object of a Chrome trace file.
+    Return the JSON object of a Chrome trace file that shows a schedule.
 
     Args:
         schedule: The schedule.
@@ -62,7 +62,7 @@ def trace_json(schedule: Schedule, finding: Finding | None = None) -> str:
 
 def timed_trace(timed: StepTime) -> dict[str, Any]:
     """
-    Return a simulated step as the object of a Chrome trace file.
+    Return the JSON object of a Chrome trace file that shows a simulated step.
 
     Args:
         timed: The simulated times of a schedule's step.

@@ -5,8 +5,9 @@ A table says when messages are sent and received. The runtime's configuration sa
 share a queue, when a send ends, and how many sends may be outstanding. There are four ways to share
 queues:
 
-* `pair`: one queue for all messages between two ranks, in both directions. torch has one process
-  group for a pipeline, and NCCL has one communicator for each pair of ranks in the group.
+* `pair`: one queue for all messages between two ranks, in both directions. torch does this by
+  default: it has one process group for a pipeline, and NCCL has one communicator for each pair of
+  ranks in the group.
 * `direction`: two queues between two ranks, one for activations in both directions and one for
   gradients. torch 2.14 can have a process group for each (`pipeline_per_direction_p2p`).
 * `edge`: one queue for all messages from one rank to another. torch 2.15 can have a process group
@@ -14,10 +15,11 @@ queues:
 * `edge-direction`: two queues from one rank to another, one for activations and one for gradients.
 
 The messages of a queue are received in the order in which they are sent. With buffered sends, only
-the order of messages within each queue decides whether a table is right, and one queue for both
-directions gives the same verdict as one queue per direction. Under rendezvous semantics a send ends
-only when its receive is posted, and until then it blocks all messages behind it in its queue. Then
-the verdicts can differ: in a queue for both directions, a rank's own receives can block its sends.
+the order of messages within each queue decides whether a table is correct. One queue for both
+directions then gives the same verdict as one queue per direction. Under rendezvous semantics, a
+send ends only when its receive is posted, and until then it blocks all messages behind it in its
+queue. The verdicts can then differ: in a queue for both directions, a rank's own receives can block
+its sends.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ class Transport:
     Args:
         queues: Which messages share a queue; one of `QUEUES`.
         max_outstanding_sends: Maximum number of sends that a rank has posted and not yet awaited,
-            as torch 2.15's option of this name; `None` for no limit.
-        rendezvous: What a send blocks until its receive is posted: with `queue`, the later messages
-            of its queue; with `rank`, these messages and the rank's row. By default sends are
+            as in torch 2.15's option with this name; `None` for no limit.
+        rendezvous: What a send blocks until its receive is posted. With `queue`, a send blocks the
+            later messages of its queue; with `rank`, also the row of its rank. By default sends are
             buffered and block nothing.
     """
 
@@ -95,7 +97,8 @@ class Transport:
 
     def queue(self, kind: Kind) -> str:
         """
-        Return the name of the queue for a kind of send, among the queues from one rank to another.
+        Return the name of the queue for a kind of send. Queues of the same sender and receiver have
+        different names.
         """
         return str(kind) if self.by_kind else "all"
 

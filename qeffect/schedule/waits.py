@@ -4,10 +4,10 @@ started.
 
 A send reads its tape (what a forward leaves for its backward) until the send ends, and a reduction
 uses a stage's gradients until the reduction ends. Tables up to torch 2.14 do not say when sends and
-reductions end. Tables of torch 2.15 do (`WAIT_SEND_F`, `WAIT_SEND_B`, `WAIT_REDUCE_GRAD`), because
-a step that is captured in a graph cannot ask whether a send has ended (pytorch pull request
-194121). A table that awaits one send must await every send; otherwise the slots of the other sends
-never become free. The same holds for reductions.
+reductions end. Tables of torch 2.15 say so (`WAIT_SEND_F`, `WAIT_SEND_B`, `WAIT_REDUCE_GRAD`),
+because a step that is captured in a graph cannot query whether a send has ended (pytorch pull
+request 194121). A table that awaits one send must await every send; otherwise the buffers of the
+other sends never become free. The same holds for reductions.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-A memory that notes which entries the transitions of a step read and write.
+A memory that records which entries the transitions (contract calls) of a step read and write.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ __all__ = ["TracedColumn", "TracedMemory"]
 
 class TracedColumn:
     """
-    A copy of a column that notes which entries are read before they are written, and which are
-    written.
+    A copy of a column (array of the state) that records which entries are read before they are
+    written, and which are written.
     """
 
     __slots__ = ("entries", "read", "written")
@@ -39,7 +39,7 @@ class TracedColumn:
 
 
 class TracedMemory:
-    """A copy of a memory whose columns note which entries are read and written."""
+    """A copy of a memory whose columns record which entries are read and written."""
 
     def __init__(self, memory: Memory, names: Iterable[str]) -> None:
         self.columns = {name: TracedColumn(getattr(memory, name)) for name in names}

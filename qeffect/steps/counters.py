@@ -1,5 +1,6 @@
 """
-Counters: the columns whose entries rise from step to step, and how they are moved.
+Counters: the columns (arrays of the contract's state) whose entries rise from step to step, and how
+the entries are raised.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class Counter(NamedTuple):
     How the numbers of one column are counted.
 
     Args:
-        family: Name of the family, whose numbers are compared with each other.
+        family: Name of the family; guards compare numbers only within one family.
         through: Columns that lead from an index of this column to the index of the entry's counter:
             an entry of one column is the index into the next column. Empty if both indices are
             equal; None if the family has only one counter.
         none: The number for "none", which never moves; None if the column has no such number. It is
-            0 if guards only ask which of two numbers of the family is larger.
+            0 if guards only test which of two numbers of the family is larger.
     """
 
     family: str
@@ -108,7 +109,7 @@ BASE_COLUMNS: Final = attrgetter(*BASES.values())
 
 
 def group_of(memory: Memory, name: str, index: Any, value: Any) -> Group | None:
-    """Return the counter that an entry is counted from; None if the entry does not move."""
+    """Return the counter that an entry belongs to; None if the entry does not move."""
     counter = COUNTERS.get(name)
     if counter is None or (counter.none is not None and value == counter.none):
         return None
@@ -134,14 +135,14 @@ def groups(memory: Memory) -> Iterator[Group]:
 
 
 def moved_between(start: Memory, now: Memory) -> dict[Group, int]:
-    """Return how far each counter has moved from one memory of a contract to a later one."""
+    """Return by how much each counter has risen from one memory of a contract to a later one."""
     return {group: base_of(now, group)[2] - base_of(start, group)[2] for group in groups(now)}
 
 
 def translated(memory: Memory, amounts: Amounts) -> Memory:
     """
-    Return a copy of a contract's memory in which each counter is larger by its amount, and so is
-    each entry that is counted from this counter.
+    Return a copy of a contract's memory in which each counter, and each entry that belongs to the
+    counter, is larger by the counter's amount.
     """
     moved = memory.copy()
     for name in COUNTERS:

@@ -1,8 +1,10 @@
 """
-Entries of many columns of a memory, compared in one call and written in one call.
+Entries of many columns (arrays) of a contract's memory, compared in one call and written in one
+call.
 
-If every entry of a column is selected, the column is compared whole, list with list or dictionary
-with dictionary; otherwise the selected entries are picked first. Both compare the same entries.
+If every entry of a column is selected, whole columns are compared (list with list, or dictionary
+with dictionary). Otherwise the selected entries are picked first. Both ways compare the same
+entries.
 """
 
 from __future__ import annotations
@@ -24,18 +26,17 @@ class Entries:
 
     Args:
         memory: The contract's memory; no reference to it is kept.
-        indices: By column, the indices of the selected entries.
+        indices: For each column (array of the state), the indices of the selected entries.
         counter: Maps column, index and entry to the position of the entry's counter in a list of
             amounts.
         still: Position, in the list of amounts, of the amount for entries that do not move; this
             amount is always 0.
 
     Attributes:
-        stand_in: Function of a memory and of the amounts by which the counters rose. It returns
-            whether the memory's selected entries equal the kept values, each raised by its
-            counter's amount.
-        write: Function of a memory and of the amounts by which the counters rose. It writes the
-            kept values into the memory, each raised by its counter's amount.
+        stand_in: Function of a memory and of the counters' amounts. It returns whether the memory's
+            selected entries equal the kept values, each raised by its counter's amount.
+        write: Function of a memory and of the counters' amounts. It writes the kept values into the
+            memory, each raised by its counter's amount.
     """
 
     __slots__ = ("stand_in", "write")

@@ -81,15 +81,17 @@ _FAR: Final = (1, 1_000_003)
 @frozen(eq=False)
 class RecordedStep:
     """
-    One step of one contract, relative to the counters that the step moves.
+    One recorded step of one contract; its numbers are compared relative to the counters that the
+    step moves.
 
     Args:
         transitions: The composed transitions that the step ran.
         start: The contract's state before the step.
-        events: The step's transitions with their arguments, in order.
+        events: The step's transitions (contract calls) with their arguments, in order.
         end: The contract's state after the step.
-        reads: By column, the indices of entries read before they are written.
-        writes: By column, the indices of entries written.
+        reads: For each column (array of the state), the indices of entries read before they are
+            written.
+        writes: For each column, the indices of entries written.
     """
 
     transitions: Transitions = field(repr=False)
@@ -130,7 +132,7 @@ class RecordedStep:
             end: The state after the last event.
 
         Raises:
-            ValueError: A transition of a failure or restart is among the events, the events do not
+            ValueError: The events include a transition of a failure or restart, the events do not
                 lead from the start to the end, or the step depends on the value of a counter.
         """
         named = [transition for transition, _ in events]
@@ -233,12 +235,15 @@ class RecordedStep:
 
     @property
     def folds(self) -> Mapping[Hashable, tuple[int, int]]:
-        """By state domain, the factor and the term that the step applies to its digest."""
+        """
+        For each state domain, the factor and the term by which the step changes the domain's
+        digest.
+        """
         return self._folds
 
     @property
     def counted(self) -> Mapping[int, tuple[int, ...]]:
-        """By stage, how much the step adds to its counters."""
+        """For each stage, the numbers that the step adds to the stage's counters."""
         return self._counted
 
     def _different_amounts(self, far: int) -> Amounts:
@@ -286,7 +291,7 @@ class RecordedStep:
         return self._groups
 
     def moved_by(self, memory: Memory) -> Amounts:
-        """How far each counter of a memory has moved since the step was recorded."""
+        """By how much each counter of a memory has risen since the step was recorded."""
         return dict(zip(self._groups, self._amounts(memory), strict=False))
 
     def differs(self, found: StepState) -> Difference | None:
@@ -322,7 +327,10 @@ class RecordedStep:
         return odd or self._outside_memory(found)
 
     def is_of(self, memory: Memory) -> bool:
-        """Whether a memory belongs to the contract and the incarnation that recorded the step."""
+        """
+        Whether a memory belongs to the contract that recorded the step, without a restore since
+        then.
+        """
         return bool(memory.incarnation[0] == self.start.memory.incarnation[0])
 
     def _amounts(self, memory: Memory) -> tuple[int, ...]:
@@ -385,10 +393,10 @@ class RecordedStep:
 
     def free_after(self, stage: int, free: Sequence[int]) -> tuple[int, ...]:
         """
-        Return the free slots of a stage after the step, in their order.
+        Return the free slots (sets of buffers) of a stage after the step, in their order.
 
-        The order before the step may differ from the recorded one: it only decides which slot the
-        contract chooses, and the step takes the recorded slots.
+        The order before the step may differ from the recorded order. The order only decides which
+        slot the contract chooses, and the step uses the recorded slots.
 
         Args:
             stage: Index of the stage.
@@ -411,7 +419,7 @@ class RecordedStep:
 
     def write(self, memory: Memory) -> None:
         """
-        Write the state that the step's transitions would leave. The memory must be one for which
+        Write the state that the step's transitions would leave. Only for a memory in which
         `differs` found no difference.
         """
         self._left.write(memory, self._amounts(memory))

@@ -1,5 +1,5 @@
 """
-Recording: collects the transitions of one step from a contract while the step runs.
+Recording: collects the transitions (contract calls) of one step while the step runs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class RecordableContract(Protocol):
 @runtime_checkable
 class StepObserver(Protocol):
     """
-    An observer that takes a step committed in one call, such as an event log's recorder.
+    An observer that supports steps committed in one call, such as an event log's recorder.
 
-    Such an observer hears every transition of a step while the step is recorded, between
-    `begin_step` and `keep_step` or `drop_step`.
+    While a step is recorded, between `begin_step` and `keep_step` or `drop_step`, such an observer
+    is called for every transition.
     """
 
     def __call__(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
@@ -42,16 +42,16 @@ class StepObserver(Protocol):
         """Begin a recorded step; the result identifies the step."""
 
     def keep_step(self, began: Any, step: RecordedStep) -> None:
-        """Take the news that the step was recorded, and keep the step."""
+        """Keep a step, which was recorded successfully."""
 
     def drop_step(self, began: Any) -> None:
-        """Take the news that the step was not recorded."""
+        """Discard a step, because it was not recorded successfully."""
 
     def repeats(self, step: RecordedStep) -> bool:
         """Whether the observer still keeps a recorded step."""
 
     def repeat_step(self, step: RecordedStep) -> None:
-        """Take the news that the contract committed a kept step in one call."""
+        """Note that the contract committed a kept step in one call."""
 
 
 class Recording:
@@ -59,15 +59,15 @@ class Recording:
     A step that is being recorded while its transitions run.
 
     Args:
-        contract: The contract; until `end` or `drop` the recording is its observer, and passes
-            every transition on to the former observer.
+        contract: The contract. Until `end` or `drop`, the recording is the contract's observer, and
+            passes every transition on to the former observer.
 
     Attributes:
         observer: The contract's observer before the recording; None if it had none.
 
     Raises:
-        ValueError: The contract has an observer that does not take steps; a step committed in one
-            call would bypass it.
+        ValueError: The contract has an observer that is not a `StepObserver`; a step committed in
+            one call would bypass this observer.
     """
 
     def __init__(self, contract: RecordableContract) -> None:

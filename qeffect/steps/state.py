@@ -26,8 +26,8 @@ class Difference:
             another part of the contract.
         found: The current value.
         expected: The recorded value, plus the amount by which its counter has risen.
-        clause: The clause that would refuse the step's transitions; None if no clause would refuse
-            them, or if no transition was tried.
+        clause: The clause that would refuse one of the step's transitions; None if no clause would,
+            or if no transition was tried.
 
     >>> print(Difference("poisoned[0]", 1, 0, "order.poisoned"))
     poisoned[0] is 1; the recorded step expects 0 (order.poisoned)
@@ -52,9 +52,9 @@ class StepState:
 
     Args:
         memory: The contract's memory, with every column.
-        free: The free slots of each stage, in their order.
-        reserved: By cell (a key without its epoch), the slot that it reserved.
-        counts: Expected device counts, by state domain; None if devices count no actions.
+        free: The free slots (sets of buffers) of each stage, in their order.
+        reserved: For each cell (a key without its epoch), the slot that the cell's key reserved.
+        counts: For each state domain, the expected device counts; None if devices count no actions.
     """
 
     memory: Memory

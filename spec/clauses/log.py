@@ -18,34 +18,37 @@ PART = Part(
 No guard sees an action that was never checked. A runtime therefore writes a log: a header with its
 configuration, one line per accepted transition with its arguments and result, and a closing line.
 The closing line has the number of events and a digest of the final state. `event-log.schema.json`
-describes the format and marks fields as `x-semantic`: a changed semantic field changes what the log
-claims. Every line ends in a digest of all bytes of the log before it. The digest finds damage, not
-forgery: a forger can compute the digests anew, but the clauses of parts 1 to 9 still apply.
+describes the format. The schema marks some fields as `x-semantic`: if such a field changes, the log
+claims that something else happened. Every line ends in a digest of all bytes of the log before this
+digest. The digests reveal damage but not forgery, because a forger can compute them anew. The
+clauses of parts 1 to 9 still apply to a forged log.
 
 A contract can record the transitions of one step, and later commit an equal step in one call
 (chapter *A step in one call*). The log of such a commit is one line, `repeat_step`, which names the
 recorded step. The lines of the recorded step stand between `begin_step` and `keep_step` (or
-`drop_step`, if the recording is not kept). For `repeat_step` the replayer runs each transition of
-the recorded step again, with all guards; epochs, tokens and other counters in the arguments advance
-with the step.
+`drop_step`, if the recording is not kept). For each `repeat_step`, the replayer runs every
+transition of the recorded step again, with all guards. It first advances the epochs, tokens and
+other counters in the arguments to the values of the repeated step.
 
-A replayer rebuilds the memory from the header and runs the transition functions over the events. A
-log is accepted if every event is accepted with the recorded result, and the final state is the
-recorded state. Input that is not a log (binary, empty, malformed) is reported as an error, not as a
-refusal. Each line can be written in one way only: no spaces, the schema's order of fields,
-printable names, the configuration as a recorder describes it. Any other line is rejected as
-malformed. A header that configures more stages, slots, cells, links or destinations than a log may
-have is malformed too.
+A replayer builds the contract's memory from the header, and then runs the transition functions over
+the events. The replayer accepts a log if each event is accepted with the recorded result and the
+final state is the recorded state. Input that is not a log (binary, empty, malformed) is reported as
+an error, not as a refusal. Each line can be written in one way only: without spaces, with fields in
+the schema's order, with printable names, and with the configuration as a recorder writes it. Any
+other line is rejected as malformed. The number of stages, slots, cells, links and destinations in a
+log is limited; a header that exceeds a limit is malformed too.
 
-After some changes to a log, its events still keep the contract, and only the digests reveal the
-change. Examples: another name for a caller, domain or pool; an argument of a part that is left out;
-a wait that nothing depends on; an event that a later restore undoes.""",
+After some changes to a log, its events still keep all clauses, and only the digests reveal the
+change. Such a change concerns, for example, the name of a caller, domain or pool, or an argument of
+a part that is left out. It can also concern a wait that nothing depends on, or an event that a
+later restore undoes.""",
     clauses=(
         Clause(
             id="log.chain",
             number="10.1",
             title="No byte of a log has changed",
-            invariant="Every line's digest is the digest of all bytes before it.",
+            invariant="The digest at the end of each line is the digest of all bytes of the log "
+            "before it.",
             transitions=("replay",),
             argument="digest",
             unchanged=_BEFORE,
@@ -81,16 +84,16 @@ a wait that nothing depends on; an event that a later restore undoes.""",
             id="log.closing",
             number="10.4",
             title="A log is closed",
-            invariant="The last line of a log is its closing line, with the number of its events, "
-            "and nothing follows it.",
+            invariant="The last line of a log is its closing line, which states the number of "
+            "events. Nothing follows the closing line.",
             transitions=("replay",),
             argument="events",
             unchanged=_BEFORE,
             section="design",
             cause="The process ended before it closed its log, the end was cut off, or something "
             "was appended to the log.",
-            remedy="Close the recorder, also on an exception, and keep each log in a file of its "
-            "own. The events before the break were accepted.",
+            remedy="Close the recorder, also after an exception, and keep each log in a file of "
+            "its own. The events before the break were accepted.",
         ),
         Clause(
             id="log.state",
@@ -101,7 +104,8 @@ a wait that nothing depends on; an event that a later restore undoes.""",
             argument="state",
             unchanged="Every event of the log was replayed and accepted.",
             section="design",
-            cause="The header's configuration or an event's argument differs from the runtime's.",
+            cause="The configuration in the header, or an argument of an event, differs from what "
+            "the runtime used.",
             remedy="Compare the header with the runtime's configuration.",
         ),
         Clause(
@@ -114,25 +118,26 @@ a wait that nothing depends on; an event that a later restore undoes.""",
             argument="incarnation",
             unchanged=_BEFORE,
             section="design",
-            cause="An incarnation was kept and passed to a later restore, which would make old "
-            "references valid again.",
+            cause="The caller kept an incarnation and passed it to a later restore. Old "
+            "references would then be valid again.",
             remedy="Leave `incarnation` out: the contract draws a new random number.",
         ),
         Clause(
             id="log.step",
             number="10.7",
             title="A step committed in one call was recorded before",
-            invariant="A `repeat_step` line names one of the last four steps that were kept in the "
-            "same incarnation. Steps are recorded one after another, and each is kept or dropped "
-            "before the log ends. A kept step has one commit, and consists only of transitions "
-            "that may recur.",
+            invariant="A `repeat_step` line names one of the last four steps that were kept in "
+            "the same incarnation. Recordings do not overlap, and each is kept or dropped before "
+            "the log ends. A kept step has one commit, and consists only of transitions that may "
+            "recur.",
             transitions=("replay",),
             argument="step",
             unchanged=_BEFORE,
             section="design",
-            cause="The line names another step, or the lines that begin and keep the step are "
-            "missing.",
-            remedy="Write the log with the recorder of the contract that recorded the step.",
+            cause="The named step was not kept or is not among the last four. Or the lines that "
+            "begin and keep the step are missing.",
+            remedy="Use one recorder for the whole log: the recorder of the contract that "
+            "recorded the step.",
         ),
     ),
 )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_WITHHELD = "Everything; no checkpoint is taken."
-_RUNNING = "Everything; the running incarnation continues."
+_WITHHELD = "Everything. No checkpoint is taken."
+_RUNNING = "Everything. The current incarnation continues."
 
 PART = Part(
     name="persistence",
@@ -18,12 +18,12 @@ PART = Part(
     holder="checkpoints only when nothing is live; a new incarnation and stale caches after a "
     "restore",
     intro="""\
-A checkpoint is taken directly after a commit, when nothing is live: no tape, no action in flight,
-no reduction and no half-updated weights. The host has also seen all device work finish. A restore
-loads the numerical state first, then begins a new *incarnation*: every slot is free, every
-generation is zero, every earlier reference is refused, and every weight cache is stale. This holds
-even if one checkpoint is restored twice, because the incarnation is a new random number that is
-never saved.""",
+A checkpoint is taken directly after a commit, when no tape is live, no action or reduction is in
+flight, and no weights are half updated. The host must also have seen all device work finish. For a
+restore, the caller loads the numerical state first. Then the contract begins a new *incarnation*:
+every slot is free, every generation is zero, every weight cache is stale, and every earlier
+reference is refused. References are refused even if one checkpoint is restored twice, because each
+incarnation is a new random number that is never saved.""",
     clauses=(
         Clause(
             id="persistence.live-tape",
@@ -34,8 +34,8 @@ never saved.""",
             argument="",
             unchanged=_WITHHELD,
             section="III-E",
-            cause="The checkpoint hook ran within a step, or a delayed dW or a reader has not "
-            "finished.",
+            cause="The checkpoint hook ran within a step. Or a delayed dW, or a read of a tape's "
+            "output or input gradient, has not finished.",
             remedy="Take the checkpoint directly after `commit_epoch`.",
         ),
         Clause(
@@ -43,13 +43,13 @@ never saved.""",
             number="9.2",
             title="No checkpoint within an epoch",
             invariant="A checkpoint is taken only if no forward and no dW was committed in the "
-            "current epoch, and no refreshed cache waits for its stage's first forward.",
+            "current epoch, and if no refresh was committed that still waits for its stage's "
+            "first forward.",
             transitions=("checkpoint",),
             argument="",
             unchanged=_WITHHELD,
             section="III-E",
-            cause="The step has begun: the scaling state and the gradients are between two "
-            "optimizer steps.",
+            cause="A step has begun, so scales and gradients belong to a half-finished step.",
             remedy="Take the checkpoint directly after `commit_epoch`, before the next refresh or "
             "forward.",
         ),
@@ -57,29 +57,30 @@ never saved.""",
             id="persistence.action-in-flight",
             number="9.3",
             title="No checkpoint with an action in flight",
-            invariant="A checkpoint is taken only if no F, dI, refresh, evaluation or update is in "
-            "flight, and no step that was checked as a whole (`check_step`) is still open.",
+            invariant="A checkpoint is taken only if no F, dI, refresh, evaluation or update is "
+            "in flight. A checkpoint is also refused between the check of a whole step "
+            "(`check_step`) and its commit or withdrawal.",
             transitions=("checkpoint",),
             argument="",
             unchanged=_WITHHELD,
             section="III-E",
-            cause="An action was checked and neither committed nor aborted. Or a whole step was "
-            "checked in one call (`check_step`), and its launch may be writing the weights.",
-            remedy="Commit or abort the action, or call `commit_step`, then take the checkpoint. "
-            "Call `withdraw_step` if the step was not run.",
+            cause="An action was checked, but neither committed nor aborted. Or a whole step was "
+            "checked in one call (`check_step`), and its launch may still write the weights.",
+            remedy="Commit or abort the action, then take the checkpoint. For a whole step, call "
+            "`commit_step` first, or `withdraw_step` if the step was not launched.",
         ),
         Clause(
             id="persistence.device-work",
             number="9.4",
-            title="Device work is live until the host has seen it finish",
+            title="No checkpoint or restore before all device work has finished",
             invariant="A checkpoint or a restore is accepted only after the host has seen all "
             "enqueued device work finish.",
             transitions=("checkpoint", "restore"),
             argument="",
-            unchanged="Everything; the checkpoint or restore does not happen.",
+            unchanged="Everything. The checkpoint or restore does not happen.",
             section="III-E",
-            cause="Replays were enqueued after the last device synchronisation, so the numerical "
-            "state could still change while it is saved or loaded.",
+            cause="Replays were enqueued after the host last synchronised with the device. So the "
+            "numerical state could still change while it is saved or loaded.",
             remedy="Synchronise the device, then call `drain`.",
         ),
         Clause(
@@ -91,36 +92,38 @@ never saved.""",
             argument="",
             unchanged=_WITHHELD,
             section="III-E",
-            cause="An asynchronous all-reduce was started and not waited for.",
+            cause="The caller started an asynchronous all-reduce, and did not wait for it.",
             remedy="Finish the reduction, commit the epoch, then take the checkpoint.",
         ),
         Clause(
             id="persistence.same-incarnation",
             number="9.6",
             title="A restore begins a new incarnation",
-            invariant="The incarnation given to a restore differs from the current incarnation "
-            "and from every earlier incarnation of the contract.",
+            invariant="A restore takes a new incarnation number, which differs from the current "
+            "number and from every earlier number of the contract.",
             transitions=("restore",),
             argument="incarnation",
             unchanged=_RUNNING,
             section="design",
-            cause="An incarnation was saved and passed again, or derived from a seed or a rank.",
-            remedy="Leave `incarnation` out: the contract draws a new random number.",
+            cause="The caller saved an incarnation number and passed it again, or derived the "
+            "number from a seed or a rank.",
+            remedy="Leave the argument `incarnation` out. The contract then draws a new random "
+            "number.",
         ),
         Clause(
             id="persistence.configuration",
             number="9.7",
             title="A checkpoint fits the configuration that restores it",
-            invariant="A checkpoint is restored only into the configuration that saved it. These "
-            "must be equal: stages, parts of the contract, callers, capture order, declared order, "
-            "last generation of a slot, treatment of weight caches.",
+            invariant="A checkpoint is restored only into the configuration that saved it. The "
+            "two configurations must agree in the stages, the parts of the contract, the callers, "
+            "the capture order, the declared order, the last generation of a slot "
+            "(`generation_max`), and the treatment of weight caches.",
             transitions=("restore",),
             argument="checkpoint",
             unchanged=_RUNNING,
             section="III-E",
-            cause="The number of stages, microbatches or slots, the destinations or the chosen "
-            "relations changed between save and load; a checkpoint cannot be restored into "
-            "another topology.",
+            cause="The stages, microbatches, slots, destinations or parts of the contract changed "
+            "between save and load. A checkpoint cannot be restored into another pipeline layout.",
             remedy="Restore with the configuration of the run that saved the checkpoint.",
         ),
         Clause(
@@ -134,8 +137,9 @@ never saved.""",
             argument="",
             unchanged=_WITHHELD,
             section="design",
-            cause="`optimizer.step` raised, and the loop or an exit hook saved a checkpoint.",
-            remedy="Keep the last checkpoint that was saved before the failed update, and start "
+            cause="`optimizer.step` raised an exception, and then the training loop or an exit "
+            "hook saved a checkpoint.",
+            remedy="Keep the last checkpoint from before the failed update, and start the run "
             "again from it.",
         ),
     ),

@@ -23,42 +23,42 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Stages exist",
         "Every action names a stage of the pipeline.",
         "The table belongs to a longer pipeline, or counts stages from one.",
-        "Correct the entry's stage, or state the number of stages.",
+        "Correct the entry's stage, or state the right number of stages.",
     ),
     (
         "stage-on-wrong-rank",
         "A stage lives on one rank",
-        "All actions of a stage stand in the row of the one rank that holds it.",
-        "A looped placement was read as a V-shaped placement, or a V-shaped placement as a looped "
-        "one, or rows were swapped.",
+        "All actions of a stage are in one row: the row of the rank that holds the stage.",
+        "A looped placement was read as a V-shaped placement (or the reverse), or rows were "
+        "swapped.",
         "Move the action to the rank that holds its stage.",
     ),
     (
         "stage-missing",
         "Every stage computes",
-        "Every stage of the pipeline has computations in the row of some rank.",
+        "Every stage of the pipeline has computations in some rank's row.",
         "A row was lost, or the stated number of stages belongs to another pipeline.",
-        "Add the stage's actions, or state the number of stages.",
+        "Add the stage's actions, or state the right number of stages.",
     ),
     (
         "microbatch-out-of-range",
         "Microbatches exist",
-        "Every microbatch is below the configured number.",
-        "The table belongs to a larger batch, or counts microbatches from one.",
-        "Correct the entry's microbatch, or state the number of microbatches.",
+        "Every microbatch number in the table is below the number of microbatches.",
+        "The table was made for more microbatches, or counts microbatches from one.",
+        "Correct the entry's microbatch, or state the right number of microbatches.",
     ),
     (
         "microbatch-missing",
         "Every microbatch is computed",
-        "Every stage computes F, dI and dW once for every microbatch; a whole backward B is both "
-        "dI and dW.",
+        "Every stage computes F, dI and dW once for every microbatch. A whole backward B counts "
+        "as both dI and dW.",
         "An entry was lost, or a dW was deferred beyond the end of the row.",
         "Add the missing action.",
     ),
     (
         "duplicate-action",
         "No action occurs twice",
-        "No action occurs twice in one step of training.",
+        "No action occurs twice in one training step.",
         "An entry was copied, or a whole backward B stands beside the I and W that it consists of.",
         "Remove the second occurrence; B counts as I and W.",
     ),
@@ -80,7 +80,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "use-before-receive",
         "Inputs arrive before they are used",
-        "A computation comes after the arrival of its input on its rank.",
+        "A computation comes after its input has arrived on the rank.",
         "A receive stands too late in the row, or was left out.",
         "Move the receive, or the neighbour stage's computation on this rank, before the "
         "computation that uses the input.",
@@ -88,7 +88,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "send-before-compute",
         "Results are computed before they are sent",
-        "A result is sent after it has been computed.",
+        "A result is sent only after it has been computed.",
         "A send stands too early in the row.",
         "Move the send after the computation.",
     ),
@@ -110,60 +110,62 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "message-misplaced",
         "Messages go between neighbours",
         "Messages go between neighbour stages on different ranks.",
-        "A message was placed at the pipeline's end, or between two chunks of one rank.",
-        "Remove the message. A stage at the pipeline's end has one neighbour, and stages on one "
-        "rank need no messages.",
+        "The table has a message beyond the first or last stage, or between two stages of one "
+        "rank.",
+        "Remove the message. The first and the last stage have one neighbour each, and stages on "
+        "one rank need no messages.",
     ),
     (
         "message-order",
         "Messages keep their order",
-        "Between two ranks, messages of a queue are received in the order of their sends.",
-        "One rank's row was reordered and the other's was not, as when receives are deferred.",
-        "Put the pair's sends and receives into one order (NCCL matches by order): do not defer "
-        "receives, or give activations and gradients a process group each.",
+        "Two ranks receive the messages of a queue in the order in which they were sent.",
+        "Only one of the two ranks' rows was reordered, for example because its receives were "
+        "deferred.",
+        "Put the sends and receives of the two ranks into the same order, because NCCL matches "
+        "them by order. For this, do not defer receives, or give activations and gradients "
+        "separate process groups.",
     ),
     (
         "wait-without-start",
         "A wait belongs to a started send or reduction",
-        "Every wait stands in the row of the send or reduction that it ends.",
-        "The send was lost, or the wait stands in the row of another rank.",
-        "Add the send or the REDUCE_GRAD, or remove the wait.",
+        "Every wait is in the same row as the send or reduction that it waits for.",
+        "The send or reduction was lost, or the wait is in the row of another rank.",
+        "Add the send or REDUCE_GRAD, or remove the wait.",
     ),
     (
         "wait-before-start",
         "Waits follow their start",
-        "A send or reduction is awaited after it was started.",
+        "A send or reduction is awaited only after it was started.",
         "Two entries of a row were swapped.",
         "Move the wait after the send or the REDUCE_GRAD.",
     ),
     (
         "wait-twice",
         "No wait occurs twice",
-        "A send or reduction is awaited once.",
+        "Each send or reduction is awaited at most once.",
         "An entry of the table was copied.",
         "Remove the second wait: the first already ended the send or reduction.",
     ),
     (
         "wait-missing",
         "All sends are awaited, or none",
-        "If a table has a wait for any send (or reduction), it has a wait for every send (or "
-        "reduction).",
+        "If a table waits for one send, it waits for every send. The same holds for reductions.",
         "A wait was lost from the table.",
         "Add the wait before the slot or the gradients are needed again.",
     ),
     (
         "outstanding-sends",
         "Outstanding sends are bounded",
-        "At any time, a rank has at most `max_outstanding_sends` sends that are posted and not "
-        "yet awaited.",
+        "At any time, at most `max_outstanding_sends` sends of a rank are posted and not yet "
+        "awaited.",
         "The table was made for a higher limit.",
         "Move a wait before the send, or raise the limit.",
     ),
     (
         "sharding-order",
         "Unshard and reshard alternate",
-        "A stage is unsharded before it is resharded, and neither happens twice in a row.",
-        "Two UNSHARDs or two RESHARDs of a stage follow each other, or a RESHARD comes first.",
+        "For each stage, UNSHARD and RESHARD alternate, and UNSHARD comes first.",
+        "A stage has two UNSHARDs or two RESHARDs in a row, or begins with a RESHARD.",
         "Remove the extra action, or add the missing one.",
     ),
     (
@@ -190,18 +192,19 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "reduction-missing",
         "All stages reduce, or none",
-        "If the table reduces the gradients of one stage, it reduces those of every stage.",
+        "If the table reduces the gradients of one stage, it reduces the gradients of every stage.",
         "One stage's REDUCE_GRAD was lost.",
         "Add REDUCE_GRAD for the stage.",
     ),
     (
         "deadlock",
         "Every rank reaches the end",
-        "Ranks that run their rows in order, blocking on receives (and on sends, if the transport "
-        "is configured so), all reach the end.",
-        "Ranks wait for one another in a circle: each rank receives before it sends what the next "
-        "rank waits for.",
-        "Reorder the row of one rank so that the shown cycle is broken.",
+        "All ranks reach the end of their rows. The check assumes that each rank runs its row in "
+        "order and blocks on receives, and on sends if the transport is configured to block on "
+        "them.",
+        "Ranks wait for one another in a cycle: each rank first waits for a message, and only "
+        "later sends the message that the next rank waits for.",
+        "Reorder one rank's row so that the shown cycle no longer exists.",
     ),
 )
 
@@ -214,16 +217,17 @@ PART = Part(
     intro="""\
 A schedule is a table with one row per rank: the rank's actions in their order. The table comes from
 torch's schedule classes, from Transformer Engine's `_order` lists or from a file. These clauses
-depend on the table alone; `qeffect check` names the first entry that breaks a clause. A table that
-passes is then run, rank by rank, through the transitions of parts 1 to 9.
+depend on the table alone; `qeffect check` names the first entry that breaks a clause. If the table
+passes, the check then runs each rank's row through the transitions of parts 1 to 9.
 
-Whether messages keep their order, and whether every rank reaches the end, depends on which messages
-share a queue and on when a send ends. The check states its assumptions: by default one queue per
-pair of ranks, and buffered sends. It also tries the alternatives. A queue may serve a pair of
-ranks, or one direction of the pair, for all messages or for one kind (activation or gradient).
-Under each choice the check also tries rendezvous semantics, where a send blocks its queue, or its
-rank, until its receive is posted. A table that hangs under an alternative *can* deadlock; whether
-it does depends on the runtime's buffers and on which messages it posts together.""",
+Two questions depend on the transport: whether messages keep their order, and whether every rank
+reaches the end. The answers depend on which messages share a queue and on when a send ends. The
+check states its assumptions: by default one queue per pair of ranks, and buffered sends. The check
+also tries the alternatives. A queue may serve a pair of ranks or one direction of the pair, and it
+may carry all messages or one kind (activations or gradients). For each kind of queue, the check
+also tries rendezvous semantics: a send blocks its queue, or its rank, until its receive is posted.
+A table that hangs under an alternative *can* deadlock. Whether it does depends on the runtime's
+buffers and on which messages the runtime posts together.""",
     clauses=tuple(
         Clause(
             id=f"schedule.{name}",

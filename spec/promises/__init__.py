@@ -1,10 +1,10 @@
 """
-The promises: predicates of every state, of each accepted transition and of its changes.
+The promises: predicates about every state, about each accepted transition and about its changes.
 
 ``MEMORY`` and ``WORLD`` hold in every reachable state. ``STEPS`` are the promises to the caller:
 they are true of the world when a transition is accepted. ``CHANGES`` state what an accepted
-transition changes, and what no transition changes. ``LEGAL`` says when a check must be accepted.
-``PAPER`` names the paper's invariants and the promises of each. ``CONFIGURATION`` and ``ASSUMED``
+transition changes, and what no transition changes. ``LEGAL`` states when a check must be accepted.
+``PAPER`` lists the paper's invariants, each with its promises. ``CONFIGURATION`` and ``ASSUMED``
 are assumptions.
 
 A promise uses the columns of ``qeffect.spec.columns`` and the words of ``qeffect.spec.world``,

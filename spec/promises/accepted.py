@@ -1,10 +1,11 @@
 """
-Promises to the caller: what is true of the world (real work, buffers, streams) at acceptance.
+Promises to the caller: what is true of the world (real work, buffers, streams) when a transition is
+accepted.
 
-Each property names the transitions at whose acceptance it holds. An accepted action finds its own
-key's work and the weights that the key names. A stage becomes final, and the weights change, only
-when every gradient is complete. A checkpoint finds nothing under way. The commit or abort of an
-action is accepted once.
+Each promise names its transitions, and holds whenever one of them is accepted. In short: an
+accepted action finds the work of its own key and the weights that the key names. A stage becomes
+final, and the weights change, only when every gradient is complete. A checkpoint is taken only when
+nothing is under way. The commit or abort of an action is accepted once.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ STEPS = Register()
 )
 def right_reference(st: State, h: History, a: Args) -> Truth:
     """A call presents a key and a reference together. The call is accepted only if the reference
-    was issued for this key, and the work that the reference names still exists."""
+    was issued for this key. The work that the reference names must still exist."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -69,8 +70,8 @@ def right_reference(st: State, h: History, a: Args) -> Truth:
     "drop",
 )
 def right_work(st: State, h: History, a: Args) -> Truth:
-    """A dI, dW, receive, read or drop is accepted only if the slot that its reference names holds
-    live work of its key, and no action is in flight on the slot."""
+    """A dI, dW, receive, read or drop is accepted only if the slot of its reference holds live work
+    of its key. No action may be in flight on that slot."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     return mine & (h.owing[s] != 0) & (h.acting[s] == 0)
@@ -78,9 +79,9 @@ def right_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.reference-of-transfer", "finish_receive", "finish_read", "ungroup_wgrad")
 def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
-    """The end of a receive, of a read, or of a tape's part in a grouped dW is accepted only with a
-    reference that was issued for the given key. The work that the reference names may already be
-    gone."""
+    """Three calls end a receive, a read, or a tape's part in a grouped dW (one product for several
+    tapes). Each call is accepted only with a reference that was issued for the given key. The work
+    that the reference names may already be gone."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -92,8 +93,8 @@ def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.end-of-read", "finish_read")
 def end_of_read(st: State, h: History, a: Args) -> Truth:
-    """The end of a read is accepted only if the named buffer (output or input gradient) of the
-    key's work is being read, and no action is in flight on the slot."""
+    """The end of a read is accepted only if a read of the given buffer (output or input gradient)
+    is under way in the key's slot. No action may be in flight on the slot."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     one = (a.bit == OUT_BIT) | (a.bit == GRAD_BIT)
@@ -103,7 +104,7 @@ def end_of_read(st: State, h: History, a: Args) -> Truth:
 @STEPS("ownership.end-of-group", "ungroup_wgrad")
 def end_of_group(st: State, h: History, a: Args) -> Truth:
     """A tape leaves a grouped dW (one product for several tapes) only if the tape's slot holds work
-    of the given key, is part of a group, and has no action in flight."""
+    of the given key and belongs to the group. No action may be in flight on the slot."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     return mine & ((h.moving[s] & GROUP_BIT) != 0) & (h.acting[s] == 0)
@@ -111,8 +112,8 @@ def end_of_group(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.end-of-receive", "finish_receive")
 def end_of_receive(st: State, h: History, a: Args) -> Truth:
-    """The end of a receive is accepted only if a receive of that message is under way into its
-    key's slot, and no action is in flight on the slot."""
+    """The end of a receive is accepted only if a receive of the given message is under way into the
+    key's slot. No action may be in flight on the slot."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     one = (a.message == IN_BIT) | (a.message == BACK_BIT)
@@ -121,9 +122,9 @@ def end_of_receive(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.receive-once", "post_receive")
 def receive_once(st: State, h: History, a: Args) -> Truth:
-    """A receive is posted only if the stage is configured for its message, and the tape is not
-    receiving the message and has not received it. An input is received before F; an output's
-    gradient is received after F and before dI."""
+    """A receive is posted only if the stage is configured to receive the message, and only once per
+    tape and message. The input is received before F. The output's gradient is received after F and
+    before dI."""
     s, c = a.ref.slot, a.key.cell
     new = ((h.moving[s] & a.message) == 0) & ((h.arrived[s] & a.message) == 0)
     early = implies(a.message == IN_BIT, h.ran_forward[c] == 0)
@@ -134,8 +135,9 @@ def receive_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.input-arrived", "check_forward")
 def input_arrived(st: State, h: History, a: Args) -> Truth:
-    """If a stage's input is received or copied, F runs only in the slot that its own key claimed,
-    and only after the input arrived there or its copy was enqueued."""
+    """Some stages receive or copy their input. The F of such a stage runs only in the slot that the
+    F's key has claimed. Before F, the input must have arrived in this slot, or the copy must be
+    enqueued."""
     claimed = (h.tenant[a.slot] == a.key.cell) & (h.tenant_epoch[a.slot] == a.key.epoch)
     there = ((h.arrived[a.slot] & INPUT_BITS) != 0) & claimed & (h.owing[a.slot] != 0)
     return implies((st.receives[a.key.stage] & INPUT_BITS) != 0, there)
@@ -143,32 +145,32 @@ def input_arrived(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.gradient-arrived", "check_dgrad")
 def gradient_arrived(st: State, h: History, a: Args) -> Truth:
-    """If a stage receives its output's gradient, dI runs only after that gradient has arrived in
-    its slot."""
+    """If a stage receives the gradient of its output as a message, dI runs only after this gradient
+    has arrived in the tape's slot."""
     there = (h.arrived[a.ref.slot] & BACK_BIT) != 0
     return implies((st.receives[a.key.stage] & BACK_BIT) != 0, there)
 
 
 @STEPS("ownership.input-made", "check_forward")
 def input_made(st: State, h: History, a: Args) -> Truth:
-    """If another stage of the process feeds a stage, the stage's F runs only after the feeding
-    stage's F of the same microbatch."""
+    """Suppose that stage A of the process makes the input of stage B. B's F of a microbatch then
+    runs only after A's F of that microbatch."""
     fed = (st.receives[a.key.stage] & SOURCE_BIT) != 0
     return implies(fed, h.ran_forward[st.input_of[a.key.cell]] == 1)
 
 
 @STEPS("ownership.gradient-made", "check_dgrad")
 def gradient_made(st: State, h: History, a: Args) -> Truth:
-    """If a stage feeds another stage of the process, the feeding stage's dI runs only after the fed
-    stage's dI of the same microbatch."""
+    """Suppose that stage A of the process makes the input of stage B. A's dI of a microbatch then
+    runs only after B's dI of that microbatch."""
     feeds = (st.receives[a.key.stage] & TARGET_BIT) != 0
     return implies(feeds, h.ran_dgrad[st.gradient_of[a.key.cell]] == 1)
 
 
 @STEPS("ownership.read-before-arrival", "finish_receive")
 def read_before_arrival(st: State, h: History, a: Args) -> Truth:
-    """A receive between two stages of the process ends on a live tape only after the sending
-    stage's read of that message began."""
+    """One stage of the process may send a message to another. The receive of such a message ends on
+    a live tape only after the sending stage has begun to read the message from its own slot."""
     c, needs = a.key.cell, st.receives[a.key.stage]
     alive = h.owing[a.ref.slot] != 0
     forward = alive & (a.message == IN_BIT) & ((needs & SOURCE_BIT) != 0)
@@ -180,22 +182,22 @@ def read_before_arrival(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.nothing-moves", "reserve", "check_forward")
 def nothing_moves(st: State, h: History, a: Args) -> Truth:
-    """A slot is reserved, or given to an F, only if no receive, no read and no grouped dW is under
-    way on the slot."""
+    """A slot is reserved, or given to an F, only while no transfer is under way on the slot.
+    Transfers are receives, reads and grouped dW (one product for several tapes)."""
     return h.moving[a.slot] == 0
 
 
 @STEPS("ownership.no-gradient-moves", "check_dgrad")
 def no_gradient_moves(st: State, h: History, a: Args) -> Truth:
-    """A dI runs only if no receive of its output's gradient, and no read of its input gradient, is
-    under way in its slot."""
+    """No dI runs in a slot while the gradient of the slot's output is being received, or while its
+    input gradient is being read."""
     return (h.moving[a.ref.slot] & (BACK_BIT | GRAD_BIT)) == 0
 
 
 @STEPS("ownership.right-consumer", "read")
 def right_consumer(st: State, h: History, a: Args) -> Truth:
     """A read of an output begins only after F, and a read of an input gradient only after dI. The
-    slot must still wait for that reader, and no read of the same buffer may be under way."""
+    reader must be configured, and it reads each of these buffers only once per tape."""
     s = a.ref.slot
     one = ((a.bit == OUT_BIT) | (a.bit == GRAD_BIT)) & ((h.moving[s] & a.bit) == 0)
     there = implies(a.bit == GRAD_BIT, h.ran_dgrad[a.key.cell] == 1)
@@ -204,29 +206,30 @@ def right_consumer(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.dgrad-after-forward", "check_dgrad")
 def dgrad_after_forward(st: State, h: History, a: Args) -> Truth:
-    """A dI runs only if, in this walk over the microbatches, its key's F has succeeded and its
-    key's dI has not."""
+    """A key's dI runs only if, in this walk over the microbatches, the key's F has succeeded and
+    its dI has not."""
     return (h.ran_forward[a.key.cell] == 1) & (h.ran_dgrad[a.key.cell] == 0)
 
 
 @STEPS("ownership.wgrad-after-dgrad", "check_wgrad", "group_wgrad")
 def wgrad_after_dgrad(st: State, h: History, a: Args) -> Truth:
     """A dW takes a key's work only if, in this walk over the microbatches, the key's dI has
-    succeeded and the key's dW has not. That dI queued work for every matrix of the stage."""
+    succeeded and its dW has not. The dI has queued work for every matrix of the stage."""
     once = (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0)
     return once & (h.queued[a.ref.slot] == st.matrices[a.key.stage])
 
 
 @STEPS("ownership.one-dw-takes-it", "check_wgrad", "group_wgrad")
 def one_dw_takes_it(st: State, h: History, a: Args) -> Truth:
-    """A dW takes a tape only if no other dW has taken the tape into its group."""
+    """One dW may take several tapes (a grouped dW). A dW takes a tape only if no other dW has taken
+    that tape already."""
     return (h.moving[a.ref.slot] & GROUP_BIT) == 0
 
 
 @STEPS("ownership.never-preempted", "reserve", "check_forward")
 def never_preempted(st: State, h: History, a: Args) -> Truth:
-    """A reservation or an F gets a free slot of its key's stage, or the slot that its key already
-    claimed."""
+    """A reservation or an F gets either a free slot of its key's stage or the slot that its key has
+    already claimed."""
     claimed = (h.owing[a.slot] == RESERVED) & (h.tenant[a.slot] == a.key.cell)
     own = claimed & (h.tenant_epoch[a.slot] == a.key.epoch)
     vacant = (h.owing[a.slot] == 0) | own
@@ -235,7 +238,7 @@ def never_preempted(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.claimed-once", "reserve")
 def claimed_once(st: State, h: History, a: Args) -> Truth:
-    """A reservation claims a free slot."""
+    """A reservation claims only a free slot."""
     return h.owing[a.slot] == 0
 
 
@@ -248,14 +251,15 @@ def forward_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.left-out-stays-out", "reserve", "skip", "check_forward")
 def left_out_stays_out(st: State, h: History, a: Args) -> Truth:
-    """Once `skip` has left a key out of the current walk (pass over the microbatches), the contract
-    accepts neither a reservation of a slot for the key, nor its F, nor a second `skip`."""
+    """`skip` leaves a key out of the current walk (pass over the microbatches). For this walk, the
+    contract then refuses to reserve a slot for the key, to run the key's F, and to skip the key
+    again."""
     return h.skipped[a.key.cell] == 0
 
 
 @STEPS("ownership.left-out-first", "skip", c="cell")
 def left_out_first(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A key is left out of a walk over the microbatches only before any F of the walk has
+    """A key can be left out of a walk over the microbatches only while no F of that walk has
     succeeded."""
     return h.ran_forward[c] == 0
 
@@ -278,20 +282,20 @@ def weights_of_the_key(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("version.cache-of-the-key", "check_forward")
 def cache_of_the_key(st: State, h: History, a: Args) -> Truth:
-    """An F that does not refresh its stage's weight cache finds the weights of its key's epoch in
-    that cache."""
+    """If an F does not refresh its stage's weight cache, that cache holds the weights of the epoch
+    that the F's key names."""
     return implies(a.refresh == 0, h.cached[a.key.stage] == a.key.epoch)
 
 
 @STEPS("version.evaluation-of-these-weights", "check_evaluation")
 def evaluation_of_these_weights(st: State, h: History, a: Args) -> Truth:
-    """An evaluation that reads the weight cache finds the current weights in it."""
+    """If an evaluation reads its stage's weight cache, that cache holds the current weights."""
     return implies(a.cached != 0, h.cached[a.stage] == h.weights[0])
 
 
 @STEPS("version.no-evaluation-after-fill", "check_evaluation", needs="order", g="stage")
 def no_evaluation_after_fill(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No evaluation begins while a stage of its domain has a cache with the current weights and has
+    """No evaluation begins while some stage of the same domain has a current weight cache but has
     not yet begun its first F of the epoch."""
     waits = (st.domain_of[g] == st.domain_of[a.stage]) & (h.fill_of_epoch[g] == NEVER)
     return implies(waits, h.cached[g] != h.weights[0])
@@ -299,23 +303,23 @@ def no_evaluation_after_fill(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("version.cache-for-dgrad", "check_dgrad", needs="order")
 def cache_for_dgrad(st: State, h: History, a: Args) -> Truth:
-    """A dI finds the weights of its key's epoch in its stage's weight cache, and the cache has not
-    been filled again since the tape's F read it."""
+    """When a dI begins, its stage's weight cache holds the weights of the epoch that the dI's key
+    names. The cache has not been filled again since the tape's F read it."""
     same = h.fill_read[a.ref.slot] == h.fills[a.key.stage]
     return same & (h.cached[a.key.stage] == a.key.epoch)
 
 
 @STEPS("version.only-stale-filled", "check_refresh", needs="order")
 def only_stale_filled(st: State, h: History, a: Args) -> Truth:
-    """A refresh begins only if its stage's cache lacks the current weights, and the stage has not
-    yet begun its first F of the epoch."""
+    """A refresh begins only if the stage's weight cache lacks the current weights, and only before
+    the stage's first F of the epoch begins."""
     return (h.cached[a.stage] != h.weights[0]) & (h.fill_of_epoch[a.stage] == NEVER)
 
 
 @STEPS("version.only-stale-filled-by-forward", "check_forward", needs="order")
 def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
-    """An F refreshes its stage's cache only if the cache lacks the current weights, and the F is
-    the stage's first of the epoch."""
+    """An F refreshes its stage's weight cache only if the cache lacks the current weights and this
+    F is the stage's first of the epoch."""
     s = a.key.stage
     stale = (h.cached[s] != h.weights[0]) & (h.fill_of_epoch[s] == NEVER)
     return implies(a.refresh != 0, stale)
@@ -323,8 +327,8 @@ def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("version.filled-just-before", "check_forward", needs="order")
 def filled_just_before(st: State, h: History, a: Args) -> Truth:
-    """If a stage's first F of an epoch does not refresh the cache itself, no F or dI of the domain
-    has succeeded since the cache's latest refresh."""
+    """Suppose that a stage's first F of an epoch does not refresh the weight cache itself. Then no
+    F or dI of the domain has succeeded since the latest refresh of the cache."""
     s = a.key.stage
     first = (a.refresh == 0) & (h.fill_of_epoch[s] == NEVER)
     return implies(first, h.filled_after[s] == h.updates[st.domain_of[s]])
@@ -332,69 +336,71 @@ def filled_just_before(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.threaded", "check_forward", "check_dgrad")
 def threaded(st: State, h: History, a: Args) -> Truth:
-    """
-    The token presented with an F or a dI counts every F and dI that has succeeded in the domain
-    since the last restore: each as often as it updated scales, or once if scales move once an
-    epoch.
-    """
+    """The token that the caller presents with an F or a dI equals the domain's count of F and dI
+    that have succeeded since the last restore. Each F or dI counts as often as it updated scales.
+    If scales change only once an epoch, each counts once."""
     d = st.domain_of[a.key.stage]
     return a.token == h.updates[d]
 
 
 @STEPS("order.declared-forward", "check_forward")
 def declared_forward(st: State, h: History, a: Args) -> Truth:
-    """If a domain declares an order, F runs at its declared position: exactly as many F and dI have
-    run in this walk over the microbatches as the order puts before this F."""
+    """If a domain declares the order of its F and dI, each F runs at its declared position. In this
+    walk over the microbatches, exactly as many F and dI have run as the order puts before this
+    F."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @STEPS("order.declared-dgrad", "check_dgrad")
 def declared_dgrad(st: State, h: History, a: Args) -> Truth:
-    """If a domain declares an order, dI runs at its declared position: exactly as many F and dI
-    have run in this walk over the microbatches as the order puts before this dI."""
+    """If a domain declares the order of its F and dI, each dI runs at its declared position. In
+    this walk over the microbatches, exactly as many F and dI have run as the order puts before this
+    dI."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @STEPS("order.live-scales", "check_dgrad")
 def live_scales(st: State, h: History, a: Args) -> Truth:
-    """If dI reads live scales, the tape's own F was the domain's latest F. If scales move once an
-    epoch instead, they have not moved since that F."""
+    """A dI that reads live scales (the domain's current scales) runs only if its own tape's F was
+    the domain's latest F. If the domain's scales change once an epoch, they must not have changed
+    since that F."""
     d = st.domain_of[a.key.stage]
     return implies(st.live_scales[a.key.stage] != 0, h.rolls_seen[a.ref.slot] == h.rolls[d])
 
 
 @STEPS("order.own-scales", "commit_dgrad")
 def own_scales(st: State, h: History, a: Args) -> Truth:
-    """If tapes carry scales, dI commits only if it reports the scales with which its own tape's F
-    ran."""
+    """If tapes carry the scales of their F, a dI commits only if it reports that it used the scales
+    of its own tape's F."""
     carried = st.carried_scales[st.slot_stage[a.slot]] != 0
     return implies(carried, a.scales == h.scaled_by[a.slot])
 
 
 @STEPS("order.scales-of-the-epoch", "check_forward", "check_dgrad")
 def scales_of_the_epoch(st: State, h: History, a: Args) -> Truth:
-    """If scales move once an epoch, an F or a dI runs only if they have moved exactly once for each
-    update that was committed since the last restore. So all F and dI of an epoch use the same
-    scales."""
+    """The scales of some domains change once an epoch. In such a domain, an F or a dI runs only if
+    the scales have changed exactly once per update committed since the last restore. So all F and
+    dI of an epoch use the same scales."""
     d = st.domain_of[a.key.stage]
     return implies(st.epoch_scales[d] != 0, h.moves[d] == h.commits[0])
 
 
 @STEPS("order.scales-of-the-epoch-of-stage", "check_refresh", "check_evaluation")
 def scales_of_the_epoch_of_stage(st: State, h: History, a: Args) -> Truth:
-    """If scales move once an epoch, a refresh or an evaluation runs only if they have moved exactly
-    once for each update that was committed since the last restore."""
+    """The scales of some domains change once an epoch. In such a domain, a refresh or an evaluation
+    runs only if the scales have changed exactly once per update committed since the last
+    restore."""
     d = st.domain_of[a.stage]
     return implies(st.epoch_scales[d] != 0, h.moves[d] == h.commits[0])
 
 
 @STEPS("capture.taken-in-order", "group_wgrad", needs="capture")
 def taken_in_order(st: State, h: History, a: Args) -> Truth:
-    """A dW takes a further tape only if the latest graph replayed in the tape's pool was captured
-    before the graph of the tape's own dW. A graph captured later may use the tape's memory as
-    scratch memory."""
+    """A dW takes a further tape only if the graph that the tape's capture pool replayed last was
+    captured before the dW graph of the tape's slot. A graph captured later could have used the
+    tape's memory as scratch memory."""
     s = a.ref.slot
     return h.last_rank[st.pool_of[s]] < st.wgrad_rank[s]
 
@@ -408,9 +414,9 @@ def one_set_of_scales(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.moved-in-the-update", "move_scales")
 def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
-    """Scales move only in a domain whose scales move once an epoch, only during an update, and only
-    if an F or dI has gathered maxima since the last movement. Scales move at most once per update,
-    while no F, dI, refresh or evaluation of the domain is in flight."""
+    """`move_scales` is accepted only in a domain whose scales change once an epoch, only during an
+    update, and at most once per update. An F or dI must have gathered maxima (amax) since the
+    scales last changed. No F, dI, refresh or evaluation of the domain may be in flight."""
     d = st.domain_of[a.stage]
     due = (h.moves[d] == h.commits[0]) & (0 < h.gathers[d]) & (st.epoch_scales[d] != 0)
     return due & (h.optimizing[0] == 1) & (h.running[d] == 0)
@@ -418,9 +424,9 @@ def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.moved-once", "commit_update", g="stage")
 def moved_once(st: State, h: History, a: Args, g: Index) -> Truth:
-    """If scales move once an epoch, an update commits only if they have moved exactly once for each
-    update since the last restore, including this update. No F or dI has gathered maxima since the
-    scales last moved."""
+    """The scales of some domains change once an epoch. In such a domain, an update commits only if
+    the scales have changed exactly once per update since the last restore, this update included. No
+    F or dI has gathered maxima (amax) since the scales last changed."""
     d = st.domain_of[g]
     moved = (h.moves[d] == h.commits[0] + 1) & (h.gathers[d] == 0)
     return implies(st.epoch_scales[d] != 0, moved)
@@ -428,9 +434,9 @@ def moved_once(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("order.saved-scales", "checkpoint", g="stage")
 def saved_scales(st: State, h: History, a: Args, g: Index) -> Truth:
-    """If scales move once an epoch, a checkpoint is taken only if they have moved exactly once for
-    each update that was committed since the last restore. No F or dI has gathered maxima since the
-    scales last moved."""
+    """The scales of some domains change once an epoch. In such a domain, a checkpoint is taken only
+    if the scales have changed exactly once per update committed since the last restore. No F or dI
+    has gathered maxima (amax) since the scales last changed."""
     d = st.domain_of[g]
     saved = (h.moves[d] == h.commits[0]) & (h.gathers[d] == 0)
     return implies(st.epoch_scales[d] != 0, saved)
@@ -438,9 +444,9 @@ def saved_scales(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("order.new-draws", "commit_forward")
 def new_draws(st: State, h: History, a: Args) -> Truth:
-    """If F must report where it began to draw random numbers, F commits only with a position of at
-    least zero. This position is later than the last position reported in the domain since the last
-    restore."""
+    """An F may have to report the position of the random generator at which it began to draw. Such
+    an F commits only if the position is at least zero and beyond the last position that the domain
+    reported since the last restore."""
     s = st.slot_stage[a.slot]
     after = (0 <= a.draws) & (h.drew_last[st.domain_of[s]] < a.draws)
     return implies(st.reports_draws[s] != 0, after)
@@ -448,16 +454,17 @@ def new_draws(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.own-draws", "commit_dgrad")
 def own_draws(st: State, h: History, a: Args) -> Truth:
-    """If dI recomputes F and reports where the recomputation began to draw random numbers, dI
-    commits only if the tape's own F began to draw at the same position."""
+    """A dI that recomputes F may have to report the position of the random generator at which the
+    recomputation began to draw. Such a dI commits only if its own tape's F began to draw at the
+    same position."""
     recomputed = st.recomputes_draws[st.slot_stage[a.slot]] != 0
     return implies(recomputed, a.draws == h.drew_at[a.slot])
 
 
 @STEPS("order.sound-state", "check_forward", "check_dgrad")
 def sound_state(st: State, h: History, a: Args) -> Truth:
-    """An F or a dI begins only if no F, dI, refresh or evaluation of its domain is in flight, and
-    none has failed since the last restore."""
+    """An F or a dI begins only if no F, dI, refresh or evaluation of its domain is in flight. None
+    of them has failed since the last restore."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
@@ -465,16 +472,16 @@ def sound_state(st: State, h: History, a: Args) -> Truth:
 @STEPS("order.sound-state-of-stage", "check_refresh", "check_evaluation")
 def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
     """A refresh or an evaluation begins only if no F, dI, refresh or evaluation of its domain is in
-    flight, and none has failed since the last restore."""
+    flight. None of them has failed since the last restore."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @STEPS("order.sound-at-finalize", "finalize")
 def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized only if every F and dI that the walk over the microbatches does not
-    leave out has succeeded. No F, dI, refresh or evaluation of the stage's domain has failed since
-    the last restore."""
+    """A stage is finalized only if all its F and dI have succeeded, except those that the walk over
+    the microbatches leaves out. No F, dI, refresh or evaluation of the stage's domain has failed
+    since the last restore."""
     n = st.cells[a.stage] - h.num_skipped[a.stage]
     ran = (h.num_forwards[a.stage] == n) & (h.num_dgrads[a.stage] == n)
     return ran & (h.broken[st.domain_of[a.stage]] == 0)
@@ -482,25 +489,26 @@ def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.declared-whole", "finalize")
 def declared_whole(st: State, h: History, a: Args) -> Truth:
-    """If a domain declares an order, a stage of the domain is finalized only after every cell
-    (microbatch, block, invocation) of the stage has run F in this walk over the microbatches."""
+    """A domain may declare the order of its F and dI. A stage of such a domain is finalized only
+    after every cell (microbatch, block, invocation) of the stage has run F in this walk over the
+    microbatches."""
     whole = h.num_forwards[a.stage] == st.cells[a.stage]
     return implies(st.declared[st.domain_of[a.stage]] != 0, whole)
 
 
 @STEPS("arena.bound-destination", "check_dgrad")
 def bound_destination(st: State, h: History, a: Args) -> Truth:
-    """A dI runs only if its key was bound exactly once in this walk over the microbatches, to the
-    key's configured destination."""
+    """A dI runs only if its key was bound to its configured gradient destination exactly once in
+    this walk over the microbatches."""
     c = a.key.cell
     return (h.binds[c] == 1) & (h.bound_to[c] == st.destination_of[c])
 
 
 @STEPS("arena.right-destination", "check_wgrad")
 def right_destination(st: State, h: History, a: Args) -> Truth:
-    """A dW writes to the destination that was bound for its key. A dW adds to a buffer (its stage's
-    own, or the shared one) that holds gradients of the key's epoch, and overwrites any other
-    buffer."""
+    """A dW writes to the destination that was bound for its key. The destination may lie in two
+    buffers: the stage's own buffer, and a buffer that another stage shares. The dW adds to a buffer
+    that already holds gradients of the key's epoch, and overwrites a buffer that does not."""
     buffer = st.buffer_of[a.key.cell]
     own, shared = h.content[buffer], h.content[st.shared_of[buffer]]
     adds = (a.first == ADDS) | (a.first == OPENS)
@@ -511,8 +519,9 @@ def right_destination(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.one-product", "group_wgrad")
 def one_product(st: State, h: History, a: Args) -> Truth:
-    """A dW in flight takes a further tape only from the dW's own stage. The tape's bound
-    destination lies in a buffer that the dW writes, and no other dW is writing this buffer."""
+    """A dW in flight takes a further tape only if the tape belongs to the dW's own stage. The
+    destination bound for the tape lies in a buffer that the dW writes, and no other dW is writing
+    this buffer."""
     b, own = st.buffer_of[a.key.cell], st.buffer_of[h.tenant[a.leader]]
     writes = (h.writers[b] == 1) & ((own == b) | (st.shared_of[own] == b))
     here = (st.slot_stage[a.leader] == a.key.stage) & (h.acting[a.leader] == 1)
@@ -521,9 +530,9 @@ def one_product(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.product-ran", "ungroup_wgrad")
 def product_ran(st: State, h: History, a: Args) -> Truth:
-    """A tape leaves a grouped dW only after the dW has ended. If the tape is still live, the dW
-    succeeded, the tape's buffers hold gradients of its epoch, and no dW is writing the stage's own
-    buffer."""
+    """A tape leaves a grouped dW (one product for several tapes) only after the dW has ended. If
+    the tape is still live, the dW has succeeded and the tape's buffers hold gradients of its epoch.
+    No dW is then writing the stage's own buffer."""
     s, b = a.ref.slot, st.buffer_of[a.key.cell]
     mine = s == h.slot[0]
     ended = implies(mine, h.grouped[0] != RUNNING)
@@ -534,22 +543,23 @@ def product_ran(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.alone", "check_wgrad")
 def written_alone(st: State, h: History, a: Args) -> Truth:
-    """A dW begins only if no other dW is writing its stage's own buffer or the shared buffer."""
+    """A dW begins only if no other dW is writing its stage's own gradient buffer, or the buffer
+    that the stage shares with another stage."""
     buffer = st.buffer_of[a.key.cell]
     return (h.writers[buffer] == 0) & (h.writers[st.shared_of[buffer]] == 0)
 
 
 @STEPS("arena.not-spoiled", "bind", "check_wgrad", "group_wgrad")
 def bound_or_written_unspoiled(st: State, h: History, a: Args) -> Truth:
-    """A destination is bound or written only if no failure has spoiled the stage's epoch, and no
-    failed dW has left the stage's gradients of this epoch half written."""
+    """A gradient destination is bound or written only if no failure has spoiled the stage's epoch.
+    No failed dW may have left the stage's gradients half written in this epoch."""
     return (h.spoiled[a.key.stage] != a.key.epoch) & (h.half_written[a.key.stage] != a.key.epoch)
 
 
 @STEPS("arena.bound-once", "bind")
 def bind_once(st: State, h: History, a: Args) -> Truth:
-    """A cell (a key without its epoch) is bound at most once per walk over the microbatches, to its
-    configured destination."""
+    """A cell (a key without its epoch) is bound only to its configured gradient destination, and at
+    most once per walk over the microbatches."""
     c = a.key.cell
     return (h.binds[c] == 0) & (a.destination == st.destination_of[c])
 
@@ -564,8 +574,8 @@ def _done(h: History, cell: Index) -> Truth:
 
 @STEPS("epoch.whole", "finalize", c="cell")
 def whole(st: State, h: History, a: Args, c: Index) -> Truth:
-    """When a stage is finalized, each of its cells (microbatch, block, invocation) has run F, dI
-    and dW exactly once in this walk over the microbatches, or is left out of the walk and has run
+    """When a stage is finalized, each cell (microbatch, block, invocation) that the walk over the
+    microbatches includes has run F, dI and dW exactly once. A cell that the walk leaves out has run
     none of the three. Each dW that ran covered every matrix."""
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
     none = (h.ran_forward[c] == 0) & (h.ran_dgrad[c] == 0) & (h.ran_wgrad[c] == 0)
@@ -576,18 +586,18 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("epoch.written", "finalize", c="cell")
 def written(st: State, h: History, a: Args, c: Index) -> Truth:
-    """Each gradient buffer of a cell (microbatch, block, invocation) has one keeper: the first cell
-    that writes the buffer. No walk leaves the keeper out. When a stage is finalized, the keeper
-    of each of its buffers has run dW in this walk over the microbatches."""
+    """Each gradient buffer has a keeper: one cell (microbatch, block, invocation) that writes the
+    buffer in every walk over the microbatches. When a stage is finalized, the keeper of each of the
+    stage's buffers has run dW in this walk."""
     first = st.keeper_of[st.buffer_of[c]]
     return implies(st.stage_of[c] == a.stage, h.ran_wgrad[first] == 1)
 
 
 @STEPS("arena.tied-whole", "finalize", needs="arena", c="cell", k="cell")
 def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
-    """When a stage is finalized, every cell (microbatch, block, invocation) that writes one of its
-    destinations has run dW or was left out. The cells of a stage that shares a destination are
-    included. No failed dW has left the gradients of either stage half written."""
+    """When a stage is finalized, every cell (microbatch, block, invocation) that writes one of the
+    stage's destinations has run dW or was left out. This includes cells of another stage that
+    shares the destination. No failed dW has left the gradients of either stage half written."""
     onto = (st.stage_of[c] == a.stage) & (
         st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]
     )
@@ -597,15 +607,16 @@ def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
 
 @STEPS("epoch.not-spoiled", "finalize")
 def not_spoiled(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized only if no failure has spoiled its epoch, and no failed dW has left its
-    gradients of this epoch half written."""
+    """A stage is finalized only if no failure has spoiled its epoch. No failed dW has left the
+    stage's gradients half written in this epoch."""
     return (h.spoiled[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
 
 
 @STEPS("version.never-lost-in-use", "finalize", needs="order")
 def never_lost_in_use(st: State, h: History, a: Args) -> Truth:
-    """A stage is not finalized if its weight cache was lost in use in this epoch: after the stage's
-    first F began, and before the last dI of the walk over the microbatches succeeded."""
+    """A stage is finalized only if its weight cache was not lost in use in this epoch. The cache is
+    in use from the start of the stage's first F until the last dI of the walk over the microbatches
+    has succeeded."""
     return h.lost_in_use[a.stage] != h.weights[0]
 
 
@@ -622,24 +633,26 @@ def final_once(st: State, h: History, a: Args) -> Truth:
     "completion.replay-after-caller", "check_forward", "check_dgrad", "check_wgrad", "group_wgrad"
 )
 def replay_after_caller(st: State, h: History, a: Args) -> Truth:
-    """An F, dI or dW is accepted only with a link of its stage's domain, and only after the graph
-    stream has waited for all work that the link's caller enqueued."""
+    """An F, dI or dW is accepted only with a link (a caller's stream paired with a graph stream) of
+    its stage's domain. The graph stream must have waited for all work that the caller enqueued."""
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & (h.behind[a.link] == 0)
 
 
 @STEPS("completion.refresh-after-caller", "check_refresh", "check_evaluation")
 def refresh_after_caller(st: State, h: History, a: Args) -> Truth:
-    """A refresh or an evaluation is accepted only with a link of its stage's domain, and only after
-    the graph stream has waited for all work that the link's caller enqueued."""
+    """A refresh or an evaluation is accepted only with a link (a caller's stream paired with a
+    graph stream) of its stage's domain. The graph stream must have waited for all work that the
+    caller enqueued."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & (h.behind[a.link] == 0)
 
 
 @STEPS("completion.filled-after-former-work", "reserve")
 def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """A slot is reserved only with a link of its stage's domain, and only after the link's caller
-    has waited for every replay of the slot's previous tape."""
+    """A slot is reserved only with a link (a caller's stream paired with a graph stream) of its
+    stage's domain. The link's caller must have waited for every replay of the slot's previous
+    tape."""
     mine = (a.link == h.link[0]) & (a.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -647,8 +660,9 @@ def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.received-after-former-work", "post_receive")
 def received_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """A receive is posted only with a link of its stage's domain, and only after the link's caller
-    has waited for every replay of the slot's previous tape."""
+    """A receive is posted only with a link (a caller's stream paired with a graph stream) of its
+    stage's domain. The link's caller must have waited for every replay of the slot's previous
+    tape."""
     mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -656,31 +670,34 @@ def received_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.forward-after-transfers", "check_forward")
 def forward_after_transfers(st: State, h: History, a: Args) -> Truth:
-    """An F begins only after the graph stream has waited for every ended transfer and every
-    enqueued copy of the F's slot, whichever link reported them."""
+    """An F begins only after the graph stream has waited for every transfer that ended in the F's
+    slot and for every copy enqueued into the slot. It does not matter which link reported the
+    transfer or copy."""
     return implies(a.slot == h.slot[0], h.trailing[0] == 0)
 
 
 @STEPS("completion.dgrad-after-transfers", "check_dgrad")
 def dgrad_after_transfers(st: State, h: History, a: Args) -> Truth:
-    """If a stage receives its output's gradient, dI begins only after the graph stream has waited
-    for every ended transfer and every enqueued copy of its slot."""
+    """Some stages receive the gradient of their output. The dI of such a stage begins only after
+    the graph stream has waited for every transfer that ended in the tape's slot and for every copy
+    enqueued into the slot."""
     mine = (a.ref.slot == h.slot[0]) & ((st.receives[a.key.stage] & BACK_BIT) != 0)
     return implies(mine, h.trailing[0] == 0)
 
 
 @STEPS("completion.consumer-after-replay", "check_dgrad", "read")
 def consumer_after_replay(st: State, h: History, a: Args) -> Truth:
-    """A dI or a read begins only after its caller's stream has waited for the tape's latest F or
-    dI."""
+    """A dI or a read begins only after the stream of its link's caller has waited for the tape's
+    latest F or dI."""
     mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
     return implies(mine, h.seen[0] == 1)
 
 
 @STEPS("completion.gradients-after-replay", "finalize")
 def gradients_after_replay(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized only with a link whose caller has waited for the latest dW of the stage,
-    and of the stage that shares a destination with it."""
+    """A stage is finalized only with a link whose caller has waited for the stage's latest dW. If
+    another stage shares a gradient destination with it, the caller has also waited for that stage's
+    latest dW."""
     writes = (a.stage == h.stage[0]) | (st.sharer_of[a.stage] == h.stage[0])
     return implies((a.link == h.link[0]) & writes, h.seen_gradients[0] == 1)
 
@@ -695,7 +712,7 @@ def reduction_after_replay(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.consumer-after-reduction", "check_update", needs="reduction", b="bucket")
 def consumer_after_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
-    """When an update begins, the caller that finalized the stages of a bucket is the caller that
+    """When an update begins, the stream that finalized a bucket's stages is also the stream that
     waited for the bucket's reduction."""
     waiter = st.caller_at[h.awaited_by[b]]
     first = st.caller_at[h.finalized_by[st.stage_at[b]]] == waiter
@@ -713,65 +730,64 @@ def update_after_gradients(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.reader-after-update", "start_weights_read")
 def reader_after_update(st: State, h: History, a: Args) -> Truth:
-    """A read of weights starts after the work of a caller of the stage's domain. This caller's
-    stream ran the optimizer's latest update, or has waited for it."""
+    """The call that starts a read of a stage's weights on another stream names a link of the
+    stage's domain. The stream of the link's caller either ran the optimizer's latest update or has
+    waited for that update."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & ((h.behind_update[a.link] == 0) | (st.caller_at[a.link] == h.updated_on[0]))
 
 
 @STEPS("completion.one-reader", "start_weights_read")
 def one_reader(st: State, h: History, a: Args) -> Truth:
-    """A read of a stage's weights starts only if no other read of these weights on a separate
-    stream is under way."""
+    """A read of a stage's weights on a separate stream starts only if no other such read of this
+    stage is under way."""
     return h.weights_reader[a.stage] != RUNNING
 
 
 @STEPS("completion.reader-running", "finish_weights_read")
 def reader_running(st: State, h: History, a: Args) -> Truth:
-    """The end of a read of weights is accepted only while the read is under way, and only with a
-    link of the stage's domain."""
+    """The end of a read of weights is accepted only while a read of the stage's weights is under
+    way. The call must name a link of the stage's domain."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & (h.weights_reader[a.stage] == RUNNING)
 
 
 @STEPS("completion.update-after-readers", "check_update", g="stage")
 def update_after_readers(st: State, h: History, a: Args, g: Index) -> Truth:
-    """An update begins only if no separate stream is reading weights, and only after the update's
-    stream has waited for every ended read of weights."""
+    """An update begins only while no separate stream is reading weights. The update's stream must
+    have waited for every read of weights that has ended."""
     ours = st.caller_at[h.reader_awaited_by[g]] == a.caller
     return (h.weights_reader[g] != RUNNING) & implies(h.weights_reader[g] == DONE, ours)
 
 
 @STEPS("completion.one-gradients-reader", "start_gradients_read")
 def one_gradients_reader(st: State, h: History, a: Args) -> Truth:
-    """A read of a stage's gradients starts only if no other read of these gradients on a separate
-    stream is under way."""
+    """A read of a stage's gradients on a separate stream starts only if no other such read of this
+    stage is under way."""
     return h.gradients_reader[a.stage] != RUNNING
 
 
 @STEPS("completion.gradients-reader-running", "finish_gradients_read")
 def gradients_reader_running(st: State, h: History, a: Args) -> Truth:
-    """The end of a read of gradients is accepted only while the read is under way, and only with a
-    link of the stage's domain."""
+    """The end of a read of gradients is accepted only while a read of the stage's gradients is
+    under way. The call must name a link of the stage's domain."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & (h.gradients_reader[a.stage] == RUNNING)
 
 
 @STEPS("completion.whole-gradients-read", "start_gradients_read", c="cell")
 def whole_gradients_read(st: State, h: History, a: Args, c: Index) -> Truth:
-    """
-    A read of a stage's gradients starts only when no cell (microbatch, block, invocation) of the
-    stage is missing. Each cell either ran dW once, over all matrices of the stage, or was left out
-    of the walk over the microbatches.
-    """
+    """A read of a stage's gradients starts only when every cell (microbatch, block, invocation) of
+    the stage is done. A cell is done if it ran dW once, over all matrices of the stage, or if the
+    walk over the microbatches leaves it out."""
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[a.stage])
     return implies(st.stage_of[c] == a.stage, once | (h.skipped[c] == 1))
 
 
 @STEPS("completion.reader-after-gradients", "start_gradients_read")
 def reader_after_gradients(st: State, h: History, a: Args) -> Truth:
-    """A read of a stage's gradients starts with a link of the stage's domain, after the work of the
-    caller that finalized the stage. This caller has waited for the stage's latest dW."""
+    """The call that starts a read of a stage's gradients names a link of the stage's domain. The
+    link's caller has finalized the stage, and has waited for the stage's latest dW."""
     finalizer = h.finalized_by[a.stage]
     mine = (finalizer == h.link[0]) & (a.stage == h.stage[0])
     here = st.domain_at[a.link] == st.domain_of[a.stage]
@@ -782,7 +798,7 @@ def reader_after_gradients(st: State, h: History, a: Args) -> Truth:
 @STEPS("completion.reduced-gradients-read", "start_gradients_read", needs="reduction", b="bucket")
 def reduced_gradients_read(st: State, h: History, a: Args, b: Index) -> Truth:
     """A read of a stage's gradients starts only if the reductions of these gradients are done. The
-    read starts after the work of the caller that waited for these reductions."""
+    caller of the read's link must be the caller that waited for these reductions."""
     ours = st.caller_at[h.awaited_by[b]] == st.caller_at[a.link]
     return implies(_writes(st, b, a.stage), (h.reduction[b] == DONE) & ours)
 
@@ -808,7 +824,8 @@ def shared_gradients_not_rewritten(st: State, h: History, a: Args, g: Index) -> 
 
 @STEPS("completion.read-not-reduced", "start_reduction", needs="reduction", g="stage")
 def read_not_reduced(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No reduction starts while a separate stream reads gradients that the reduction writes."""
+    """No reduction starts while a separate stream is reading gradients that the reduction would
+    write."""
     return implies(_writes(st, a.bucket, g), h.gradients_reader[g] != RUNNING)
 
 
@@ -821,9 +838,8 @@ def after_gradients_readers(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("completion.update-after-gradients-readers", "check_update", g="stage")
 def update_after_gradients_readers(st: State, h: History, a: Args, g: Index) -> Truth:
-    """
-    An update begins only after the update's stream has waited for every ended read of gradients.
-    """
+    """An update begins only after the update's stream has waited for every read of gradients that
+    has ended."""
     ours = st.caller_at[h.gradients_awaited_by[g]] == a.caller
     return implies(h.gradients_reader[g] == DONE, ours)
 
@@ -837,14 +853,15 @@ def update_after_evaluations(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.forward-after-update", "check_forward")
 def forward_after_update(st: State, h: History, a: Args) -> Truth:
-    """No F reads weights that the optimizer is still writing, or fills a cache from such
-    weights."""
+    """While the optimizer is still writing weights, no F reads these weights or fills a cache from
+    them."""
     return h.updating[st.domain_of[a.key.stage]] == 0
 
 
 @STEPS("completion.refresh-after-update", "check_refresh", "check_evaluation")
 def refresh_after_update(st: State, h: History, a: Args) -> Truth:
-    """No refresh and no evaluation reads weights that the optimizer is still writing."""
+    """While the optimizer is still writing weights, no refresh and no evaluation reads these
+    weights."""
     return h.updating[st.domain_of[a.stage]] == 0
 
 
@@ -858,9 +875,9 @@ def _writes(st: State, bucket: Index, stage: Index) -> Truth:
 
 @STEPS("reduction.of-whole-gradients", "start_reduction", c="cell")
 def of_whole_gradients(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A reduction starts only when no cell (microbatch, block, invocation) that writes the bucket
-    is missing. Each of these cells either ran dW once, over all matrices of its stage, or was left
-    out of the walk over the microbatches."""
+    """A reduction starts only when every cell (microbatch, block, invocation) that writes the
+    bucket is done. A cell is done if it ran dW once, over all matrices of its stage, or if the walk
+    over the microbatches leaves it out."""
     ours = _writes(st, a.bucket, st.stage_of[c])
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[st.stage_of[c]])
     return implies(ours, once | (h.skipped[c] == 1))
@@ -882,8 +899,8 @@ def alone(st: State, h: History, a: Args, s: Index) -> Truth:
 
 @STEPS("reduction.once", "start_reduction")
 def reduced_once(st: State, h: History, a: Args) -> Truth:
-    """A bucket's reduction starts only if it has neither begun nor finished in this epoch, and no
-    failure has spoiled the epoch of a stage that writes the bucket."""
+    """A bucket's reduction starts only if it is neither running nor done in this epoch. No failure
+    may have spoiled the epoch of a stage that writes the bucket."""
     s, t = st.stage_at[a.bucket], st.tied_at[a.bucket]
     sound = (h.spoiled[s] != h.weights[0]) & (h.spoiled[t] != h.weights[0])
     return (h.reduction[a.bucket] == NONE) & sound
@@ -891,8 +908,8 @@ def reduced_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("reduction.declared-order", "start_reduction")
 def declared_order(st: State, h: History, a: Args) -> Truth:
-    """If an order of reductions is declared, a reduction starts only at its declared place among
-    the reductions of the epoch."""
+    """If an order of reductions is declared, each reduction of an epoch starts only at its declared
+    place in that order."""
     return implies(st.ordered[0] != 0, st.reduce_at[a.bucket] == h.begun[0])
 
 
@@ -912,16 +929,16 @@ def never_rewritten(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("reduction.never-rebound", "bind", needs="arena", b="bucket")
 def never_rebound(st: State, h: History, a: Args, b: Index) -> Truth:
-    """After a reduction of a stage's gradients has begun in an epoch, only a key that the walk over
-    the microbatches leaves out can still be bound in that stage and epoch."""
+    """Once a reduction of a stage's gradients has begun, `bind` accepts only those keys of the
+    stage that the walk over the microbatches leaves out. This holds until the epoch ends."""
     runs = _writes(st, b, a.key.stage) & (h.skipped[a.key.cell] == 0)
     return implies(runs, h.reduction[b] == NONE)
 
 
 @STEPS("reduction.undisturbed", "drop", b="bucket")
 def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
-    """A tape that is dropped after a reduction of its stage's gradients began has already run its
-    dW."""
+    """If a tape is dropped after a reduction of its stage's gradients has begun, the tape's dW has
+    already run."""
     begun = _writes(st, b, a.key.stage) & (h.reduction[b] != NONE)
     return implies(begun, h.ran_wgrad[a.key.cell] == 1)
 
@@ -931,9 +948,9 @@ def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("epoch.commit", "check_update", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """An update begins only if it names the current epoch and no failure has spoiled that epoch.
-    Every cell (microbatch, block, invocation) has run dW or is left out of the walk over the
-    microbatches. No tape is live, and no action is in flight on a slot."""
+    """An update begins only if it names the current epoch and no failure has spoiled this epoch.
+    Every cell (microbatch, block, invocation) has run dW, or the walk over the microbatches leaves
+    it out. No tape is live, and no action is in flight on a slot."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -941,8 +958,8 @@ def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Trut
 
 @STEPS("epoch.one-denominator", "commit_dgrad")
 def one_denominator(st: State, h: History, a: Args) -> Truth:
-    """If a stage reports each microbatch's gradient weight as a number of parts of a total, every
-    dI of an epoch reports the same total. The total is at least one part."""
+    """A stage may report the weight of each microbatch's gradient as a fraction: a number of parts
+    of a total. Every dI of an epoch then reports the same total, which is at least one part."""
     s = st.slot_stage[a.slot]
     first = (h.counted_in[s] == 0) & (0 < a.parts)
     return implies(st.reports_weights[s] != 0, first | (a.parts == h.counted_in[s]))
@@ -950,16 +967,17 @@ def one_denominator(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("epoch.weights-add-up", "check_update", g="stage")
 def weights_add_up(st: State, h: History, a: Args, g: Index) -> Truth:
-    """If a stage reports each microbatch's gradient weight as a number of parts of a total, an
-    update begins only if these numbers, over all walks of the epoch, add up to that total."""
+    """A stage may report the weight of each microbatch's gradient as a fraction: a number of parts
+    of a total. An update then begins only if the parts reported in all walks of the epoch add up to
+    the total."""
     return implies(st.reports_weights[g] != 0, h.weighed[g] == h.counted_in[g])
 
 
 @STEPS("epoch.walk-whole", "next_walk", c="cell", g="stage", s="slot")
 def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
     """The next walk over the microbatches begins only if the call names the current epoch and no
-    failure has spoiled that epoch. Every cell (microbatch, block, invocation) has run dW or is left
-    out of the walk that ends. No tape is live, and no action is in flight on a slot."""
+    failure has spoiled this epoch. Every cell (microbatch, block, invocation) has run dW, or the
+    walk that ends leaves it out. No tape is live, and no action is in flight on a slot."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -981,8 +999,8 @@ def reduced_after_every_walk(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("epoch.commit-whole", "commit_update", "abort_update", c="cell", s="slot")
 def commit_whole(st: State, h: History, a: Args, c: Index, s: Index) -> Truth:
-    """When an update commits or fails, every cell (microbatch, block, invocation) has run dW or is
-    left out of the walk over the microbatches. No tape is live, and no action is in flight on a
+    """When an update commits or fails, every cell (microbatch, block, invocation) has run dW, or
+    the walk over the microbatches leaves it out. No tape is live, and no action is in flight on a
     slot. The call names the epoch of the weights that the update replaces."""
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return _done(h, c) & idle & (a.epoch == h.weights[0])
@@ -1019,15 +1037,16 @@ def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
     "checkpoint",
 )
 def whole_weights(st: State, h: History, a: Args) -> Truth:
-    """While an update is in flight or weights are half updated, none of these begins: a
-    reservation, a bind, an action, a read of weights or gradients, the next walk over the
-    microbatches, or a checkpoint."""
+    """While an update is in flight or weights are half updated, nothing new may begin. The contract
+    then refuses reservations, binds, new actions, new reads of weights or gradients, the next walk
+    over the microbatches, and checkpoints."""
     return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
 
 
 @STEPS("epoch.fault-of-an-epoch", "fail")
 def fault_of_an_epoch(st: State, h: History, a: Args) -> Truth:
-    """A fault that is reported late names the epoch of the current weights or an earlier one."""
+    """`fail` reports a fault that was seen late. The call must name the epoch of the current
+    weights or an earlier epoch."""
     return a.epoch <= h.weights[0]
 
 
@@ -1065,14 +1084,14 @@ def none_evaluates(st: State, h: History, a: Args, g: Index) -> Truth:
 @STEPS("persistence.quiescent", "checkpoint", g="stage", s="slot")
 def quiescent(st: State, h: History, a: Args, g: Index, s: Index) -> Truth:
     """A checkpoint is taken only if no tape is live and no action is in flight on a slot. Since the
-    weights last changed, no walk has ended and no dW has succeeded."""
+    weights last changed, no walk over the microbatches has ended and no dW has succeeded."""
     none = (h.num_wgrads[g] == 0) & (h.walks[0] == 0)
     return (h.owing[s] == 0) & (h.acting[s] == 0) & none
 
 
 @STEPS("order.quiescent", "checkpoint", d="domain")
 def quiescent_order(st: State, h: History, a: Args, d: Index) -> Truth:
-    """A checkpoint is taken only if no F, dI, refresh or evaluation is in flight and none has
+    """A checkpoint is taken only if no F, dI, refresh or evaluation is in flight. None of them has
     failed since the last restore. No F, dI or refresh has begun since the weights last changed."""
     return (h.running[d] == 0) & (h.broken[d] == 0) & (h.touched[d] == 0)
 
@@ -1080,7 +1099,8 @@ def quiescent_order(st: State, h: History, a: Args, d: Index) -> Truth:
 @STEPS("completion.drained", "checkpoint", "restore", d="domain")
 def drained_device(st: State, h: History, a: Args, d: Index) -> Truth:
     """A checkpoint or a restore is accepted only after the host has seen all device work finish.
-    The call `drain` reports this to the contract; it ends no transfer and makes no stream wait."""
+    The call `drain` reports this to the contract. The call ends no transfer, and makes no stream
+    wait."""
     return h.device[d] == 0
 
 
@@ -1137,9 +1157,8 @@ def wgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("tickets.group-names-its-own", "group_wgrad")
 def group_names_its_own(st: State, h: History, a: Args) -> Truth:
-    """
-    A dW takes a further tape only with the outstanding ticket that this dW's own check issued.
-    """
+    """A dW takes a further tape only if the call presents the ticket that this dW's own check
+    issued. The ticket must still be outstanding."""
     mine = (h.outstanding[0] == WGRAD) & (h.ticket_slot[0] == a.leader)
     return implies(a.ticket == h.ticket[0], mine)
 

@@ -1,9 +1,9 @@
 """
-Assumptions about a configuration and about the caller's arguments, which are not proved.
+Assumptions about a configuration and about the caller's arguments. Assumptions are not proved.
 
-A configuration is checked when a contract is built from it. The caller counts epochs from zero and
-draws a fresh incarnation for a restore. If the version relation is left out, the caller's keys are
-also trusted to name the current weights.
+A configuration is checked when a contract is built from it. The caller is trusted to count epochs
+from zero and to draw a fresh incarnation for each restore. If the version part is left out, the
+caller is also trusted to present only keys of the current weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tapes_owe_both(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("ownership.input-one-way", g="stage")
 def input_one_way(st: State, g: Index) -> Truth:
-    """No stage both receives its input and has it copied."""
+    """No stage is configured both to receive its input and to copy it."""
     return (st.receives[g] & INPUT_BITS) != INPUT_BITS
 
 
@@ -70,14 +70,14 @@ def cells_counted(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("ownership.generations-counted")
 def generations_counted(st: State) -> Truth:
-    """The last generation is at least zero."""
+    """The configured maximum of a slot's generation is at least zero."""
     return 0 <= st.generation_max[0]
 
 
 @CONFIGURATION("arena.buffers-apart", a="cell", b="cell")
 def buffers_apart(st: State, a: Index, b: Index) -> Truth:
-    """Each stage's own gradient buffers are written by no other stage. A buffer that two stages
-    share is neither stage's own buffer."""
+    """A stage's own gradient buffer is written by no other stage. A buffer that two stages share
+    counts as neither stage's own."""
     here, own = st.stage_of[a] == st.stage_of[b], st.buffer_of[b]
     alone = here & (st.shared_of[own] == own)
     return implies(st.buffer_of[a] == own, here) & implies(
@@ -87,8 +87,8 @@ def buffers_apart(st: State, a: Index, b: Index) -> Truth:
 
 @CONFIGURATION("arena.two-sharers", a="cell", b="cell")
 def two_sharers(st: State, a: Index, b: Index) -> Truth:
-    """A shared gradient buffer is written by one stage, or by two stages that name each other as
-    sharers."""
+    """At most two stages write a shared gradient buffer. If two stages write it, each names the
+    other as its sharer."""
     one, other = st.stage_of[a], st.stage_of[b]
     sharers = (one == other) | ((st.sharer_of[one] == other) & (st.sharer_of[other] == one))
     return implies(st.shared_of[st.buffer_of[a]] == st.shared_of[st.buffer_of[b]], sharers)
@@ -103,16 +103,16 @@ def sharers_at_home(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("epoch.keepers-write", c="cell")
 def keepers_write(st: State, c: Index) -> Truth:
-    """Each buffer has a keeper: a cell (a key without its epoch) that writes the buffer, and that
-    no walk over the microbatches leaves out. All cells that have this buffer as their own belong to
-    the keeper's stage."""
+    """Each gradient buffer has a keeper: one cell (a key without its epoch) that writes the buffer
+    and that no walk over the microbatches leaves out. All cells that have this buffer as their own
+    belong to the keeper's stage."""
     keeper = st.keeper_of[st.buffer_of[c]]
     return (st.buffer_of[keeper] == st.buffer_of[c]) & (st.stage_of[keeper] == st.stage_of[c])
 
 
 @CONFIGURATION("order.one-form", d="domain")
 def one_form(st: State, d: Index) -> Truth:
-    """The scales of a domain move either with every F and dI, or once an epoch."""
+    """A domain's scales change either with every F and dI or once an epoch."""
     return (st.epoch_scales[d] == 0) | (st.epoch_scales[d] == 1)
 
 
@@ -124,8 +124,8 @@ def pools_apart(st: State, a: Index, b: Index) -> Truth:
 
 @CONFIGURATION("capture.refresh-at-home", g="stage", s="slot")
 def refresh_at_home(st: State, g: Index, s: Index) -> Truth:
-    """If a slot and a stage's refresh share a capture pool, both belong to the same state
-    domain."""
+    """If a slot and the refresh of a stage share a capture pool, the slot and the stage belong to
+    the same state domain."""
     here = st.pool_of[s] == st.refresh_pool[g]
     return implies(here, domain_of_slot(st, s) == st.domain_of[g])
 
@@ -142,8 +142,8 @@ def one_domain(st: State, b: Index) -> Truth:
 
 @ASSUMED("ownership.edges-join-cells", "check_dgrad", "finish_receive")
 def edges_join_cells(st: State, h: History, a: Args) -> Truth:
-    """If a key's stage feeds another stage of the process, the configuration maps the key to a cell
-    (a key without its epoch) of that fed stage."""
+    """Suppose that stage A of the process makes the input of stage B. The configuration then maps
+    each key of A to a cell (a key without its epoch) of B."""
     target = st.target_of[a.key.stage]
     return (st.stage_of[st.gradient_of[a.key.cell]] == target) & (target != NO_STAGE)
 
@@ -151,7 +151,7 @@ def edges_join_cells(st: State, h: History, a: Args) -> Truth:
 @ASSUMED("ownership.messages-have-readers", "finish_receive")
 def messages_have_readers(st: State, h: History, a: Args) -> Truth:
     """If a stage receives a message from another stage of the process, the sending stage is
-    configured with the reader that sends the message."""
+    configured with a reader: the send that reads the message from the sender's slot."""
     needs, source = st.receives[a.key.stage], st.stage_of[st.input_of[a.key.cell]]
     received = ((needs & SOURCE_BIT) != 0) & ((needs & IN_BIT) != 0)
     returned = ((needs & TARGET_BIT) != 0) & ((needs & BACK_BIT) != 0)
@@ -165,19 +165,20 @@ def messages_have_readers(st: State, h: History, a: Args) -> Truth:
 
 @ASSUMED("ownership.epochs-from-zero", "reserve", "skip", "bind", "check_forward")
 def epochs_from_zero(st: State, h: History, a: Args) -> Truth:
-    """Keys count epochs from zero."""
+    """The epoch that a key names is at least zero."""
     return 0 <= a.key.epoch
 
 
 @ASSUMED("ownership.keys-of-now", "reserve", "skip", "bind", "check_forward", without="version")
 def keys_of_now(st: State, h: History, a: Args) -> Truth:
-    """If the version part is left out, the caller's keys name the epoch of the current weights."""
+    """If the version part is left out, every key that the caller presents names the epoch of the
+    current weights."""
     return a.key.epoch == h.weights[0]
 
 
 @ASSUMED("persistence.epochs-from-zero", "restore")
 def checkpoints_from_zero(st: State, h: History, a: Args) -> Truth:
-    """Checkpoints count epochs from zero."""
+    """The epoch of a checkpoint is at least zero."""
     return 0 <= a.epoch
 
 

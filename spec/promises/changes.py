@@ -1,9 +1,9 @@
 """
 What an accepted transition changes, and what no transition changes.
 
-Each property compares the memory before (``st``) and after (``after``) a transition with the
-arguments ``a``. The property names the transitions for which it holds. A restore resets the memory,
-so it has promises of its own.
+Each promise compares the memory before a transition (``st``) with the memory after it (``after``);
+``a`` holds the transition's arguments. The promise names the transitions for which it holds. A
+restore resets the memory, so separate promises cover it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def tenant_stays(st: State, after: State, a: Args, s: Index) -> Truth:
 
 @CHANGES("ownership.generation-rises-at-release", *_but("restore"), s="slot")
 def generation_rises_at_release(st: State, after: State, a: Args, s: Index) -> Truth:
-    """A slot's generation rises by one when the slot becomes free. The generation changes at no
-    other time, except at a restore."""
+    """A slot's generation (count of releases) rises by one when the slot becomes free. Apart from a
+    restore, nothing else changes the generation."""
     released = live(st, s) & free(after, s)
     return after.generation[s] == st.generation[s] + choose(released, 1, 0)
 
@@ -77,7 +77,7 @@ def generation_rises_at_release(st: State, after: State, a: Args, s: Index) -> T
 
 @CHANGES("epoch.weights-advance", "commit_update", g="stage")
 def weights_advance(st: State, after: State, a: Args, g: Index) -> Truth:
-    """A commit advances the weight epoch of every stage by one."""
+    """The commit of an update advances the weight epoch of every stage by one."""
     return after.weight_epoch[g] == st.weight_epoch[g] + 1
 
 
@@ -89,7 +89,7 @@ def weights_kept(st: State, after: State, a: Args, g: Index) -> Truth:
 
 @CHANGES("version.refresh-fills", "commit_refresh")
 def refresh_fills(st: State, after: State, a: Args) -> Truth:
-    """A refresh that succeeded makes its stage's cache current."""
+    """A refresh that succeeds makes its stage's weight cache current."""
     return after.cache_epoch[a.stage] == st.weight_epoch[a.stage]
 
 
@@ -98,18 +98,18 @@ def refresh_fills(st: State, after: State, a: Args) -> Truth:
 
 @CHANGES("persistence.slots-from-zero", "restore", s="slot")
 def slots_from_zero(st: State, after: State, a: Args, s: Index) -> Truth:
-    """A restore frees every slot and sets its generation to zero."""
+    """A restore frees every slot and sets every generation (count of releases) to zero."""
     return free(after, s) & (after.generation[s] == 0)
 
 
 @CHANGES("version.stale-after-restore", "restore", g="stage")
 def stale_after_restore(st: State, after: State, a: Args, g: Index) -> Truth:
-    """A restore makes every weight cache stale."""
+    """A restore marks every weight cache as stale."""
     return after.cache_epoch[g] == NEVER
 
 
 @CHANGES("persistence.epoch-of-checkpoint", "restore", g="stage")
 def epoch_of_checkpoint(st: State, after: State, a: Args, g: Index) -> Truth:
-    """A restore sets every weight epoch to the epoch of the checkpoint, and begins the incarnation
-    that was drawn for this restore."""
+    """A restore sets every weight epoch to the epoch of the checkpoint. The new incarnation is the
+    random number that was drawn for this restore."""
     return (after.weight_epoch[g] == a.epoch) & (after.incarnation[0] == a.incarnation)

@@ -1,9 +1,9 @@
 """
 The paper's invariants by name, each with its promises.
 
-Section III-F of the paper numbers four invariants, the fourth of which is persistence. The abstract
-counts completion as the fourth. Section III-D adds an invariant without a number: every configured
-microbatch is written exactly once. All six are here.
+Section III-F of the paper numbers four invariants; the fourth is persistence. The paper's abstract
+names completion as the fourth instead. Section III-D adds an invariant without a number: every
+configured microbatch is written exactly once. This module has all six invariants.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class PaperInvariant:
         name: Name of the invariant in this project.
         place: Place in the paper.
         title: Name of the invariant in the paper.
-        says: The invariant in a sentence.
-        promises: Names of the promises whose conjunction is the invariant.
-        theorems: Names of further theorems of the proofs that belong to the invariant.
-        needs: Optional relations; if one of these is left out, the contract keeps only part of the
-            invariant.
+        says: The invariant in words.
+        promises: Names of the promises that together make the invariant.
+        theorems: Names of further proved theorems that belong to the invariant.
+        needs: Optional parts of the contract; if one of these is left out, the contract keeps only
+            part of the invariant.
     """
 
     name: str
@@ -46,8 +46,8 @@ _ALL = (
         name="token-once",
         place="III-F, Invariant 1; III-B",
         title="Temporal serialization",
-        says="An F or a dI advances its domain's effect token exactly once, and nothing else "
-        "does: no dW perturbs scaling state.",
+        says="Each F and each dI advances its domain's effect token exactly once, and nothing "
+        "else advances the token. In particular, no dW changes scaling state.",
         promises=(
             "order.token",
             "order.token-advances",
@@ -65,8 +65,8 @@ _ALL = (
         name="one-live-tape",
         place="III-F, Invariant 2; III-A",
         title="Generational ownership",
-        says="A key has at most one live tape, and a slot holds at most one tape, which is never "
-        "preempted. A reference finds its own key's work or is refused.",
+        says="A key has at most one live tape. A slot holds at most one tape, and no other tape "
+        "displaces a live tape. A reference finds its own key's work, or is refused.",
         promises=(
             "ownership.injective",
             "ownership.cell-names-its-slot",
@@ -87,8 +87,8 @@ _ALL = (
         place="III-F, Invariant 3; III-C",
         title="Cache freshness",
         says="Whenever a quantized weight cache is read, it holds the weights of the key's epoch. "
-        "The first F of an epoch comes after a refresh, or refreshes the cache itself; later F "
-        "read the same fill.",
+        "The first F of an epoch comes after a refresh, or refreshes the cache itself. Later F of "
+        "the epoch read the same fill of the cache.",
         promises=(
             "epoch.weights",
             "version.cache-content",
@@ -109,8 +109,8 @@ _ALL = (
         place="III-F, Invariant 4; III-E",
         title="Quiescent persistence",
         says="A checkpoint is taken only when no tape is live and no write, reduction or device "
-        "work is under way. After a restore every slot is free, every cache stale, and every "
-        "earlier reference invalid.",
+        "work is under way. After a restore every slot is free, every cache is stale, and every "
+        "earlier reference is invalid.",
         promises=(
             "persistence.quiescent",
             "order.quiescent",
@@ -135,9 +135,9 @@ _ALL = (
         name="written-exactly-once",
         place="III-D, finalization",
         title="Every configured microbatch writes exactly once",
-        says="When a stage is finalized, and when the weights change, the F, dI and dW of every "
-        "configured cell that the walk does not leave out have run exactly once. Each dW covered "
-        "every matrix and was alone in the destination that was bound for it.",
+        says="When a stage is finalized, and when the weights change, every cell that the walk "
+        "over the microbatches includes has run F, dI and dW exactly once. Each dW covered every "
+        "matrix, and no other dW was writing its bound destination at the same time.",
         promises=(
             "epoch.whole",
             "epoch.not-spoiled",

@@ -3,7 +3,7 @@ Names that the promises share.
 
 ``st`` is the contract's memory, with the columns of ``qeffect.spec.columns``. ``h`` is the world,
 with the words of ``qeffect.spec.world``. ``a`` holds the arguments of a transition by name.
-``st.stage_of[cell]`` is the stage that a cell names. All of them can be plain values or symbolic
+``st.stage_of[cell]`` is the stage that a cell names. These values can be plain numbers or symbolic
 terms, so their type is ``Any``.
 """
 
@@ -30,15 +30,15 @@ Truth = Any
 
 
 def free(st: State, slot: Index) -> Truth:
-    """The slot waits for no consumer."""
+    """Whether the slot is free: no consumer needs it, and no key has claimed it."""
     return st.consumers[slot] == 0
 
 
 def live(st: State, slot: Index) -> Truth:
-    """A key has claimed the slot: the key's forward or a consumer is still to come."""
+    """Whether a key has claimed the slot, and the key's F or a consumer is still to come."""
     return st.consumers[slot] != 0
 
 
 def domain_of_slot(st: State, slot: Index) -> Any:
-    """The state domain of the slot's stage."""
+    """Return the state domain of the slot's stage."""
     return st.domain_of[st.slot_stage[slot]]

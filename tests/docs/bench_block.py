@@ -91,7 +91,7 @@ def figures(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> list[Figure]:
         ),
         Figure("a refusal, explained", data["refusal_us"], MICROSECONDS, 4),
         Figure(
-            "time of an action with 4,096 slots over its time with 4",
+            "time of an action with 4,096 slots, divided by its time with 4",
             data["slots_4096_over_4"],
             "{:.2f}x",
         ),
@@ -202,9 +202,10 @@ def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
         text += " " + _why_actions(data)
     if "full pool" in names or "before any tape" in names:
         text += (
-            " Even without a live tape, a contract stores state for each slot and each microbatch. "
-            "The state of microbatches is in dictionaries, so that an action finds its entry by "
-            f"its key. A live tape adds {data['bytes_per_live_tape']:.0f} B."
+            " Even without a live tape (a microbatch's work between F and dW), a contract "
+            "stores state for each slot and each microbatch. The state of microbatches is in "
+            "dictionaries, so that an action finds its entry by key. A live tape adds "
+            f"{data['bytes_per_live_tape']:.0f} B."
         )
     if any(row.name.endswith("unbounded proofs") for row in found):
         text += (
@@ -223,9 +224,10 @@ def _why_actions(data: Mapping[str, Any]) -> str:
     )
     commit = data["environment"]["commit"][:12]
     return (
-        "A check is one flat function with the guards of all relations; a commit is another such "
-        f"function. In the measured source, git commit `{commit}`, both functions of an action "
-        f"together have these numbers of guards and of writes to the contract's state: {counts}."
+        "The check of an action is one generated function with the guards of all relations; the "
+        f"commit is a second generated function. At the measured git commit `{commit}`, the two "
+        "functions of an action together have these numbers of guards and of writes to the "
+        f"contract's state: {counts}."
     )
 
 
@@ -278,15 +280,17 @@ def cost(data: Mapping[str, Any]) -> str:
         f"`{row['clause']}` of {row['action']} {spelled(row)}" for row in dearest(guards)[:DEAREST]
     )
     return (
-        "The next table has the cost of each relation per action: the time with the relation minus "
-        "the time without it. Both times were measured alternately in one run, in the same "
-        "configuration. An entry is the median difference over the rounds, its 95 % confidence "
-        "interval, and the time with the relation over the time without. The row *nothing* "
-        "compares a contract with itself and shows the noise.\n\n"
+        "The next table has the cost of each relation per action: the time with the relation "
+        "minus the time without it. Both times were measured alternately in one run, in the "
+        "same configuration. An entry has the median difference over the rounds, its 95 % "
+        "confidence interval, and the ratio of the two times. The row *nothing* compares a "
+        "contract with itself and shows the noise.\n\n"
         + markdown(("relation", *ACTIONS), table)
-        + f"\n\nThe {len(guards)} guards of F, dI and dW were also removed from the generated "
-        "functions, one at a time and all at once. All guards of an action together cost: "
-        f"{every}. The most expensive single guards are: {named}. For {unseen} of the "
-        f"{len(guards)} guards the interval of the cost includes zero. The report lists each "
-        "guard."
+        + (
+            f"\n\nIn another measurement, the {len(guards)} guards of F, dI and dW were removed "
+            "from the generated functions, one at a time and all at once. All guards of an "
+            f"action together cost: {every}. The most expensive single guards are: {named}. For "
+            f"{unseen} of the {len(guards)} guards the interval of the cost includes zero. The "
+            "report lists each guard."
+        )
     )

@@ -29,14 +29,15 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
         f"**Loss curves** ({name}; {machine}). Runs are {captured}, or native under torch's own "
         f"pipeline. The model has {first['parameters'] / 1e6:.0f} M parameters in "
         f"{model['layers']} layers of hidden size {model['hidden']}, over "
-        f"PP={asked['parallel']['pp']} ranks, with {first['tokens_a_step']:,} tokens per step. The "
-        f"held-out text has {asked['windows']:,} windows of {model['sequence']} tokens. A run is "
-        "named side:schedule:seed:head. Runs of one seed start from the same bits and read the "
-        "same windows. The runs were not timed alternately, so a change of the machine between two "
-        "runs also shows in their times. *Loss* is the mean training loss of the first ten steps, "
-        "then of the last ten; in brackets, the last mean divided by the first. A "
-        "step time is the median over blocks of steps; each block ends when the device is idle. "
-        "*Building* is the time to make the stages, warm up and capture:"
+        f"PP={asked['parallel']['pp']} ranks, with {first['tokens_a_step']:,} tokens per step. "
+        f"The held-out text has {asked['windows']:,} windows of {model['sequence']} tokens. A "
+        "run is named side:schedule:seed:head. Runs of one seed start from the same bits and "
+        "read the same windows. The runs were timed one after the other, so a change of the "
+        "machine's load between two runs also shows in their times. *Loss* has two values: the "
+        "mean training loss of the first ten steps and of the last ten; in brackets, the last "
+        "mean divided by the first. A step time is the median over blocks of steps; each block "
+        "ends when the device is idle. *Building* is the time to make the stages, warm up and "
+        "capture:"
     )
     beside = {row["run"]: row for row in derived["same_order"]}
     header = (
@@ -67,10 +68,10 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
     ]
     if rows:
         yield (
-            "This table has the seconds of training until the mean of ten losses is at or below "
-            "the given loss, which is the lowest loss that the report lists for both runs. The "
-            "last column includes building; the first run of a process also builds parts that "
-            "later runs reuse:"
+            "This table has the seconds of training until the mean of the last ten losses is at "
+            "most the given loss. The given loss is the lowest loss that the report lists for "
+            "both runs. The last column includes building; the first run of a process also "
+            "builds parts that later runs reuse:"
         )
         yield markdown(
             ("runs", "loss", "native, s", "this, s", "ratio", "ratio with building"), rows
@@ -128,10 +129,10 @@ def _same_bits(row: Mapping[str, Any], report: Report) -> str:
     history = asked["model"]["history"]
     whole = "a whole number of" if history % each == 0 else "not a whole number of"
     return (
-        f"{said}. The bits are the same because each stage sees its microbatches in the same order "
-        "under both schedules, and because Transformer Engine's update of scales rolls only the "
-        "amax histories of the layers that ran (tests/gpu/test_histories.py). A step has "
-        f"{each} F per rank; an amax history had {history} entries, which are {whole} steps."
+        f"{said}. The bits are the same for two reasons: each stage runs its microbatches in the "
+        "same order under both schedules, and Transformer Engine's scale update rolls (shifts) "
+        "only the amax histories of the layers that ran (tests/gpu/test_histories.py). A step "
+        f"has {each} F per rank; an amax history had {history} entries, which are {whole} steps."
     )
 
 
@@ -146,16 +147,16 @@ def _judged(row: Mapping[str, Any]) -> str:
         return head + "not judged, because a held-out loss is not finite."
     said = (
         f"the held-out perplexity under {row['schedule']} is {row['ratio']:.4f} times the "
-        f"perplexity under {row['against']} (geometric mean over the seeds), "
-        f"{'within' if row['within'] else 'NOT within'} the margin of {row['margin']:g}"
+        f"perplexity under {row['against']} (geometric mean over the seeds). "
+        f"This ratio is {'within' if row['within'] else 'NOT within'} the margin of "
+        f"{row['margin']:g}"
     )
     if row["upper"] is None:
-        return head + said + "; one seed gives no variation."
+        return head + said + ". One seed gives no variation."
     return head + (
-        f"{said}; the one-sided 95 % confidence interval of this ratio, with runs paired by seed, "
-        "ends at "
-        f"{row['upper']:.4f}, {'below' if row['shown'] else 'NOT below'} the margin. The highest "
-        "perplexity of a seed, divided by the lowest, is "
+        f"{said}. The ratio's one-sided 95 % confidence interval, with runs paired by seed, ends "
+        f"at {row['upper']:.4f}, {'below' if row['shown'] else 'NOT below'} the margin. The "
+        "highest perplexity of a seed, divided by the lowest, is "
         f"{row['spread']:.4f} for {row['schedule']} and "
         f"{row['spread_against']:.4f} for {row['against']}."
     )

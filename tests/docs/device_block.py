@@ -72,18 +72,19 @@ def _speed() -> list[str]:
         "break-even step",
     )  # fmt: skip
     return [
-        f"One device, {'; '.join(machines)}. *Native* and *TE's graphs* are the fastest column of "
-        "their kind, by median. A *paired* ratio of two columns is computed in each round; the "
-        "table has the median over the rounds. This median differs from the ratio of the medians, "
-        "and can rank two columns in another order. The *floor* of a column is the smallest kernel "
-        "time among the library's columns that add the gradients of all microbatches in the same "
-        "order. A *whole-step graph* is the library's whole step as one graph, with the same order "
-        "of additions. A ratio to the floor or to a whole-step graph is followed by the library's "
-        "column with which it was computed. `ours_copied` and `ours_per_microbatch` have no such "
-        "ratios, because no column of the library adds gradients in the same order as these two. "
-        "At the *break-even step* a column has caught up with native, although the column also "
-        "spent time on construction, warm-up and capture. A dash there stands for native, or for a "
-        "column that never catches up.",
+        f"One device, {'; '.join(machines)}. *Native* is the native column with the smallest "
+        "median; *TE's graphs* is the column with TE's own graphs that has the smallest median. "
+        "A *paired* ratio of two columns is computed in each round; the table has the median "
+        "over the rounds. This median differs from the ratio of the medians, and can rank two "
+        "columns in another order. The *floor* of a column is the smallest kernel time among "
+        "the library's columns that add the gradients of all microbatches in the same order. A "
+        "*whole-step graph* is the library's whole step as one graph, with the same order of "
+        "additions. After each ratio to the floor or to a whole-step graph, the table names the "
+        "library's column with which the ratio was computed. `ours_copied` and "
+        "`ours_per_microbatch` have no such ratios, because no column of the library adds "
+        "gradients in the same order as these two columns. At the *break-even step* the "
+        "column's total time, with construction, warm-up and capture, falls below native's. A "
+        "dash marks native itself, or a column that never reaches this step.",
         markdown(header, rows),
     ]
 
@@ -112,13 +113,13 @@ def host() -> list[str]:
             "difference per action", "an action over its bare replay",
         )  # fmt: skip
         lines += [
-            "This table compares the host time of `ours_accumulate` with and without guards, one "
-            "row per report. A difference is the median over the rounds, with the range in "
-            "parentheses; a difference whose range includes zero counts as noise. The last column "
-            "comes from other steps, in which each action was timed alone and compared with the "
-            "bare replay of its graph. The last column therefore includes the handoff between "
-            "streams and the copies, which a step without guards makes too. For comparison, a "
-            f"check with its commit takes {min(kernel.values()):.1f} to "
+            "This table compares the host time of `ours_accumulate` with and without guards, "
+            "one row per report. A difference is the median over the rounds, with the range in "
+            "parentheses; if the range includes zero, the difference counts as noise. The last "
+            "column comes from other steps, in which each action was timed alone and compared "
+            "with the bare replay of its graph. This column therefore includes the copies and "
+            "the handoff between streams, which a step without guards also makes. For "
+            f"comparison, a check with its commit takes {min(kernel.values()):.1f} to "
             f"{max(kernel.values()):.1f} µs in `qeffect bench`, on [the machine of its "
             "report](../../../verification/reports/README.md#what-guards-cost).",
             markdown(header, sorted(rows, key=lambda row: row[0])),
@@ -177,8 +178,9 @@ def _parts(cell: Mapping[str, Any], name: str) -> Iterator[str]:
     ]
     alone = parts["copies"] + parts["addresses"]
     said = (
-        f"The copies, which the unguarded runtime makes too, and the check of addresses together "
-        f"take {alone:.1f} µs; the goal for the sum of all parts is {goal:.0f} µs:"
+        "The copies (which the unguarded runtime makes too) and the comparison of tensor "
+        f"addresses together take {alone:.1f} µs; the goal for the sum of all parts is "
+        f"{goal:.0f} µs:"
     )
     if not parts["copies"]:
         said = (
@@ -229,9 +231,9 @@ def _beyond_floor() -> list[str]:
         "of these, copies between buffers", "beyond its own kernels",
     )  # fmt: skip
     return [
-        "This table splits the time by which a step exceeds its floor. The profiled steps are not "
-        "the timed steps, and ran under another load. On two streams kernels overlap. "
-        "The reason for the time in the last column is unknown:",
+        "This table splits the time by which a step exceeds its floor. The profiled steps ran "
+        "separately from the timed steps, under another load. On two streams, kernels overlap "
+        "and their times are added. The reason for the time in the last column is unknown:",
         markdown(header, rows),
     ]
 

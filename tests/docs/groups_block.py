@@ -24,11 +24,11 @@ def groups(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
     products = [one for _, report in every for one in report["derived"]["products"]]
     if products:
         parts += [
-            "**One layer's four matrices**, with scales that are powers of two. *Each* computes "
-            "one product per microbatch; *one* computes one product for all microbatches, and "
-            "includes the copy that joins the operands. *Distance* compares errors: the distance "
-            "of *one* from a sum in fp64, divided by the distance of *each* from this sum. Below "
-            "1 means that *one* is more accurate.",
+            "**The weight gradients of one layer's four matrices**, with scales that are powers "
+            "of two. *Each* computes one product per microbatch. *One* computes one product for "
+            "all microbatches; its time includes the copy that joins the operands. *Distance* "
+            "compares errors: the distance of *one* from a sum in fp64, divided by the distance "
+            "of *each* from this sum. Below 1, *one* is more accurate.",
             markdown(
                 (
                     *("cell", "gradients", "microbatches", "each ms", "one ms", "one/each"),
@@ -42,20 +42,19 @@ def groups(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         compared = [one for one in derived["digests"] if one["alike"] is not None]
         alike = sum(one["alike"] for one in compared)
         digests = (
-            " Both schedules should end in the same bits. For each cell, gradient type and group "
-            "size, their digests of parameters, moments and scales after four steps were compared: "
-            f"{alike} of {len(compared)} pairs are equal."
+            " Both schedules should give the same bits. For each cell, gradient type and group "
+            "size, the two schedules' digests of parameters, moments and scales after four "
+            f"steps were compared: {alike} of {len(compared)} pairs are equal."
             if compared
             else ""
         )
         parts += [
             f"**Steps in {asked['mode']} over {asked['pp']} ranks** ({name}; {machine(report)}). "
-            "The row *today* is the default: each action updates the scales, and each microbatch "
-            "has its own dW. This row was measured before and after the other rows. Columns "
-            "*group 1* to *8* divide the median step time with this group size by the median over "
-            "all rounds of both *today* measurements. *Slots* is the number of slots of all stages "
-            "on all ranks."
-            f"{digests}",
+            "The row *today* is the default: each action updates the scales, and each "
+            "microbatch has its own dW. This row was measured before and after the other rows. "
+            "Columns *group 1* to *8* have the median step time with this group size, divided "
+            "by the median over all rounds of both *today* measurements. *Slots* is the number "
+            f"of slots of all stages on all ranks.{digests}",
             markdown(
                 (
                     *("cell", "schedule", "gradients", "today ms", "group 1", "2", "4", "8"),

@@ -35,19 +35,19 @@ CLAIMS: Mapping[str, str] = {
     "reporting keeps the losses": "manner `report` does not change the losses of local graphs",
     "refused stale": "manner `refuse` refuses the stale weights of local graphs",
     "a thousand steps are not refused": (
-        "the guard refuses no step in legal runs of 1,000 steps (eager; with full-iteration graphs "
-        "it judges only the steps before the graph)"
+        "the guard refuses no step in legal runs of 1,000 steps (eager and with full-iteration "
+        "graphs; with these graphs, the guard checks only the steps before the first replay)"
     ),
     "every fault is named": (
-        f"for each of {len(GPU_FAULTS)} injected faults (eager) the guard first names the expected "
-        "clause"
+        f"after each of {len(GPU_FAULTS)} injected faults (eager), the first clause that the guard "
+        "names is the expected clause"
     ),
-    "price at most 1% of the median step": "the guard takes at most 1% of the median step",
+    "price at most 1% of the median step": "the guard adds at most 1% to the median step",
     "price at most 1% of a quiet step": (
-        "the guard takes at most 1% of a quiet step (the tenth percentile)"
+        "the guard adds at most 1% to a quiet step (the tenth percentile)"
     ),
     "price at most 30 us for an F or a B": (
-        "the guard takes at most 30 microseconds per F or B with its messages"
+        "the guard adds at most 30 microseconds per F or B with its messages"
     ),
 }
 
@@ -73,22 +73,21 @@ def on_two_gpus() -> str:
             f"{where['packages']['transformer-engine']}, commit `{where['commit'][:12]}` "
             "([report](../tests/megatron/two_gpus.json)):",
             markdown(("claim", "shown"), rows),
-            "The price was measured without a log. A step is eager and has four microbatches and "
-            f"one layer for each virtual stage (hidden 4096, sequence {SEQUENCE}, ffn {FFN}). A "
-            f"quiet step (the tenth percentile of the steps) takes {quiet:.0f} ms, the median step "
-            f"{median:.0f} ms. On the rank where "
-            f"the guard costs more, it adds {most(own, 'tenth'):.1%} to a quiet step and "
+            "The guard's cost was measured without a log. Each step is eager, with four "
+            "microbatches and one layer per virtual stage (hidden 4096, sequence "
+            f"{SEQUENCE}, ffn {FFN}). A quiet step (the tenth percentile of the steps) takes "
+            f"{quiet:.0f} ms, the median step {median:.0f} ms. On the rank where the guard costs "
+            f"more, the guard adds {most(own, 'tenth'):.1%} to a quiet step and "
             f"{most(own, 'median'):.2%} to the median step, which is {most(own, 'us'):.0f} "
             "microseconds for each F and each B with their messages. In these steps the guard "
-            "compared its calls of the contract with those of an earlier step, and committed the "
-            "step in one call. If the guard instead makes every call of the contract in every "
-            f"step, it adds {most(whole, 'tenth'):.1%} to a quiet step and "
-            f"{most(whole, 'median'):.2%} to the median step, which is {most(whole, 'us'):.0f} "
-            "microseconds for each F and each B. Steps differ from each other by more than the "
-            "guard adds. So each round timed a guarded step and an unguarded step, one after the "
-            "other. The median difference for each F and each B lies, with a confidence of 95%, "
-            f"between {limits[0]} microseconds on the first rank and between {limits[1]} on the "
-            "second.",
+            "compared its calls of the contract with the calls of an earlier step, and committed "
+            "the step in one call. If the guard instead makes every call of the contract, it adds "
+            f"{most(whole, 'tenth'):.1%} to a quiet step and {most(whole, 'median'):.2%} to the "
+            f"median step, which is {most(whole, 'us'):.0f} microseconds for each F and each B. "
+            "The times of steps vary by more than the guard adds. So each round timed a guarded "
+            "step and an unguarded step, one directly after the other. With a confidence of 95%, "
+            f"the median difference for each F and each B lies between {limits[0]} microseconds "
+            f"on the first rank, and between {limits[1]} microseconds on the second rank.",
             inside_the_guard(),
         )
     )
@@ -105,8 +104,8 @@ def inside_the_guard() -> str:
     return (
         f"A second measurement (commit `{where['commit'][:12]}`, {report['gpus']} x "
         f"{where['gpu']}, host with {where['cpu']}, [report](../tests/megatron/host_time.json)) "
-        "reads a clock whenever the host enters or leaves the guard's code, while the same model "
-        "trains. For each F and each B with their messages, the host spends "
+        "trains the same model, and reads a clock whenever the host enters or leaves the guard's "
+        "code. For each F and each B with their messages, the host spends "
         f"{median} microseconds inside the guard on the two ranks (medians of {steps} steps; 80% "
         f"of the steps: {tenth_us:.0f} to {ninetieth:.0f}). The time that reading the clock takes "
         f"is subtracted. The goal is at most {report['goal_us']:.0f} microseconds."

@@ -58,15 +58,15 @@ def failures_counted() -> str:
     """How many public failures are refused, in a paragraph."""
     counted = failures_counts()
     return (
-        "Users of Transformer Engine, Megatron-LM, torch, DeepSpeed and others reported "
+        "Users of Transformer Engine, Megatron-LM, torch, DeepSpeed and other projects reported "
         f"{counted['failures']} failures in public. The contract refuses {counted['refused']} of "
-        f"them. Of these {counted['refused']}, {counted['given_a_report']} are refused only if the "
-        f"runtime supplies an optional report; for {counted['refused_by_guess']} we guessed the "
-        f"cause, because no cause was published. {counted['not_caught']} failures are not caught; "
-        f"for {counted['unexplained']} "
-        f"more, nobody published a cause. {counted['enacted']} failures are *re-enacted*: a "
-        "program makes the calls of the contract that the faulty runtime would make. The other "
-        "failures cannot be re-enacted, because they make the same calls as a correct run."
+        f"these failures. {counted['given_a_report']} of the refused failures are refused only "
+        f"if the runtime supplies an optional report. For {counted['refused_by_guess']} of the "
+        "refused failures no cause was published, and we guessed the cause. "
+        f"{counted['not_caught']} failures are not caught. The other {counted['unexplained']} "
+        f"were never explained. {counted['enacted']} failures are *re-enacted*: a program makes "
+        "the calls of the contract that the faulty runtime would make. The other failures "
+        "cannot be re-enacted, because they make the same calls as a correct run."
     )
 
 
@@ -121,13 +121,13 @@ def proof_counts(data: Mapping[str, Any]) -> str:
             f"{data['unsat']:,} of {data['obligations']:,} obligations are proved in "
             f"{data['seconds']:.1f} s; {data['unknown']} are unknown. The solver answered "
             f"{data['questions']:,} distinct queries. {data['implied']:,} obligations follow "
-            f"from another proved obligation, and {data['same_term']:,} need no solver, because "
-            "the transition leaves the values in them unchanged"
+            f"from another proved obligation. {data['same_term']:,} obligations need no solver, "
+            "because the transition does not change their values"
         )
     return (
         f"{text}. No path of any transition breaks an invariant, for any number of slots, "
-        "microbatches and epochs. The proofs hold with all relations, and with each optional "
-        "relation left out. A refused call changes nothing in the contract's state. After an "
+        "microbatches and epochs. The proofs hold with all relations, and if any one optional "
+        "relation is left out. A refused call changes nothing in the contract's state. After an "
         "accepted check, a commit with complete evidence is never refused."
     )
 
@@ -138,9 +138,10 @@ def proofs() -> str:
     further = ""
     if "recovery" in data["by_kind"]:
         further = (
-            " Every state allows recovery: aborts, failed reductions and drains are accepted until "
-            "nothing is in flight, and then a restore is accepted. No guard is too strong: with "
-            "all relations in force, every legal F, dI, dW or refresh is accepted."
+            " Recovery is possible in every state: the contract accepts aborts, failed "
+            "reductions and drains (the host records that device work finished) until nothing "
+            "is in flight, and then accepts a restore. No guard is too strong: with all "
+            "relations in force, every legal F, dI, dW or refresh is accepted."
         )
     text = (
         proof_counts(data)
@@ -150,8 +151,9 @@ def proofs() -> str:
         + "\n\n"
     )
     text += (
-        f"{agreements(data['agreements'])} A bounded proof, which starts from the initial state, "
-        f"also found {data['bounded'][-1]['name']}.\n\n" + _mutants(data["mutant_report"])
+        f"{agreements(data['agreements'])} A bounded proof starts from the initial state instead "
+        f"of an arbitrary state. It found {data['bounded'][-1]['name']}.\n\n"
+        + _mutants(data["mutant_report"])
     )
     return (
         f"{text}Report: [proofs.json](proofs.json), measured on {where(data['environment'])}. "
@@ -173,10 +175,10 @@ def agreements(found: Sequence[Mapping[str, Any]]) -> str:
         left = [row for row in other["open"] if row["verdict"] == "unknown"]
         assert other["unsat"] + len(left) == goals
         agrees = f"all {goals:,}" if other["unsat"] == goals else f"{other['unsat']:,}"
-        text += f"; {other['solver']} proves {agrees} of them"
+        text += f"; the solver {other['solver']} proves {agrees}"
         if "attempts" in other:
             told = [f"{count:,} with {name}" for name, count in other["attempts"].items()]
-            text += f" (with these hypotheses: {', '.join(told)})"
+            text += f" ({', '.join(told)})"
         if left:
             limit = max(row["seconds"] for row in left)
             names = ", ".join(f"`{row['name']}` at {row['transition']}" for row in left)
@@ -190,9 +192,9 @@ def _vacuity(data: Mapping[str, Any]) -> str:
     taken = data["witnesses"] - data["covered"] - len(unnamed)
     text = (
         f"{'Of' if unnamed else 'The proofs cover calls that can happen: of'} "
-        f"{data['witnesses']:,} paths, {taken:,} are taken from some state. {data['covered']} are "
-        "proved unreachable, and [verification/coverage.py](../coverage.py) says why the code "
-        "keeps each of them."
+        f"{data['witnesses']:,} paths, {taken:,} are taken from some state. {data['covered']} "
+        "paths are proved unreachable, and [verification/coverage.py](../coverage.py) says why "
+        "the code keeps each of these paths."
     )
     if unnamed:
         never = sum(row["verdict"] == "unsat" for row in unnamed)
@@ -213,15 +215,14 @@ def _mutants(report: Mapping[str, Any]) -> str:
     rows.append((same, str(len(report["equivalent"]))))
     rows.append(("survived", str(len(report["survivors"]))))
     return (
-        "Is every guard needed? A program makes the mutants from the code's syntax trees: each "
+        "Is every guard needed? A program makes the mutants from the code's syntax trees. Each "
         "mutant lacks one guard clause, one operand of a guard or one state update of a "
-        "transition. "
-        f"{report['killed']} of {report['mutants']} mutants are killed: after the deletion, a call "
-        f"in a reachable state goes wrong. For {report['elsewhere']} of the killed mutants, a call "
-        "goes wrong only if an optional relation is left out. The search for reachable states "
-        f"takes {report['setup_seconds']:.0f} s for all mutants together; after the search, the "
-        f"verdict on a mutant takes at most {report['slowest_seconds']:.1f} s. This table "
-        "shows what goes wrong:\n\n"
+        f"transition. {report['killed']} of {report['mutants']} mutants are killed: after the "
+        f"deletion, a call in a reachable state goes wrong. For {report['elsewhere']} of the "
+        "killed mutants, a call goes wrong only if an optional relation is left out. One search "
+        f"for reachable states serves all mutants and takes {report['setup_seconds']:.0f} s. "
+        "After the search, the verdict on a mutant takes at most "
+        f"{report['slowest_seconds']:.1f} s. This table shows what goes wrong:\n\n"
         + markdown(("effect of the deletion", "mutants"), rows)
         + "\n\n"
     )
@@ -236,11 +237,13 @@ def bench() -> str:
         markdown(HEADER, [row.cells() for row in rows])
         + f"\n\n{missed(rows, data)}\n\n"
         + f"{prices}\n\n" * bool(prices)
-        + "Times of an action are medians. Report: [bench.json](bench.json), measured on "
-        f"{where(data['environment'])}; `qeffect bench` repeats the measurement. The row that ends "
-        "in *in the run of the proofs' report* comes from [proofs.json](proofs.json)."
-        + f"\n\n{under}"
-        * bool(under)
+        + (
+            "Times of an action are medians. Report: [bench.json](bench.json), measured on "
+            f"{where(data['environment'])}; `qeffect bench` repeats the measurement. The row "
+            "whose name ends with *in the run of the proofs' report* comes from "
+            "[proofs.json](proofs.json)."
+        )
+        + f"\n\n{under}" * bool(under)
     )
 
 

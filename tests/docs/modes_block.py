@@ -112,9 +112,9 @@ def modes() -> str:
         device = where["gpu"] or where["cpu"]
         parts.append(
             f"**{asked['framework']}** on {asked['device']} ([{name}](../gpu_runtime/lab/reports/"
-            f"{name}); {versions}; {device}; commit `{where['commit'][:12]}`): {counts}. "
-            f"{derived['pairs_that_ran']} of {derived['pairs']} pairs of values ran to the end. "
-            "The plainest mode: "
+            f"{name}); {versions}; {device}; commit `{where['commit'][:12]}`). The modes end as "
+            f"follows: {counts}. For {derived['pairs_that_ran']} of {derived['pairs']} pairs of "
+            "values, a mode with both values ran to the end. The plainest mode: "
             + ", ".join(f"{key}={values[0]}" for key, values in asked["factors"].items())
             + "."
         )
@@ -129,7 +129,7 @@ def modes() -> str:
             for row in derived["rows"]
         ]
         mode = "mode (options that differ from the plainest mode)"
-        header = (mode, "ranks", "end", "guard", "reason")
+        header = (mode, "ranks", "end", "clause that the guard names", "reason")
         parts.append(markdown(header, rows))
     return "\n\n".join(parts)
 

@@ -42,7 +42,7 @@ def row(report: Mapping[str, Any], cell: str, schedule: str, pp: int) -> tuple[s
 
 
 def over_bound() -> str:
-    """Measured steps of one launch over the simulated step of the same table."""
+    """Measured steps of one launch, divided by the simulated step of the same table."""
     found = []
     for name in (REPORT, "scale_four.json"):
         report = load(RUNTIME_REPORTS / name)
@@ -87,42 +87,42 @@ def page(report: Mapping[str, Any], rows: Iterable[tuple[str, ...]]) -> str:
     return f"""# More ranks than were measured
 
 **Every number in the table is simulated; none is measured.** The simulator (`qeffect plan --durations`) takes its times from
-`lab/reports/{REPORT}`, measured over two ranks at commit `{commit}`: F, dI and dW (forward, input gradient, weight
-gradient) of each stage alone, refreshes (quantization of weights), updates, and the host time of a step. Each stage has one
-layer, each rank has two stages, and a step has `2 * ranks` microbatches (M). Message times are assumed, not measured:
+`lab/reports/{REPORT}`, measured over two ranks at commit `{commit}`. These are the times of F, dI and dW (forward, input gradient,
+weight gradient) of each stage alone, of refreshes (quantization of weights) and of updates, and the host time of a step. Each stage
+has one layer, each rank has two stages, and a step has `2 * ranks` microbatches (M). Message times are assumed, not measured:
 {links.inside_ms:g} ms and {links.inside_gb_s:g} GB/s within a host of {links.ranks_a_host} ranks, {links.between_ms:g} ms and {links.between_gb_s:g} GB/s between hosts.
 Times are in milliseconds:
 
 {markdown(HEADER, rows)}
 
-By these numbers, a step over {RANKS[-1]} ranks is limited as follows. A *step* is one launch (a rank's step as one CUDA graph) with the
-assumed messages, as in column `step`:
+In this simulation, the following limits a step over {RANKS[-1]} ranks. A *step* is one launch (a rank's step as one CUDA graph) with
+the assumed messages, as in column `step`:
 
-- *Messages between hosts* limit a step if they are ten times slower than assumed: a step then takes {over_steps(most, "step, slow between hosts")} the time. With the
-  assumed messages a step takes {over_steps(most, "step", base="step, messages free")} the time of a step with free messages.
+- *Messages between hosts* limit a step if they are ten times slower than assumed: such a step takes {over_steps(most, "step, slow between hosts")} the time of a
+  *step*. With the assumed messages, a *step* takes {over_steps(most, "step", base="step, messages free")} the time of a step with free messages.
 - *Host time of guarded replays* (a checked CUDA graph per action) limits replays at the smaller cell: a step of replays takes
   {over_steps(small, "step of guarded replays")} the time of a *step*. At the larger cell a step of replays takes {over_steps(large, "step of guarded replays")} the time of a *step*.
-- *Host time of one launch* does not limit: it is {over_steps(most, "host of one launch")} the time of a step.
-- *Memory* for slots is not part of these times; see *slots* below.
+- *Host time of one launch* limits no step: it is {over_steps(most, "host of one launch")} the time of a step.
+- *Memory* for slots has no effect on these times; see *slots* below.
 
 How to read the table:
 
 - *Cell* is hidden size and sequence length; *schedule* `il` is Interleaved 1F1B, `zbv` is ZB-V.
-- *Step* is a lower bound, because the simulator adds no host time. Measured steps of one launch, divided by such bounds, are
-  {over_bound()}. The bounds over two ranks use the measured times of messages. The bounds
-  over four ranks assume that messages take no time, and come from an older report, whose bounds are too low.
+- *Step* is a lower bound, because the simulator adds no host time. Measured steps of one launch, divided by the simulated steps of
+  the same table, are {over_bound()}. The simulation over two ranks uses measured times of
+  messages. The simulation over four ranks assumes that messages take no time. It comes from an older report, whose bounds are too low.
 - *Step, messages free* assumes that messages take no time.
 - *Bubble* is the idle share of all ranks, with the assumed messages; the optimizer's update counts as busy.
-- *Step, slow between hosts* makes every message between hosts ten times slower. Up to {links.ranks_a_host} ranks fit on one host.
-- *Step of guarded replays* adds host time before each action: an equal share of the measured host time of a single step, waits
-  included. This is an upper bound. Over two ranks, at the smaller cell, the simulated step takes {over_replays(report)} the time of the measured
-  step; for more ranks the simulated step may be too long by the same factor.
-- *Host of one launch* is the measured host time of a single launch after a wait for all ranks, scaled with the number of
-  actions. When launches follow each other, the host needs less time.
-- The table leaves out how ranks agree on an update. Guarded replays use one all-reduce of all ranks on the CPU, whose latency adds
-  to each step once. One launch gathers one number per rank inside the graph instead.
-- *Slots* counts the slots of the rank with the most slots. The number grows with the number of ranks. If slots are large,
-  memory runs out before any other limit. Above 16 ranks slots were not computed, because planning takes minutes.
+- *Step, slow between hosts* makes every message between hosts ten times slower than assumed. Up to {links.ranks_a_host} ranks fit on one host.
+- *Step of guarded replays* adds host time before each action. The added time is the measured host time of a single step (waits
+  included), divided equally among the step's actions. The result is an upper bound. Over two ranks, at the smaller cell, the
+  simulated step takes {over_replays(report)} the time of the measured step; for more ranks the simulated step may be too long by the same factor.
+- *Host of one launch* is the measured host time of a single launch that starts after a wait for all ranks, scaled with the number of
+  actions. When launches follow each other without waits, the host needs less time.
+- The table leaves out the ranks' agreement on an update. Guarded replays use one all-reduce of all ranks on the CPU, which adds its
+  latency once to each step. One launch gathers one number per rank inside the graph instead.
+- *Slots* is the number of slots on the rank with the most slots. This number grows with the number of ranks. If each slot needs much
+  memory, memory limits the number of ranks first. Above 16 ranks slots were not computed, because planning takes minutes.
 """  # noqa: E501 - numbers are shorter than their names
 
 

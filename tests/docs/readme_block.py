@@ -48,9 +48,9 @@ def failures() -> str:
     """How many public failures are refused."""
     counted = failures_counts()
     return wrapped(
-        f"**Public failures** (`qeffect failures`). Users reported {counted['failures']} failures: "
-        f"the contract refuses {counted['refused']}, it does not catch {counted['not_caught']}, "
-        f"and {counted['unexplained']} have no published cause. Of the {counted['refused']}, "
+        f"**Public failures** (`qeffect failures`). Users reported {counted['failures']} failures. "
+        f"The contract refuses {counted['refused']} and misses {counted['not_caught']}; "
+        f"{counted['unexplained']} have no published cause. Of the {counted['refused']}, "
         f"{counted['given_a_report']} are refused only if the runtime makes an optional report; "
         f"for {counted['refused_by_guess']} we guessed the cause. "
         f"[By relation]({KERNEL}#public-failures)."
@@ -63,11 +63,11 @@ def proofs() -> str:
     mutants = data["mutant_report"]
     return wrapped(
         f"{data['unsat']:,} of {data['obligations']:,} *obligations* (formulas to prove) are "
-        f"proved, {data['unknown']} unknown. A *mutant* of the code lacks one guard clause, "
-        f"operand or state update. {mutants['killed']} of {mutants['mutants']} mutants are "
-        "*killed*: a call goes wrong. "
+        f"proved, {data['unknown']} unknown. A *mutant* is the code without one guard clause, "
+        f"operand or state update. A mutant is *killed* if a call then goes wrong: "
+        f"{mutants['killed']} of {mutants['mutants']} are killed. "
         f"Commit: `{data['environment']['commit'][:7]}`. "
-        f"`make check` repeats the proofs. [What is proved]({KERNEL}#what-is-proved)."
+        f"[What is proved]({KERNEL}#what-is-proved)."
     )
 
 
@@ -82,7 +82,7 @@ def bench() -> str:
         f"**Cost of the guards.** A check with its commit takes {each}. "
         f"Of {len(goals)} *goals* (each a target for one figure), "
         f"{sum(row.misses for row in goals)} are missed. "
-        f"Commit: `{data['environment']['commit'][:7]}`; the proofs ran at "
+        f"Measured at commit `{data['environment']['commit'][:7]}`; the proofs ran at "
         f"`{proved['environment']['commit'][:7]}`. "
         f"[What guards cost{under}]({KERNEL}#what-guards-cost)."
     )
@@ -119,7 +119,7 @@ def same_bits() -> Iterator[str]:
         else:
             said = f"no bit differs in {said}"
         yield (
-            f"*Bits*, compared with native or an undisturbed run: {said}. "
+            f"*Bits*, compared with native or with an undisturbed run: {said}. "
             f"[{len(rows)} reports]({RUNTIME}#in-short)."
         )
 
@@ -170,13 +170,13 @@ def models() -> Iterator[str]:
         # Every cell has as many microbatches as the others.
         (microbatches,) = {cell.rpartition("-m")[2] for cell in best}
         said = ", ".join(
-            f"{cell.rpartition('-m')[0]} {rate:.0f} ({over:.2f}x)"
+            f"{cell.rpartition('-m')[0]}: {rate:.0f} ({over:.2f}x)"
             for cell, (rate, over) in sorted(best.items())
         )
         table = f"[Table]({RUNTIME}#whole-models)"
         yield (
-            "*Models*, named by parameters and sequence length, with "
-            f"{microbatches} microbatches; TFLOP/s (speed relative to Megatron): {said}. {table}."
+            f"*Models* with {microbatches} microbatches, named by parameters and sequence length. "
+            f"TFLOP/s (speed relative to Megatron): {said}. {table}."
         )
 
 

@@ -48,15 +48,15 @@ def _bits(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
         if name not in REQUIREMENTS
     )
     yield (
-        f"**Bit for bit**, one row per report. A value that differs in any bit is a mismatch. The "
-        f"compared values are: {', '.join(bits)}. *Ours* compares native full backward with three "
-        "sides of this runtime, which split each backward into dI and dW: eager, captured, and "
-        "captured with faults injected while graphs are live. *Control* compares native with a "
-        "second native run. *Split eager* replaces native as the reference if the library cannot "
-        "add the gradients in the same order. *Forbidden events* are counts that must be zero in a "
-        "guarded run (addresses in a graph that moved, work kept past a step, memory that grew); "
-        "the column says how many of these counts are not zero. *Faults* were injected into runs "
-        "of *ours*; each was refused."
+        "**Bit for bit**, one row per report. A value that differs in any bit is a mismatch. "
+        f"The compared values are: {', '.join(bits)}. *Ours* compares native full backward with "
+        "three sides of this runtime, which split each backward into dI and dW: eager, "
+        "captured, and captured with faults injected while graphs are live. *Control* compares "
+        "native with a second native run. *Split eager* compares with eager steps of separate "
+        "dI and dW, for orders of actions in which native cannot add the gradients. *Forbidden "
+        "events* are events whose count must be zero in a guarded run (a moved address, work "
+        "kept past a step, grown memory); the column says how many of these counts are not "
+        "zero. *Faults* were injected into runs of *ours*; the contract refused each fault."
     )
     rows = []
     for name, report in found:
@@ -106,10 +106,10 @@ def correctness() -> str:
                 f"(the contract would refuse `{shared['refused']['action']}`)"
             )
         lines.append(
-            "**Capture memory.** Graphs that share a memory pool corrupt each other if the order "
-            "of their replays differs from the order of their capture. The contract refuses such "
-            "an order if the stages declare the shared pool. Here the replays ran without a check: "
-            f"{'; '.join(said)}."
+            "**Capture memory.** Graphs that share a memory pool corrupt each other's memory if "
+            "the order of their replays differs from the order of their capture. If the stages "
+            "declare the shared pool, the contract refuses such an order of replays. In this "
+            f"report the replays ran without this check: {'; '.join(said)}."
         )
     return "\n\n".join([*lines, *_restarts(), *_kills(), *_second_runs()])
 
@@ -136,11 +136,11 @@ def _kills() -> list[str]:
         "held-out losses", "longest end, s",
     )  # fmt: skip
     return [
-        "**Kills.** In each start of a run, SIGKILL ended a rank at the named place, or "
-        "(*launcher, in*) torchrun's agent while a rank was at that place. The next start resumed "
-        "the run. Every tensor of the last checkpoint and every loss was compared with an "
-        "undisturbed run. The last column is the longest time from a kill to the end of all "
-        "processes:",
+        "**Kills.** In each start of a run, SIGKILL ended a rank at the place that the table "
+        "names. At a place that begins with *launcher, in*, SIGKILL ended torchrun's agent "
+        "while a rank was at this place. The next start resumed the run. Every tensor of the "
+        "last checkpoint and every loss was compared with an undisturbed run. The last column "
+        "is the longest time from a kill to the end of all processes:",
         markdown(header, rows),
     ]
 
@@ -163,14 +163,15 @@ def _second_runs() -> list[str]:
         return []
     wrong = sum(report["derived"]["wrong"] for _, report in found)
     return [
-        "**Steps that run twice.** A bit of a rank's memory was flipped in one of a step's two "
-        "runs. A flip is *stopped* if the comparison of both runs stopped the step, and *harmless* "
-        "if the step ended with the bits of an undisturbed step. "
-        f"{wrong} flips ended in another way:",
+        "**Steps that run twice.** In one of a step's two runs, a bit of a rank's memory was "
+        "flipped. A flip is *stopped* if the comparison of the two runs stopped the step, and "
+        f"*harmless* if the step ended with the bits of an undisturbed step. {wrong} flips were "
+        "neither stopped nor harmless:",
         markdown(("report", "flip", "stopped", "harmless"), rows),
-        "This table has the cost of three checks: steps that run twice (*replay_every*), digests "
-        "of gradients, and looks (searches of all weights, moments and scales for values that are "
-        "not finite). A ratio is the time per step with the check over the time without the check:",
+        "This table has the cost of three checks: steps that run twice (*replay_every*), "
+        "digests of gradients, and looks (searches of all weights, moments and scales for "
+        "values that are not finite). A ratio is the time per step with the check, divided by "
+        "the time without the check:",
         markdown(("report", "mode", "what", "ratio"), prices),
     ]
 
@@ -196,9 +197,10 @@ def _restarts() -> list[str]:
         "tensors that differ",
     )  # fmt: skip
     return [
-        "**Stops.** Runs saved a checkpoint, resumed from it in fresh processes, and were compared "
-        "with a run without a stop. Other *mappings* (schedule, ranks, stages per rank) also "
-        "loaded the checkpoint; their state was compared with the saved state:",
+        "**Stops.** Each run saved a checkpoint and resumed from it in fresh processes. The "
+        "resumed run was compared with a run without a stop. The checkpoint was also loaded "
+        "under other *mappings* (schedule, ranks, stages per rank), and the loaded state was "
+        "compared with the saved state:",
         markdown(header, rows),
     ]
 
@@ -209,8 +211,8 @@ def library() -> str:
     probed = [row for name, report in files("probes") for row in _probed(name, report["derived"])]
     if probed:
         lines += [
-            "**Probes.** Each row tests one statement about Transformer Engine on the machine of "
-            "the report. *Invalid writes* were counted by NVIDIA's compute-sanitizer:",
+            "**Probes.** Each row tests one property of Transformer Engine on the machine of "
+            "the report. NVIDIA's compute-sanitizer counted the *invalid writes*:",
             markdown(("report", "probe", "found"), probed),
         ]
     for _, report in files("probes"):
@@ -248,12 +250,12 @@ def _interleaved(sides: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ]
     yield (
         "**Interleaved stages under the library's own graphs.** In two public reports "
-        "(NVIDIA/Megatron-LM#5966, NVIDIA-NeMo/Megatron-Bridge#2096), a rank with several stages "
-        "(chunks) under `make_graphed_callables` gets a loss of NaN; the cause was not published. "
-        "Each row below is one way to use `make_graphed_callables` on rank 0 of two, with two "
-        "chunks; its results are compared with native eager, bit by bit. *The row's order* is the "
-        "order of this rank's actions in the schedule. *Breaks* names the relation of the contract "
-        "that a wrong use breaks:"
+        "(NVIDIA/Megatron-LM#5966, NVIDIA-NeMo/Megatron-Bridge#2096), a rank with several "
+        "stages (chunks) under `make_graphed_callables` gets a loss of NaN; the cause was not "
+        "published. Each row below is one way to use `make_graphed_callables` on rank 0 of two, "
+        "with two chunks. The results of each use are compared bit by bit with native eager. "
+        "*The row's order* is the order of this rank's actions in the schedule. *Breaks* names "
+        "the relation of the contract (such as ownership) that a wrong use breaks:"
     )
     yield markdown(
         ("use", "breaks", "values that differ", "first difference", "first non-finite value"),
@@ -291,9 +293,9 @@ def _training() -> list[str]:
         "held-out loss",
     )  # fmt: skip
     return [
-        "**Training** on the sources of Python's standard library. A guarded and captured run is "
-        "compared with a native run under torch's own pipeline; both start from the same bits. The "
-        "two runs were not timed alternately:",
+        "**Training** on the sources of Python's standard library. A guarded and captured run "
+        "is compared with a native run under torch's own pipeline; both runs start from the "
+        "same bits. The two runs were timed one after the other, not alternately:",
         markdown(header, rows),
     ]
 
@@ -302,7 +304,7 @@ def _captions() -> dict[str, str]:
     """The caption of each picture, in the order of the page."""
     return {
         "step_time": "Step times and their floors, on a logarithmic axis.",
-        "memory": "Peak memory of each column minus that of the faster native column.",
+        "memory": "Peak memory of each column minus the peak memory of the faster native column.",
         "resources": _resources(),
         "loss": "Loss against steps, and against seconds of training on a logarithmic axis.",
     }
@@ -321,10 +323,11 @@ def _resources() -> str:
     )
     return (
         f"Resources by number of microbatches M ({'; '.join(sweep_names(found))}). At M={last}, "
-        f"one slot per live tape needs {live['slots']} slots and {live['graphs']} graphs; one slot "
-        f"per microbatch needs {each['slots']} slots and {each['graphs']} graphs. A stage needs as "
-        f"many slots as it has live tapes at its peak; the whole rank has at most "
-        f"{live['peak_live_tapes']} live tapes. The dashed lines are the time of capture, which is "
+        f"one slot per live tape needs {live['slots']} slots and {live['graphs']} graphs; one "
+        f"slot per microbatch needs {each['slots']} slots and {each['graphs']} graphs. (A *tape* "
+        "is the work that a microbatch keeps between F and dW; it is live during this time.) A "
+        "stage needs as many slots as its peak number of live tapes; the whole rank has at most "
+        f"{live['peak_live_tapes']} live tapes. The dashed lines are the capture time, which is "
         "part of construction."
     )
 
@@ -410,11 +413,11 @@ def _scales() -> Iterator[str]:
         found = {(run["scales"], run["seed"]): run for run in derived["runs"]}
         yield (
             f"**Scales that move once a step** ([{name}]({name}); {asked['run']['device']}, "
-            f"{asked['model']['layers']} layers of width {asked['model']['hidden']}). *Action* is "
-            "the default, under which scales move at every F and dI; *epoch* moves them once a "
-            f"step. *Loss* is the mean training loss of the last {LAST} steps, *held out* is the "
-            "held-out loss at the end. The mean difference, epoch minus action, over "
-            f"{len(derived['differences'])} seeds is "
+            f"{asked['model']['layers']} layers of width {asked['model']['hidden']}). With "
+            "*action*, the default, scales move (are updated) at every F and dI; with *epoch* "
+            f"scales move once per step. *Loss* is the mean training loss of the last {LAST} "
+            "steps; *held out* is the held-out loss at the end. The mean difference, epoch "
+            f"minus action, over {len(derived['differences'])} seeds is "
             f"{derived['mean_difference']:+.4f} in loss and "
             f"{derived['mean_held_out_difference']:+.4f} in held-out loss."
         )

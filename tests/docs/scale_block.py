@@ -63,23 +63,23 @@ def timed(name: str, report: Report) -> Iterator[str]:
     ahead = any("host_ahead_ms" in row for row in found)
     took = [row["message_ms"] * 1e3 for row in found if "message_ms" in row]
     messages = (
-        f"A message counts with the time that it takes alone ({min(took):.0f} to {max(took):.0f} "
-        "µs)."
+        "The bound includes for each message the time that the message takes alone "
+        f"({min(took):.0f} to {max(took):.0f} µs)."
         if took
-        else "Messages count as taking no time."
+        else "The bound assumes that messages take no time."
     )
     yield (
-        f"A step over {ranks_of(report)} with {report['configuration']['vpp']} stages of one layer "
-        f"on each rank ({name}; {machine_of(report)}). `native` is torch's Interleaved 1F1B; "
-        "`guarded` replays a graph per action; `one launch` is a rank's whole step as one graph, "
-        "whose tensors were compared with those of `guarded` after six steps. "
-        "A *single step* starts on an idle device; *its host time* is the time until the host has "
-        f"enqueued that step. {BACK_TO_BACK * ahead}The *bound* is the critical path of the "
-        f"schedule, computed from the time that each graph takes alone. {messages} Only the "
-        "side `one launch` has a goal for its ratio to the bound; a bold ratio misses this goal. "
-        f"{REPLAYED * in_order}*Kernels* is the kernel time of the busiest rank under the "
-        "profiler, with copies and without messages. The sides were not timed "
-        f"alternately.{remark(name, report)}"
+        f"A step over {ranks_of(report)} with {report['configuration']['vpp']} stages of one "
+        f"layer on each rank ({name}; {machine_of(report)}). `native` is torch's Interleaved "
+        "1F1B; `guarded` replays one graph per action; `one launch` is a rank's whole step as "
+        "one graph. After six steps, the tensors of `one launch` were compared with the tensors "
+        "of `guarded`. A *single step* starts on an idle device; *its host time* is the time "
+        f"until the host has enqueued this step. {BACK_TO_BACK * ahead}The *bound* is the length "
+        "of the schedule's critical path, computed from the time that each graph takes alone. "
+        f"{messages} Only the side `one launch` has a goal for its ratio to the bound; a bold "
+        f"ratio misses this goal. {REPLAYED * in_order}*Kernels* is the kernel time of the "
+        "busiest rank under the profiler, with copies and without messages. The sides were "
+        f"timed one after the other, not alternately.{remark(name, report)}"
     )
     header = (
         "cell", "schedule", "side", "step, ms", "single step, ms", "its host time, ms",
@@ -97,7 +97,7 @@ BACK_TO_BACK = (
     "goal for host time applies to this time. "
 )
 REPLAYED = (
-    "A graph that is replayed alone, again and again, finds its weights in the device's cache. The "
+    "If a single graph is replayed again and again, its weights stay in the device's cache. The "
     "*bound in order* therefore uses other times: all actions of a rank were replayed in the "
     "schedule's order, without messages, and each action was timed in this sequence. "
 )
@@ -153,13 +153,14 @@ def split(name: str, report: Report) -> Iterator[str]:
     if rows:
         yield (
             "This table shows where a step of one launch spends its time, under the profiler "
-            f"({name}). *Its actions* is the time of all actions of the rank as one graph without "
-            "messages. Three columns split the additional time of the step. *Kernels* is the time "
-            "of the CUDA kernels that belong to no action (the ranks' votes, the handoff between "
-            "streams, the next step's data), plus the time by which other kernels run slower "
-            "because messages occupy a part of the GPU. *Between* is the time in which nothing "
-            "runs. *Awaited* is the time in which only messages run; it includes the schedule's "
-            "own bubble. *Beside messages* is the time in which kernels and messages run at once."
+            f"({name}). *Its actions* is the time of all actions of the rank as one graph "
+            "without messages. Three columns split the additional time of the step. *Kernels* "
+            "has two parts: the time of kernels outside actions (the ranks' votes, the handoff "
+            "between streams, the next step's data), and the slowdown of other kernels while "
+            "messages occupy a part of the GPU. *Between* is the time in which nothing runs. "
+            "*Awaited* is the time in which only messages run, which includes the schedule's "
+            "bubble (idle time). *Beside messages* is the time in which kernels and messages "
+            "run at once."
         )
         header = (
             "cell", "schedule", "rank", "step, ms", "its actions, ms", "kernels, ms", "between, ms",

@@ -65,17 +65,25 @@ def compared() -> Iterator[str]:
     rows = [(_link(name), *row) for name, row in compared_rows()]
     if rows:
         both = "".join(
-            " In a handoff between two streams, each stream must wait for the other: "
+            " In a handoff between two CUDA streams, each stream must wait for the other "
+            "(two-way). If only one stream waits (one-way), reads may be stale: "
             f"{stale_reads(report)}."
             for report in reports("streams")
         )
         yield (
-            "**Bit for bit.** Each report compared raw bits, without tolerance, and has one row. "
-            "*Scaling state* (amax histories, scales, FP8 weight caches and their versions) is "
-            f"counted in a column of its own.{both}"
+            "**Bit for bit.** Each row is one report, which compared raw bits without "
+            "tolerance. *Scaling state* (amax histories, scales, FP8 weight caches and their "
+            f"versions) is counted in a separate column.{both}"
         )
         yield markdown(
-            ("report", "compared with", "compared", "differ", "scaling state: differ", "also"),
+            (
+                "report",
+                "compared with",
+                "compared",
+                "differ",
+                "scaling state: differ",
+                "further results",
+            ),
             rows,
         )
 
@@ -117,7 +125,7 @@ def _native(report: Report) -> Row | None:
     beside = f"{required['mismatched']:,} of {required['compared']:,} counts of forbidden events"
     version = package(report["environment"], "transformer-engine")
     return (
-        f"native full backward and split eager, Transformer Engine {version}",
+        f"native full backward, or eager split backward; Transformer Engine {version}",
         *_apart(values),
         f"{faults:,} faults refused; {beside}" if faults else beside,
     )
@@ -147,7 +155,7 @@ def _tables(report: Report) -> Row | None:
     if not rows:
         return None
     return (
-        "the same language model run natively, with copied gradients or as replays; six steps",
+        "six steps of the same language model: native, with copied gradients, or as replays",
         f"{sum(row['values'] for row in rows):,} tensors",
         f"{sum(row['different'] for row in rows):,}",
         "-",
@@ -160,7 +168,7 @@ def _models(report: Report) -> Row | None:
     if not rows:
         return None
     return (
-        f"torch's own pipeline of whole decoders after three steps over {ranks_of(report)}",
+        f"torch's own pipeline over {ranks_of(report)}: whole decoders, after three steps",
         f"{sum(row['compared'] for row in rows):,} tensors",
         f"{sum(row['different'] for row in rows):,}",
         "-",
@@ -192,7 +200,7 @@ def _curves(report: Report) -> Row | None:
         f"differ in {wrong} of {len(known)} runs" if wrong else "are the same"
     )
     return (
-        "native training: every loss, held-out losses too",
+        "native training: every loss and held-out loss",
         f"{sum(row['steps'] + row['held_out'] for row in rows):,} losses",
         f"{sum(row['losses_differ'] + row['held_out_differ'] for row in rows):,}",
         "-",
@@ -303,10 +311,11 @@ def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
     )
     wanted = ", ".join(f"{cell} {goal:.2f}x" for cell, goal in BOUND_GOALS.items())
     yield (
-        f"**A complete step** over PP ranks, with messages and the optimizer's update, in ms "
-        f"({names}; {machines}). In brackets: native's time over this time. Native is torch's "
-        "Interleaved 1F1B. The *bound* is the critical path of the schedule, computed from the "
-        f"time that each graph takes alone. A bold ratio misses its goal ({wanted}).{said}"
+        "**A complete step** over PP ranks, with messages and the optimizer's update, in ms "
+        f"({names}; {machines}). In brackets: native's time divided by this time. Native is "
+        "torch's Interleaved 1F1B. The *bound* is the length of the schedule's critical path, "
+        "computed from the time that each graph takes alone. A bold ratio misses its goal (at "
+        f"most {wanted}).{said}"
     )
     sides = ((f"PP={pp}: native", "replays", "one launch, over its bound") for pp in chosen)
     yield markdown(("cell", "schedule", *(name for three in sides for name in three)), rows)
@@ -350,11 +359,12 @@ def one_device(found: Sequence[Report]) -> Iterator[str]:
         return
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in found))
     yield (
-        f"**A step on one device**, in ms ({machines}). A *column* of the full table is one way to "
-        "run the step. *Ours* is the column `ours_accumulate`; *native* and *TE's graphs* are each "
-        "the fastest column of their kind. A ratio of two columns is computed in each round; the "
-        "table has the median of these ratios. The *floor* is the time that the CUDA kernels of "
-        "the same arithmetic take."
+        f"**A step on one device**, in ms ({machines}). A *column* of the full table is one way "
+        "to run the step. *Ours* is the column `ours_accumulate`. *Native* is the fastest "
+        "native column; *TE's graphs* is the fastest column with Transformer Engine's own "
+        "graphs. A ratio of two columns is computed in each round; the table has the median of "
+        "these ratios. The *floor* is the time that the CUDA kernels of the same arithmetic "
+        "take."
     )
     header = (
         "cell", "native", "TE's graphs", "ours", "native / ours", "TE's graphs / ours",
@@ -364,8 +374,8 @@ def one_device(found: Sequence[Report]) -> Iterator[str]:
 
 
 GROUPED = (
-    " *Groups* computes the weight gradients of all microbatches as one product, with FP8 scales "
-    "that move (are updated) once per step."
+    " Rows with *groups* compute the weight gradients of all microbatches as one matrix product, "
+    "with FP8 scales that are updated once per step."
 )
 
 
@@ -380,13 +390,18 @@ def peers(found: Found) -> Iterator[str]:
         group = "" if row["group"] is None else ", groups"
         side = row["main_grad"], row["side"] + group, row["schedule"]
         by_side.setdefault(side, {})[row["cell"]] = row
+    said = "".join(
+        f" Caveats on {name}:{remark(name, report)}"
+        for name, report in found
+        if remark(name, report)
+    )
     yield (
         f"**Peers** ({', '.join(_link(name) for name, _ in found)}): the time of a step in ms. "
-        "Every side trains one language model over two ranks, from the same initial bits. In "
-        "brackets: native's time over this time. A word after the brackets compares the gradients "
-        "with those of the same framework without graphs; without a word, the bits are the same."
-        f"{GROUPED * any(row['group'] is not None for row in rows)}"
-        f"{''.join(remark(name, report) for name, report in found)}"
+        "Every side trains the same language model over two ranks, from the same initial bits. In "
+        "brackets: native's time divided by this time. The word *close* after the brackets means "
+        "that the gradients are close to the gradients of the same framework without graphs. "
+        "Without this word, the gradients have the same bits."
+        f"{GROUPED * any(row['group'] is not None for row in rows)}{said}"
     )
     yield markdown(
         ("main_grad", "side", "schedule", *named),

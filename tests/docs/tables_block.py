@@ -51,14 +51,17 @@ def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
     for name, report in found:
         derived = report["derived"]
         parts.append(
-            f"**The paper's tables on this machine** ({name}; {derived['trials']} fresh starts of "
-            f"all ranks; {machine(report)}). The language model has one layer per stage, and an "
-            "embedding and a head for a vocabulary of 32,768 tokens. A time is the time of the "
-            "slowest rank: the median within a trial, then the median over trials. Captured sides "
-            "accumulate all microbatches' gradients of a matrix in one buffer, except `copied` and "
-            "`direct`. The paper uses one buffer per microbatch, as `direct` does. The paper "
-            "measured on H800 PCIe GPUs (its table by microbatches: RTX 5880). The paper's "
-            f"efficiency over four ranks is for the language model.{remark(name, report)}"
+            f"**The paper's tables on this machine** ({name}; {derived['trials']} fresh starts "
+            f"of all ranks; {machine(report)}). The language model has one layer per stage, and "
+            "an embedding and a head for a vocabulary of 32,768 tokens. A time is the time of "
+            "the slowest rank: the median within a trial, then the median over trials. Captured "
+            "sides add all microbatches' gradients of a matrix in one buffer. The exceptions "
+            "are `copied`, which copies each gradient out of the library's memory, and "
+            "`direct`, which has one buffer per microbatch, as in the paper. The paper measured "
+            "on H800 PCIe GPUs, and its table by microbatches on an RTX 5880. The paper's "
+            "efficiency over four ranks is for the language model. If graphs, gradient buffers, "
+            "live tapes or delayed dW differ between ranks, the entry has one number per rank."
+            f"{remark(name, report)}"
         )
         sign = bound(name, report)
         parts += [*_complete(derived, sign), *_attribution(derived, sign)]
@@ -114,7 +117,7 @@ def _attribution(derived: Row, sign: str) -> list[str]:
     header = (
         "configuration", "ms", "native / this", "copied / this", "break-even, steps",
         "GB above native", "matrix copies per rank", "graphs", "capture, s and GB beyond eager",
-        "handoffs per step", "replays per step", "paper",
+        "stream handoffs per step", "replays per step", "paper",
     )  # fmt: skip
     return _table(header, rows)
 
@@ -141,7 +144,7 @@ def _resources(derived: Row) -> list[str]:
         )
     header = (
         "microbatches, ZB-V", "ms (paper)", "tokens per second", "graphs per rank (paper)",
-        "arena, GB",
+        "gradient buffers, GB",
         "peak, GB", "live tapes by rank (paper)", "delayed dW by rank (paper)",
         "capture, s (paper)",
     )  # fmt: skip
@@ -155,7 +158,8 @@ def _weak(derived: Row) -> list[str]:
         for row in derived["weak"]
     ]  # fmt: skip
     return _table(
-        ("layers alone, one per stage", "side", "PP=2, ms", "PP=4, ms", "rate kept"), rows
+        ("layers alone, one per stage", "side", "PP=2, ms", "PP=4, ms", "rate of PP=4 over PP=2"),
+        rows,
     )
 
 
@@ -184,7 +188,7 @@ def _bits(derived: Row) -> list[str]:
     values = sum(row["values"] for row in compared)
     different = sum(row["different"] for row in compared)
     return [
-        f"After six steps {different} of {values} tensors (parameters, AdamW, scales and "
+        f"After six steps {different} of {values} tensors (parameters, AdamW's state, scales and "
         "histories) differ. Eager calls and replays were compared with native, `direct` with "
         "`copied`, and one launch with replays."
     ]
@@ -224,21 +228,26 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
         options = f"Megatron's options: {_options(report['configuration']['megatron'])}."
         title = f"**Peers** ({name}; {machine(report)})."
         parts.append(
-            f"{title} The sides and the columns are those above. {options}{remark(name, report)}"
+            f"{title} The sides and columns have the same meaning as above. "
+            f"{options}{remark(name, report)}"
             if parts
-            else f"{title} Every side trains the same language model: "
-            "four layers, with an embedding and a head for a vocabulary of 32,768 tokens. Every "
-            "side starts from the same bits, runs over two ranks with two stages each, and has "
-            "processes of its own. *Gradients* compares a side's gradients with those of its own "
-            "framework without graphs (replays with `native`, one launch with replays). They "
-            "have the same bits, or are *close* (to the compared gradients and to native's), or "
-            "are *wrong*. Every head is bf16. *main_grad* is the type of accumulated gradients; "
-            "with fp32, master weights are fp32 too. Native runs only with bf16. *Group* is the "
-            "number of microbatches whose weight gradients are one product, with FP8 scales that "
-            "move once per step; rows without a group move scales at every action, as Megatron "
-            "does. Rows with a group therefore have other FP8 scales than native, and their "
-            "gradients are rounded differently; on a CPU a group of 1 has the same distance from "
-            f"native (tests/ranks/test_peers.py). {options}{remark(name, report)}"
+            else (
+                f"{title} Every side trains the same language model: four layers, with an "
+                "embedding and a head for a vocabulary of 32,768 tokens. Every side starts from "
+                "the same bits, runs over two ranks with two stages each, and has its own "
+                "processes. The column *gradients* compares a side's gradients with the "
+                "gradients of the same framework without graphs (replays with `native`, one "
+                "launch with replays). *Same bits* means equal gradients; *close* means close "
+                "to these gradients and to native's; other gradients are *wrong*. Every head is "
+                "bf16. *main_grad* is the type of accumulated gradients; with fp32, the master "
+                "weights are also fp32. Native runs only with bf16. *Group* is the number of "
+                "microbatches whose weight gradients are one matrix product; rows with a group "
+                "update FP8 scales once per step. Rows without a group update scales at every "
+                "action, as Megatron does. Rows with a group therefore have other FP8 scales "
+                "than native, and their gradients are rounded differently. On a CPU a group of "
+                "1 has the same distance from native (tests/ranks/test_peers.py). "
+                f"{options}{remark(name, report)}"
+            )
         )
         rows = [_peer(row) for row in derived["rows"]]
         header = (
@@ -302,27 +311,28 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         parts.insert(
             0,
             "The models are decoders with RMSNorm, SwiGLU, rotary positions, grouped-query "
-            "attention and a vocabulary of 128,256 tokens. A rank has two stages; a microbatch is "
-            "one sequence. Layers compute in FP8 under delayed scaling; the head, gradients, "
-            "weights and the optimizer's moments are bf16. With *fp32 gradients*, our accumulated "
-            "gradients and Megatron's are fp32, both with fp32 master weights, and native's stay "
-            "bf16. With *norms of cuDNN*, Transformer Engine computes norms with cuDNN's kernels "
-            "instead of its own, in all rows. Layers are divided among the stages by "
-            "the measured times of a layer, the embedding and the head. TFLOP/s count the matrix "
-            "products of layers and head once for the forward and twice for the backward. Products "
-            "of attention count half, because a token attends to earlier tokens only; "
-            f"recomputation does not count. The FP8 peak is {FP8_TFLOPS:,} TFLOP/s, the dense peak "
-            "of an H100 or H200; the bf16 head is compared with this peak too. *Native* is torch's "
-            "Interleaved 1F1B over full backwards. *Megatron* is the fastest mode of Megatron-core "
-            "0.19.2 that was run and has native's loss of the initial weights (within "
-            f"{LOSS_WITHIN:.1%}); it has the same cut, and its optimizer has a learning rate of 0. "
-            "Replicas reduce their gradients within the step; *one replica* is the same pipeline "
-            "without reductions. *Recomputed* rows compute the activations of all layers again in "
-            "dI. *Idle* is the part of a step that the kernels "
-            "and copies of the busiest GPU do not cover; kernels of messages do not count, and "
-            "kernels that overlap count twice. *Differ* compares weights, moments and scales after "
-            "three steps with native's. Only native's schedule can have the same bits, because "
-            "other schedules move scales in another order.",
+            "attention and a vocabulary of 128,256 tokens. A rank has two stages; a microbatch "
+            "is one sequence. Layers compute in FP8 under delayed scaling; the head, gradients, "
+            "weights and the optimizer's moments are bf16. With *fp32 gradients*, our "
+            "accumulated gradients and Megatron's are fp32, both with fp32 master weights; "
+            "native's gradients stay bf16. With *norms of cuDNN*, Transformer Engine computes "
+            "norms with cuDNN's kernels instead of its own, in all rows. Layers are divided "
+            "among the stages by the measured times of a layer, the embedding and the head. "
+            "TFLOP/s count the matrix products of layers and head once for the forward and "
+            "twice for the backward. Products of attention count half, because a token attends "
+            "only to earlier tokens; recomputation does not count. The FP8 peak is "
+            f"{FP8_TFLOPS:,} TFLOP/s, the dense peak of an H100 or H200; the bf16 head is "
+            "compared with this peak too. *Native* is torch's Interleaved 1F1B over full "
+            "backwards. *Megatron* is the fastest measured mode of Megatron-core 0.19.2 whose "
+            f"loss of the initial weights equals native's (within {LOSS_WITHIN:.1%}). Megatron "
+            "has the same division into stages, and its optimizer has a learning rate of 0. "
+            "Replicas reduce their gradients within the step; *one replica* is the same "
+            "pipeline without reductions. *Recomputed* rows compute the activations of all "
+            "layers again in dI. *Idle* is the share of a step that the kernels and copies of "
+            "the busiest GPU do not cover; kernels of messages do not count, and kernels that "
+            "overlap count twice. *Differ* compares weights, moments and scales after three "
+            "steps with native's. Only rows with native's schedule can have the same bits, "
+            "because other schedules update scales in another order.",
         )
     return parts
 

@@ -68,7 +68,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.tapes.TapeCalls.drop",
         "ledgers.tapes.*",
     ),
-    "purge": (
+    "the calls `purge`": (
         "calls.tapes.TapeCalls.purge",
         "ledgers.tapes.Tapes.purge",
         "calls.epochs.EpochCalls.shorten_walk",
@@ -110,8 +110,8 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "configuration.*",
         "ledgers.restarts.*",
     ),
-    "classes and ranges": ("arguments.*",),
-    "one call at a time": ("threads.*",),
+    "checks of the classes and ranges": ("arguments.*",),
+    "the check that only one call": ("threads.*",),
     "context managers": (
         "action_blocks.*",
         "calls.blocks.Blocks.refresh",
@@ -152,7 +152,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.steps.StepCalls.withdraw_step",
         "calls.steps.StepCalls.commit_step",
     ),
-    "what a device counted": (
+    "the comparison of the device's counts": (
         "counts.*",
         "ledgers.expected_counts.*",
         "calls.epochs.EpochCalls.committed_counts",
@@ -162,7 +162,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.epochs.EpochCalls._ask_counted",
         "ledgers.restarts.Restarts._require_compared",
     ),
-    "the memory of lists": ("engine.concrete_memory.*", "engine.compose.*"),
+    "the contract's memory": ("engine.concrete_memory.*", "engine.compose.*"),
     "the recorder": ("log.*",),
 }
 

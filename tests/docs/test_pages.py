@@ -350,12 +350,11 @@ def test_what_a_second_solver_was_told_is_said() -> None:
     some = {"solver": "cvc5", "unsat": 8, "open": [row], "attempts": {"few lemmas": 8}}
 
     assert (
-        "2 seeds of Z3 prove all 9 obligations with all relations; cvc5 proves all 9 of them "
-        "(with these hypotheses: 7 with few lemmas, 2 with every lemma)."
+        "2 seeds of Z3 prove all 9 obligations with all relations; the solver cvc5 proves all 9 "
+        "(7 with few lemmas, 2 with every lemma)."
     ) == agreements([z3, all_of_them])
     assert agreements([z3, some]).endswith(
-        "cvc5 proves 8 of them (with these hypotheses: 8 with few lemmas) and gave no "
-        "answer on 1 within 10 s (`a.claim` at read)."
+        "cvc5 proves 8 (8 with few lemmas) and gave no answer on 1 within 10 s (`a.claim` at read)."
     )
 
 

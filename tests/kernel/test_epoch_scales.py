@@ -176,7 +176,7 @@ class TestMove:
         walk(of)
         ticket = of.check_update()
         of.move_scales(0, updates=1)
-        with refused(of, "order.nothing-gathered", "moved in this update already", "one movement"):
+        with refused(of, "order.nothing-gathered", "already moved in this", "one move_scales"):
             of.move_scales(1, updates=1)
         of.commit(ticket)
 
@@ -192,7 +192,7 @@ class TestMove:
             walk(of)
         if when == "after":
             update(of, 0)
-        with refused(of, "order.moves-outside-update", "with no update in flight"):
+        with refused(of, "order.moves-outside-update", "with no optimizer update in flight"):
             of.move_scales(0, updates=1)
 
     def test_of_a_domain_that_moves_with_each_action(self) -> None:

@@ -304,7 +304,7 @@ class TestTheDeclaration:
             ({"feeds": 1}, {"microbatches": 3}, "both must have the same number of microbatches"),
             ({"feeds": 1, "blocks": 2}, {"blocks": 2}, "one block and one invocation"),
             ({"feeds": 1}, {"copies_input": True}, "a stage gets its input in one way only"),
-            ({"feeds": 1}, {"receives_input": True}, "a message is received that no stage reads"),
+            ({"feeds": 1}, {"receives_input": True}, "a message is received but not sent"),
             (
                 {"feeds": 1, "receives_gradient": True},
                 {},

@@ -141,6 +141,15 @@ class Run(Training):
         """Save this rank's weights as Megatron-core's distributed checkpoint."""
         self.saves.save(*self._checkpoint(name))
 
+    def copies(self) -> dict[str, Tensor]:
+        """Copies of the first chunk's weights."""
+        return {name: value.clone() for name, value in self.model[0].state_dict().items()}
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Load weights, and let the next step's forwards gather nothing."""
+        self.model[0].disable_forward_pre_hook(param_sync=False)
+        self.model[0].load_state_dict(weights)
+
     def ask(self, name: str) -> Any:
         """Ask for an asynchronous save."""
         known = signature(self.saves.serialization.save).parameters
@@ -219,7 +228,12 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
         for step in range(case.get("steps", STEPS)):
             if case.get("resize") and step == 1:
                 run.microbatches += 2
+            weights = run.copies() if case.get("reload") and step == 1 else None
             bits = run.step()
+            if weights is not None:
+                run.load(weights)
+            elif case.get("reload") and step == 2:
+                run.model[0].enable_forward_pre_hook()
             if case.get("brief") is None or step == case["steps"] - 1:
                 said["bits"].append(bits)
             if case.get("evaluate"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qeffect.guards import megatron
+from qeffect.guards.evidence import Weights
 from qeffect.guards.megatron_buckets import check_gathered, reduced_and_gathered
 from qeffect.refusals import Refused
 from tests.megatron.stand_in import StandIn
@@ -85,6 +86,11 @@ def two_buckets(dispatched: bool, handle: Any) -> tuple[list[Any], list[torch.nn
     return groups, parameters
 
 
+def weights_of(*parameters: torch.nn.Parameter) -> Weights:
+    """The weights of a module that has these parameters."""
+    return Weights(torch.nn.ParameterList(parameters))
+
+
 UNGATHERED = pytest.mark.parametrize(("dispatched", "handle"), [(False, None), (True, object())])
 
 
@@ -94,15 +100,28 @@ def test_a_bucket_that_the_forward_did_not_read_may_be_gathered_later(
 ) -> None:
     """The hook of one module starts the gather of the next, and the next module waits for it."""
     groups, (used, _) = two_buckets(dispatched, handle)
-    check_gathered(groups, (0, 0), [None, (used * 2).sum()])
+    check_gathered(groups, weights_of(used), (0, 0), [None, (used * 2).sum()])
 
 
 @UNGATHERED
 def test_a_bucket_that_the_forward_read_was_gathered(dispatched: bool, handle: Any) -> None:
     groups, (used, other) = two_buckets(dispatched, handle)
+    weights = weights_of(used, other)
+    with torch.no_grad():
+        used.copy_(torch.zeros(2))  # the parameters of the other bucket are not written
     with pytest.raises(Refused, match="of 2 buckets of parameters") as refused:
-        check_gathered(groups, (0, 0), [None, (used * other).sum()])
+        check_gathered(groups, weights, (0, 0), [None, (used * other).sum()])
     assert refused.value.clause == "version.wrong-epoch"
+
+
+@UNGATHERED
+def test_parameters_that_were_loaded_need_no_gather(dispatched: bool, handle: Any) -> None:
+    """Loading a checkpoint writes the whole parameters on every rank."""
+    groups, (used, other) = two_buckets(dispatched, handle)
+    weights = weights_of(used, other)
+    with torch.no_grad():
+        other.copy_(torch.zeros(2))
+    check_gathered(groups, weights, (0, 0), [None, (used * other).sum()])
 
 
 def test_one_replica_gathers_nothing(made: dict[str, ModuleType]) -> None:

@@ -30,6 +30,13 @@ LEGAL: dict[str, dict[str, Any]] = {
     "interleaved": {"chunks": 2},
     "interleaved, quantized": {"chunks": 2, "quantized": True, "compare": 1},
     "distributed, overlapped": {"stages": 1, "distributed": True, "overlap": True, "gather": True},
+    "loaded in mid-run": {
+        "stages": 1,
+        "distributed": True,
+        "overlap": True,
+        "gather": True,
+        "reload": True,
+    },
     "interleaved, deferred": {"chunks": 2, "config": {"overlap_p2p_comm_warmup_flush": True}},
     "seven microbatches": {"microbatches": 7},
     "groups of three": {
@@ -60,7 +67,7 @@ LEGAL: dict[str, dict[str, Any]] = {
     "another batch size": {"resize": True},
 }
 #: Those that every release runs.
-EVERYWHERE = list(LEGAL)[:5]
+EVERYWHERE = list(LEGAL)[:6]
 #: Legal runs of four ranks.
 WIDE: dict[str, dict[str, Any]] = {
     "four stages": {"stages": 4, "microbatches": 8},

@@ -226,8 +226,9 @@ class TestName:
 
         assert 3 == len(always)
         assert {
-            "the function that is registered for W performs its whole action",
-            "no weight of stage 1 is written in mid-step; not checked, as its module is sharded",
+            "the function that is registered for W runs its whole action",
+            "no weight of stage 1 is written in the middle of a step; not checked, because its "
+            "module is sharded",
         } == {*guarded.on_trust()} - {*always}
 
 

@@ -246,8 +246,8 @@ class TestGraphs:
         assert 1 == guarded.contract.epoch
         assert {
             f"the function that is registered for {kind} runs its action",
-            "stage 0 runs its registered actions, in graphs of its own",
-            "stage 1 runs its registered actions, in graphs of its own",
+            "stage 0 runs its registered actions in its own CUDA graphs",
+            "stage 1 runs its registered actions in its own CUDA graphs",
         } <= {*guarded.on_trust()}
 
     def test_one_stage_with_graphs(self) -> None:
@@ -259,9 +259,7 @@ class TestGraphs:
         with pytest.raises(Refused, match="B of stage 1, microbatch 2: its computation did not"):
             run.step(0)
 
-        assert "the function that is registered for B performs its whole action" in (
-            guarded.on_trust()
-        )
+        assert "the function that is registered for B runs its whole action" in (guarded.on_trust())
 
     def test_a_method_beside_graphs(self) -> None:
         """Only registered functions are trusted: a replaced method of such a stage is judged."""

@@ -526,14 +526,14 @@ class TestFields:
         "a name": ("x", ""),
         "a name, or null": (None, 1),
         "true or false": (True, 1),
-        "[sending stage, microbatch, whether it is a gradient]": ([0, 1, True], [0, 1]),
-        "by rank: 0 (yes), 1 (no), 2 (gradients unlike the first replica's) or more (its two runs "
-        "differ)": (
+        "[sending stage, microbatch, true for a gradient]": ([0, 1, True], [0, 1]),
+        "one number per rank: 0 (yes), 1 (no), 2 (its gradients differ from the first replica's), "
+        "more than 2 (its two runs differ)": (
             [0, 2, 17],
             [-1],
         ),
-        "[sender, receiver, messages per step], each": ([[0, 1, 2]], [[0, 1]]),
-        "[peer, digest of the sends to it, digest of the receives from it], each": (
+        "a list of [sender, receiver, messages per step]": ([[0, 1, 2]], [[0, 1]]),
+        "a list of [peer, digest of the sends to the peer, digest of the receives from the peer]": (
             [[1, 2, 3]],
             [[1, 2]],
         ),

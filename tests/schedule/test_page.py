@@ -174,7 +174,7 @@ def test_both_actions_of_a_refusal_are_marked() -> None:
     for words in (
         "the tensors would be swapped",
         "the message received instead",
-        "Between two ranks, messages of a queue are received in the order of their sends.",
+        "Two ranks receive the messages of a queue in the order in which they were sent.",
         "usual cause",
         "what to do",
         "--messages overlapped",

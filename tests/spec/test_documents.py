@@ -76,8 +76,8 @@ def test_every_clause_is_found_by_its_id() -> None:
 
 def test_only_calls_with_a_clauses_argument_are_named_for_it() -> None:
     """An evaluation has no key, so a clause that it shares names the two calls that have one."""
-    look = "After a refusal, look at the argument `key.epoch`"
-    expected = f"{look} (of `check_forward`, `check_dgrad`)."
+    calls = "`check_forward` or `check_dgrad`"
+    expected = f"After a refusal of {calls}, look at the argument `key.epoch`."
     assert f"`check_forward`, `check_evaluation`, `check_dgrad`. {expected}" in unlinked(contract())
 
 

@@ -76,7 +76,7 @@ def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
     named |= {name for guard in guards for name in guard.get("promises", ())}
     assert [] == [name for name in named if f"`{name}`" not in line]
     assert ("no promise depends on this clause" in line) is not bool(guards)
-    killed = f"- *Mutants killed by* `qeffect prove --only {clause}`, and by `pytest -m slow "
+    killed = f"- *Mutation tests:* `qeffect prove --only {clause}`, and `pytest -m slow "
     assert (killed in text) is bool(guards) is bool(sites_with(clause))
     names = (*row["tests"], *row["failures"], *row["faults"])
     assert [] == [name for name in names if f"`{name}`" not in shown]
@@ -87,7 +87,7 @@ def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
 def test_every_promise_names_the_clauses_that_it_needs(name: str) -> None:
     """The contract lists, for each promise, exactly the clauses whose guards it needs."""
     wanted = {guard["clause"] for guard in DATA["guards"] if name in guard.get("promises", ())}
-    row = rf"^- `{re.escape(name)}`.* Relies on the guards of these clauses: (.*)\. \*Proved by\* "
+    row = rf"^- `{re.escape(name)}`.* \*Relies on\* the clauses? (.*)\. \*Proved by\* "
     (line,) = re.findall(row, CONTRACT, re.MULTILINE)
 
     assert wanted == set(line.replace("`", "").split(", "))

@@ -22,7 +22,10 @@ class Ranks:
     """Prove and explore the protocol by which N ranks work together."""
 
     name = "ranks"
-    help = "prove and explore how ranks exchange messages, commit, checkpoint and stop together"
+    help = (
+        "prove and explore the protocol by which ranks exchange messages, commit, checkpoint "
+        "and stop"
+    )
 
     @staticmethod
     def replay(paths: Sequence[str | os.PathLike[str]]) -> RankReport:

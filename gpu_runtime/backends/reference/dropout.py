@@ -1,6 +1,6 @@
 """
-Dropout by position: the random numbers depend on the position of a counter. With epoch scales,
-dropout is by name: the numbers depend on epoch, microbatch and layer.
+Dropout by position, or by name. By position, the random numbers depend on a counter of the numbers
+drawn so far. By name, which is used with epoch scales, they depend on epoch, microbatch and layer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def _start() -> Tensor:
 @attrs.define(eq=False)
 class RandomNumbers:
     """
-    A generator whose numbers depend only on their position in the sequence, as with Philox on a
+    A random generator whose numbers depend only on their position in the sequence, like Philox on a
     GPU.
 
     Args:
-        position: Count of the numbers drawn so far, a tensor; part of the numerical state, changed
-            in place.
+        position: Tensor with the count of the numbers drawn so far. The tensor is part of the
+            numerical state and changed in place.
         stream: Selects the sequence. Two streams have different numbers at the same position.
 
     Attributes:
@@ -41,13 +41,13 @@ class RandomNumbers:
 
     def drop(self, value: Tensor, probability: float, position: Tensor | None = None) -> Tensor:
         """
-        Set elements to zero with a probability, and scale all other elements up.
+        Set each element to zero with a probability, and scale up all other elements.
 
         Args:
             value: The tensor.
             probability: Probability that an element is dropped.
-            position: The position at which to draw, which the draw advances; None draws at the
-                generator's own position.
+            position: Tensor with the position at which to draw; the draw advances it. With None the
+                generator's own position is used.
         """
         at = self.position if position is None else position
         first = int(at)
@@ -59,7 +59,7 @@ class RandomNumbers:
 
     def drop_named(self, value: Tensor, probability: float, name: Sequence[int]) -> Tensor:
         """
-        Like `drop`, but draws the numbers by name instead of by position; no position changes.
+        Do the same as `drop`, but draw the numbers by name. No position changes.
 
         Args:
             value: The tensor.

@@ -1,5 +1,6 @@
 """
-A pre-norm causal transformer layer made of `ScaledLinear`, with fused or split QKV, and a head.
+A causal transformer layer with pre-norm and fused or split QKV, and a head. Both are made of
+`ScaledLinear`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from .scaling import ReferenceDomain
 
 
 class ReferenceLayer(torch.nn.Module):
-    """Attention and MLP with residuals: four products, with the scaling state of one layer."""
+    """
+    Attention and MLP with residual connections: four matrix products, which share the scaling state
+    of the layer.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class ReferenceLayer(torch.nn.Module):
 
     @property
     def units(self) -> tuple[WgradUnit, ...]:
-        """The layer's units of deferred work, one per product."""
+        """The layer's units (deferred matrix products), one per product."""
         return tuple(linear.unit for linear in self.linears)
 
     def non_matrix(self) -> tuple[NonMatrix, ...]:
@@ -102,7 +106,7 @@ class ReferenceLayer(torch.nn.Module):
 
 def activated(inner: Tensor, config: LayerConfig, gelu: str = "none") -> Tensor:
     """
-    Apply the activation between the two products of an MLP, over the last dimension.
+    Apply the activation between the two matrix products of an MLP, over the last dimension.
 
     Args:
         inner: The result of the first product.
@@ -122,13 +126,15 @@ def queries_keys_values(
     Split the fused product into heads, rotate queries and keys, and repeat shared keys and values.
 
     Args:
-        qkv: `(sequence, batch, rows)`, or without the batch.
+        qkv: The result of the fused product, with shape `(sequence, batch, rows)` or `(sequence,
+            rows)`.
         config: The dimensions of a layer.
         angles: The result of `rotary_angles` for these positions, with as many dimensions as the
-            heads; None without rotary positions.
+            split heads; None without rotary positions.
 
     Returns:
-        Queries, keys and values, each `(batch, heads, sequence, head width)`, or without the batch.
+        Queries, keys and values, each of shape `(batch, heads, sequence, head width)`; without the
+        first dimension if `qkv` has no batch.
     """
     rows = [config.hidden, config.kv_width, config.kv_width]
     parts = [
@@ -150,7 +156,9 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class ReferenceHead(torch.nn.Module):
-    """The final norm, and the product over the vocabulary with its own scaling state."""
+    """
+    The final norm, and the matrix product over the vocabulary, which has its own scaling state.
+    """
 
     def __init__(
         self,
@@ -183,7 +191,7 @@ class ReferenceHead(torch.nn.Module):
 
     @property
     def units(self) -> tuple[WgradUnit, ...]:
-        """The head's only unit of deferred work."""
+        """The head's only unit (deferred matrix product)."""
         return (self.linear.unit,)
 
     def non_matrix(self) -> tuple[NonMatrix, ...]:

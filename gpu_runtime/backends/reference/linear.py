@@ -1,9 +1,10 @@
 """
-A linear layer with FP8 operands, whose weight gradient is computed in the backward or deferred.
+A linear layer with FP8 operands. Its weight gradient is computed in the backward, or deferred to
+dW.
 
-Each layer is one product, and therefore one `WgradUnit`, with one weight or several stacked weights
-(split QKV). The weight is quantized into a cache at fixed addresses; F and dI read this cache, and
-dW does not.
+Each layer is one matrix product, and therefore one `WgradUnit`, with one weight or several stacked
+weights (split QKV). The weight is quantized into a cache at fixed addresses. F and dI read this
+cache; dW does not.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ Engine.
 def product(
     a: QuantizedTensor, b: QuantizedTensor, *, a_t: bool = False, b_t: bool = False
 ) -> Tensor:
-    """Multiply two FP8 operands in fp32: the operands are exact, and the result is scaled once."""
+    """
+    Multiply two FP8 operands in fp32. Their conversion to fp32 is exact, and the result is
+    multiplied by both scales once.
+    """
     left = a.data.float()
     right = b.data.float()
     result = (left.t() if a_t else left) @ (right.t() if b_t else right)
@@ -36,13 +40,14 @@ def product(
 
 
 def joined(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Concatenate the rows of several operands, which all have the scale of the first operand."""
+    """Concatenate the rows of several operands. All operands must have the same scale."""
     return QuantizedTensor(torch.cat([part.data for part in parts]), parts[0].scale_inv)
 
 
 def write_gradient(value: Tensor, destination: Tensor, *, accumulate: bool) -> None:
     """
-    Store an fp32 gradient in the destination, or add it and round once, as a fused product does.
+    Write an fp32 gradient to the destination tensor, or add it to the tensor. The result is rounded
+    once, as in a fused product.
     """
     if accumulate:
         destination.copy_(torch.add(destination, value))
@@ -58,8 +63,10 @@ class ScaledLinear(torch.nn.Module):
         name: The product's name within the stage.
         sizes: Number of rows of each stacked weight, by the weight's name.
         width: Number of input features.
-        domain: The state domain whose rolls update the product's scales.
-        scaling: Forward and backward scaling state of the layer that contains the product.
+        domain: The state domain (stages whose scales are updated together), which updates the
+            product's scales.
+        scaling: Forward and backward scaling state of the transformer layer that contains the
+            product.
         first_index: Index of the product's input in the forward state; the weight has the next
             index. In the backward state, the output gradient has half this index.
         bias: Whether the product has a bias.
@@ -110,7 +117,7 @@ class ScaledLinear(torch.nn.Module):
 
     def tie(self, other: ScaledLinear) -> None:
         """
-        Use another product's weight; each product keeps its own cache and scales.
+        Use the weight of another product. Each product keeps its own cache and scales.
 
         Raises:
             BackendError: One of the two products stacks several weights, or the shapes differ.
@@ -136,7 +143,8 @@ class ScaledLinear(torch.nn.Module):
         operands: Sequence[tuple[QuantizedTensor, QuantizedTensor]],
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
         """
-        Join the operands of several microbatches with the same scales into those of one product.
+        Make the operands of one product from the operands of several microbatches with the same
+        scales.
         """
         first, second = zip(*operands, strict=True)
         return joined(first), joined(second)
@@ -154,8 +162,8 @@ class ScaledLinear(torch.nn.Module):
 
     def refresh(self) -> None:
         """
-        Quantize the weight into the cache, in place. Its amax counts for the next roll (update) of
-        the scales.
+        Quantize the weight into the cache, in place. The next update of the scales takes the
+        weight's amax (largest absolute value) into account.
         """
         with torch.no_grad():
             fresh = self.scaling_forward.quantize(torch.cat(self.weights), self.index + 1)
@@ -165,7 +173,7 @@ class ScaledLinear(torch.nn.Module):
         self._filled = (self.cache, fills + 1 if cache is self.cache else 1)
 
     def take_fills(self) -> int:
-        """Return how often the host filled the cache that F reads now, since the last call."""
+        """Return how often the host has filled the current cache since the last call."""
         cache, fills = self._filled
         self._filled = (self.cache, 0)
         return fills if cache is self.cache else 0
@@ -178,8 +186,8 @@ class ScaledLinear(torch.nn.Module):
 
     def quantize_gradient(self, gradient: Tensor) -> QuantizedTensor:
         """
-        Record the amax of an output gradient, and quantize the gradient; dI updates no other state
-        of this product.
+        Record the amax (largest absolute value) of an output gradient, and quantize the gradient.
+        dI changes no other state of this product.
         """
         return self.scaling_backward.quantize(gradient, self.index // 2)
 
@@ -245,5 +253,5 @@ class _Product(torch.autograd.Function):
 
 
 def deferred_product(wanted: QuantizedTensor, quantized: QuantizedTensor) -> Tensor:
-    """Compute dW of one unit from the operands that dI retained."""
+    """Compute the weight gradient of one unit (matrix product) from the operands that dI kept."""
     return product(wanted, quantized, a_t=True)

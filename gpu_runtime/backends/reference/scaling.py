@@ -1,10 +1,12 @@
 """
-Delayed scaling: amax histories, scales, and the domain that rolls them.
+Delayed scaling: amax histories, scales, and the domain that updates them. An amax is the largest
+absolute value of a tensor.
 
-Quantizing a tensor records its amax in row 0 of its history and uses the *previous* scale; the roll
-at the end of the action turns histories into the next scales. So each quantization belongs to an
-interval between two rolls: moving a quantization into another interval (for example by refreshing a
-weight cache too early) changes numbers. With epoch scales the interval is the whole epoch.
+Quantizing a tensor records its amax in row 0 of its history and uses the *previous* scale. The roll
+at the end of an action computes the next scales from the histories, and shifts the histories by one
+row. Therefore each quantization belongs to an interval between two rolls. If a quantization moves
+to another interval, numbers change; this happens, for example, if a weight cache is refreshed too
+early. With epoch scales the interval is the whole epoch (optimizer step).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 @attrs.frozen(eq=False)
 class QuantizedTensor:
-    """FP8 data, with the factor that converts these data back into values."""
+    """FP8 data, with the factor that converts the data back to the original values."""
 
     data: Tensor
     scale_inv: Tensor
@@ -41,14 +43,16 @@ class QuantizedTensor:
 @attrs.define(eq=False)
 class ScalingState:
     """
-    Histories and scales of the tensors that one layer quantizes in one direction.
+    Amax histories and scales of the tensors that one layer quantizes in one direction (forward or
+    backward).
 
     Args:
-        history: The amaxes, by age (rows) and tensor (columns); row 0 is the open interval.
-        scale: The factor that each tensor's next quantization uses.
+        history: The amaxes, with one row per interval and one column per tensor. Row 0 belongs to
+            the current interval.
+        scale: For each tensor, the factor that the next quantization uses.
         dtype: The FP8 type of this direction (HYBRID: E4M3 forward, E5M2 backward).
-        live: The factor that converts each tensor's latest quantization back into values, if tapes
-            refer to this factor; None if tapes carry a copy of the factor.
+        live: For each tensor, the factor that converts its latest quantization back to the original
+            values. Tapes refer to this factor. None if tapes contain a copy of the factor instead.
     """
 
     history: Tensor
@@ -74,7 +78,10 @@ class ScalingState:
         return QuantizedTensor(scaled.to(self.dtype), scale[index].reciprocal())
 
     def quantize(self, value: Tensor, index: int) -> QuantizedTensor:
-        """Record a tensor's amax in the open interval, and quantize it with the previous scale."""
+        """
+        Record a tensor's amax in the current interval, and quantize the tensor with the previous
+        scale.
+        """
         seen = self.history[0, index]
         torch.maximum(seen, value.abs().amax().float(), out=seen)
         limit = torch.finfo(self.dtype).max
@@ -85,7 +92,9 @@ class ScalingState:
         return QuantizedTensor(scaled.to(self.dtype), inverse)
 
     def roll(self, margin: int) -> None:
-        """Close the interval; the largest amax of the history gives the next scale."""
+        """
+        End the current interval, and compute the next scale from the largest amax of the history.
+        """
         amax = self.history.amax(0)
         if self.history.shape[0] > 1:
             self.history.copy_(self.history.roll(-1, 0))
@@ -98,13 +107,13 @@ class ScalingState:
 @attrs.frozen(eq=False)
 class Recomputation:
     """
-    Data of a layer's F that the recomputation of its activations needs.
+    Data of a layer's F that are needed for the recomputation of its activations.
 
     Args:
         at: The value of the domain's `rolls` when F ran.
-        scales: Copies of the scales with which F quantized, by the identity of their scaling state.
-        position: The generator's position at which F began to draw for the layer; dI advances this
-            position as it draws again.
+        scales: Copies of the scales that F used, by the identity (`id`) of their scaling state.
+        position: The random generator's position at which F began to draw for the layer. dI
+            advances this position when it draws again.
         microbatch: With epoch scales, the epoch and the microbatch of the F.
     """
 
@@ -117,24 +126,23 @@ class Recomputation:
 @attrs.define(eq=False)
 class ReferenceDomain:
     """
-    The state domain of a process: all reference stages, whose scaling state moves together.
+    The state domain of a process: all reference stages, whose scales are updated together.
 
     Args:
-        history_length: Entries of each amax history.
+        history_length: Number of entries of each amax history.
         device: Device of the stages; `cuda` without an index is the current CUDA device.
         margin: Number of powers of two that scaling leaves free below the largest FP8 value.
-        tape_scales: ``carried`` if a tape copies the scales of its F; ``live`` if a tape refers to
-            the scales of the latest F, as in old libraries. The contract is configured with the
-            same value.
-        scales: When scales move: ``action`` at the end of every F and dI; ``epoch`` once an epoch,
-            when `move_scales` is called. With ``epoch``, dropout's random numbers follow from
-            layer, microbatch and epoch.
+        tape_scales: With ``carried``, a tape keeps a copy of the scales of its F. With ``live``, a
+            tape refers to the scales of the latest F, as in old libraries. The contract is
+            configured with the same value.
+        scales: When scales are updated: with ``action`` at the end of every F and dI, with
+            ``epoch`` once an epoch, when `move_scales` is called. With ``epoch``, dropout's random
+            numbers depend on layer, microbatch and epoch.
 
     Attributes:
-        rolls: Number of scaling updates that the host has seen so far: one per F and dI, successful
-            or not; with epoch scales one per `move_scales`. This count is never reset, so a reader
-            that wants differences must remember an earlier value.
-        drops: Whether a stage of the domain uses dropout.
+        rolls: Number of scaling updates that the host has made so far: one per F and dI, successful
+            or not; with epoch scales one per `move_scales`. This count is never reset.
+        drops: Whether any stage of the domain uses dropout.
         random: The random numbers of the domain's dropout.
 
     Raises:
@@ -181,10 +189,11 @@ class ReferenceDomain:
 
     def join(self, stage: StageBackend) -> None:
         """
-        Take a stage's scaling state into the domain.
+        Add a stage and its scaling state to the domain.
 
         Raises:
-            BackendError: The domain is frozen: captured graphs would not roll the new stage.
+            BackendError: The domain is frozen, so captured graphs would not update the new stage's
+                scales.
         """
         if self.frozen:
             raise BackendError(
@@ -195,8 +204,8 @@ class ReferenceDomain:
 
     def scaling(self, *, forward: bool, tensors: int) -> ScalingState:
         """
-        Make the histories of one layer; they roll together with all other histories of their
-        direction.
+        Make the amax histories of one layer for one direction. They are rolled together with all
+        other histories of that direction.
         """
         held = self._forward if forward else self._backward
         state = ScalingState.empty(
@@ -210,11 +219,11 @@ class ReferenceDomain:
     @contextmanager
     def forward_interval(self) -> Iterator[None]:
         """
-        A context around a stage's F. Contexts may be nested; the exit of the outermost context
-        rolls the forward histories, even if F raised.
+        A context around a stage's F. Contexts may be nested. The exit of the outermost context
+        rolls the forward histories, even if F raised an error.
 
-        With epoch scales no history rolls, neither at the exit of the outermost context nor in the
-        backward of the first module.
+        With epoch scales, histories are rolled neither at the exit of the outermost context nor in
+        the backward of the first module.
         """
         by_action = self.scales == "action"
         if self._depth == 0:
@@ -262,14 +271,14 @@ class ReferenceDomain:
 
     def begin_forward(self, epoch: int, microbatch: int) -> None:
         """
-        Announce the microbatch of the next F; with epoch scales, dropout's random numbers depend on
-        the microbatch.
+        Set the microbatch of the next F. With epoch scales, dropout's random numbers depend on the
+        microbatch.
         """
         self._microbatch = epoch, microbatch
 
     def drop(self, value: Tensor, probability: float, layer: int = 0, branch: int = 0) -> Tensor:
         """
-        Apply dropout; a recomputation drops the same elements as its F.
+        Apply dropout. A recomputation drops the same elements as its F.
 
         Args:
             value: The tensor.
@@ -298,8 +307,8 @@ class ReferenceDomain:
 
     def claim_first(self) -> bool:
         """
-        Return whether the caller is the first FP8 module of this F. The backward of the first
-        module rolls the histories.
+        Return whether the caller is the first FP8 module of this F. The backward of this first
+        module rolls the backward histories.
         """
         claimed, self._first_unclaimed = self._first_unclaimed, False
         return claimed
@@ -311,26 +320,26 @@ class ReferenceDomain:
 
     def take_used(self) -> int | None:
         """
-        Return the value of `rolls` at the F whose scales dI used since the last call; None if dI
-        used scales of no F or of several F.
+        Return which scales dI has used since the last call, as the value of `rolls` at their F.
+        None if dI used the scales of no F or of several F.
         """
         used, self._used = self._used, set()
         return used.pop() if len(used) == 1 else None
 
     def roll(self, *, forward: bool) -> None:
         """
-        Close the interval of every history of one direction (forward or backward), in every stage
-        of the domain.
+        End the current interval of every history of one direction (forward or backward), in every
+        stage of the domain.
         """
         self.rolls += 1
         self._close(forward=forward)
 
     def move_scales(self) -> None:
         """
-        Close the interval of every forward and backward history once, at the end of an epoch.
+        End the current interval of every forward and backward history once, at the end of an epoch.
 
         Raises:
-            BackendError: The scales of the domain move at every F and dI.
+            BackendError: The scales of the domain are updated at every F and dI.
         """
         if self.scales != "epoch":
             raise BackendError(
@@ -351,16 +360,17 @@ class ReferenceDomain:
         self.frozen = True
 
     def check_membership(self) -> None:
-        """Do nothing: no stage can join unseen, because `join` refuses after `freeze`."""
+        """Do nothing, because `join` refuses every stage after `freeze`."""
 
     def extra_state(self) -> Mapping[str, Tensor]:
-        """The position of the random generator, if a stage drops elements and draws by position."""
+        """Return the position of the random generator, if a stage uses dropout by position."""
         drawn = self.drops and self.scales == "action"
         return {POSITION: self.random.position} if drawn else {}
 
     def capture_obstacles(self) -> tuple[str, ...]:
         """
-        Return obstacles to capture: a device other than CUDA, and dropout, which draws on the host.
+        Return what prevents a capture: a device other than CUDA, or dropout, which draws on the
+        host.
         """
         if self.drops:
             return ("dropout of the reference backend draws on the host",)
@@ -369,13 +379,16 @@ class ReferenceDomain:
         return ()
 
     def environment(self) -> Mapping[str, str]:
-        """Return torch's version and its number of threads; results on a CPU depend on both."""
+        """
+        Return torch's version and torch's number of threads, because results on a CPU depend on
+        both.
+        """
         return {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
 
     def recipe(self) -> Mapping[str, Any]:
         """
         Return the recipe (delayed scaling, HYBRID) as plain data. With epoch scales, the recipe
-        also says when the scales move.
+        also says when the scales are updated.
         """
         found = {
             "recipe": "DelayedScaling",

@@ -1,9 +1,8 @@
 """
-One pipeline stage of reference layers: the `StageBackend` that needs no GPU.
+One pipeline stage of reference layers: a `StageBackend` that also runs without a GPU.
 
-Two kinds of backward run over the same modules: the ordinary full backward (`native_forward`, then
-`torch.autograd.backward`), and the split backward (F, dI, dW). So the tests can compare the bits of
-both.
+The same modules run the ordinary full backward (`native_forward`, then `torch.autograd.backward`)
+and the split backward (F, dI, dW). The tests compare the bits of both.
 """
 
 from __future__ import annotations
@@ -54,30 +53,31 @@ class ReferenceStage(torch.nn.Module):
 
     Args:
         index: The stage's index in the pipeline.
-        domain: The stage's state domain; the new stage joins this domain.
+        domain: The state domain (stages whose FP8 scales are updated together) that the new stage
+            joins.
         config: Dimensions of every layer.
         num_layers: Number of layers in the stage.
         first: Whether the stage takes data, and therefore has no input gradient.
-        loss: On a last stage, maps the hidden states (the logits if the stage has a head) and the
-            stage's further inputs to a scalar.
-        extra_inputs: The further inputs of `loss` (targets).
+        loss: Function of a last stage that takes the hidden states (the logits if the stage has a
+            head) and the stage's further inputs, and returns a scalar.
+        extra_inputs: Specifications of the further inputs of `loss`, such as targets.
         seed: Seed of the initial parameters, which are drawn on the CPU so that all devices get the
             same bits.
         ends: The ends of a language model (embedding, head) that the stage has; None for a stage of
             layers alone.
         recompute: Whether a tape keeps only the inputs of its layers, so that dI recomputes the
             activations (`torch.utils.checkpoint`, non-reentrant).
-        dropout: Probability with which each layer drops elements of its two residual branches.
-            The domain's generator draws at its position, on the host; with epoch scales the numbers
-            follow from the layer, the microbatch and the epoch.
+        dropout: Probability with which each layer drops elements of its two residual branches. The
+            domain's random generator draws on the host. With epoch scales the numbers depend on the
+            layer, the microbatch and the epoch.
         first_layer: Number of the model's layers in earlier stages. Each layer then has its own
             seed. None takes the number from `ends`; if `ends` is None too, the whole stage has one
             seed.
 
     Raises:
         ValueError: The probability of dropout is not in [0, 1).
-        ValueError: A stage recomputes in a domain of live scales: the scales of F are gone when dI
-            recomputes.
+        ValueError: A stage recomputes in a domain of live scales, so the scales of F no longer
+            exist when dI recomputes.
     """
 
     relations = frozenset(RELATIONS)
@@ -154,7 +154,8 @@ class ReferenceStage(torch.nn.Module):
     @property
     def groups_wgrads(self) -> bool:
         """
-        Whether one dW can take several tapes: only with scales that stay the same until the update.
+        Whether one dW can take several tapes. This requires scales that stay the same until the
+        update.
         """
         return self.domain.scales == "epoch"
 
@@ -182,12 +183,12 @@ class ReferenceStage(torch.nn.Module):
     @property
     def reports(self) -> Reports:
         """
-        The stage reports casts, scaling updates, the scales that dI used, and the factor that
-        weighted the loss.
+        The stage reports casts, scaling updates, the scales that dI used, and the factor by which
+        the loss was multiplied.
 
         The device never decides whether a captured cast or update runs, so each replay does what
-        the capture recorded. Random numbers that follow from the microbatch have no position to
-        report.
+        was recorded at capture. With epoch scales the random numbers depend on the microbatch, so
+        no position is reported.
         """
         draws = self.dropout > 0.0 and len(self.layers) > 0
         scales = self.domain.scales
@@ -211,14 +212,14 @@ class ReferenceStage(torch.nn.Module):
 
     def warm(self) -> None:
         """
-        Fill the weight cache, which is empty before the first refresh; nothing else is created on
-        first use.
+        Fill the weight cache, which is empty before the first refresh. This stage creates nothing
+        else on first use.
         """
         self.refresh_cache()
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """
-        Run F with deferred weight gradients; the outputs and their autograd graph stay on the tape.
+        Run F with deferred weight gradients. The outputs and their autograd graph stay on the tape.
         """
         for linear, store in zip(self._all_linears, tape.stores, strict=True):
             linear.store = store
@@ -255,11 +256,13 @@ class ReferenceStage(torch.nn.Module):
         )
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
-        """Remember the gradient destinations for dW."""
+        """Record the memory to which dW will write its gradients."""
         tape.bound = destinations
 
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
-        """Run dI, and move the products' operands from the queues onto the tape."""
+        """
+        Run dI, and move the products' operands from the queues to the tape's list of deferred work.
+        """
         if not tape.outputs:
             raise BackendError(
                 f"slot {tape.slot} of stage {self.index} holds no outputs of a forward; run F of "
@@ -301,10 +304,11 @@ class ReferenceStage(torch.nn.Module):
 
         Args:
             unit: Name of a unit of this stage that has one matrix.
-            other: The other product, of any stage; its weight has the same shape.
+            other: The other product, of any stage. Its weight must have the same shape.
 
         Raises:
-            BackendError: The stage has no such unit, or the weights do not fit each other.
+            BackendError: The stage has no unit with this name, or the weights do not fit each
+                other.
         """
         own = next((linear for linear in self.linears if linear.unit.name == unit), None)
         if own is None:
@@ -341,7 +345,10 @@ class ReferenceStage(torch.nn.Module):
         return Wgrads(covered, by_unit)
 
     def refresh_cache(self) -> None:
-        """Quantize every weight again, and record the amaxes in the open interval."""
+        """
+        Quantize every weight again, and record the amaxes (largest absolute values) in the current
+        interval.
+        """
         for linear in self.linears:
             linear.refresh()
         if isinstance(self.head, SplitHead):
@@ -352,10 +359,10 @@ class ReferenceStage(torch.nn.Module):
         """
         Return the matrices whose cache was filled since the last call, one entry per fill.
 
-        The host counts the casts that it launched into the cache that F reads now. Casts into a
-        cache that was replaced later do not count, and the host does not see the casts of a
-        replayed graph. A head without a cache is always current, since F reads its weight directly;
-        each refresh lists it as filled.
+        The host counts the casts that it launched into the current cache. Casts into a cache that
+        was later replaced do not count, and the host does not see the casts of a replayed graph. F
+        reads the weight of a head without a cache directly, so this head is always current. Each
+        refresh lists such a head as filled.
         """
         uncached, self._uncached = self._uncached, 0
         found = [
@@ -369,7 +376,7 @@ class ReferenceStage(torch.nn.Module):
         return tuple(found)
 
     def cache_was_refreshed(self) -> None:
-        """Remember the parameters' version counters."""
+        """Record the current version counters of the parameters."""
         self._refreshed_at = self._versions()
 
     def cache_is_current(self) -> bool:
@@ -411,8 +418,8 @@ class ReferenceStage(torch.nn.Module):
 
     def address_probe(self) -> Callable[[], Sequence[int]]:
         """
-        Prepare a cheap check of the module tree, the layers' scaling state, and the products'
-        caches.
+        Return a function for a fast check of the modules, the layers' scaling state, and the
+        products' caches.
         """
         tree = module_probe(self)
         layers, linears = self._scaled, self.linears
@@ -429,11 +436,14 @@ class ReferenceStage(torch.nn.Module):
         return look
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """Return no obstacle: only the domain can prevent a capture."""
+        """Return an empty tuple, because only the domain can prevent a capture."""
         return ()
 
     def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
-        """Run F for the full backward; the first microbatch of an epoch refreshes the cache."""
+        """
+        Run F for the full backward. The first microbatch of an optimizer step refreshes the weight
+        cache.
+        """
         for linear in self._all_linears:
             linear.store = None
             linear.overwrite = first

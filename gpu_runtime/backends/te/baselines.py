@@ -1,10 +1,9 @@
 """
-Transformer Engine as its users run it today, for the columns of benchmark tables that are called
-native.
+Transformer Engine as its users run it today. Benchmark tables call these columns native.
 
-This module is part of the backend, so that only this package imports Transformer Engine; the
-library's names that this module uses are listed in `qeffect.gpu_runtime.backends.te.internals`. The
-module uses no slots, tapes or guards of the runtime, so that the columns stay native.
+This module is part of the backend, because only this package may import Transformer Engine.
+`qeffect.gpu_runtime.backends.te.internals` lists the library's names that this module uses. The
+module uses no slots, tapes or guards of the runtime, so the columns stay native.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Chunking = Literal["chunks", "layers", "model"]
 
 def delayed_scaling(history: int) -> Any:
     """
-    Return the recipe of every native column: HYBRID delayed scaling with this length of amax
-    history.
+    Return the recipe of every native column: delayed scaling in the HYBRID format, with amax
+    histories of this length.
     """
     recipe = library().recipe
     return recipe.DelayedScaling(
@@ -41,14 +40,14 @@ def delayed_scaling(history: int) -> Any:
 
 
 def autocast(recipe: Any) -> AbstractContextManager[None]:
-    """A context with FP8; its exit rolls the forward histories."""
+    """A context with FP8. Its exit rolls (shifts by one entry) the forward amax histories."""
     region: AbstractContextManager[None] = library().te.autocast(enabled=True, recipe=recipe)
     return region
 
 
 def layer(config: LayerConfig, *, fused: bool, seed: int) -> torch.nn.Module:
     """
-    Make one `TransformerLayer`; with `fused`, its weight gradients accumulate into `main_grad`.
+    Make one `TransformerLayer`. With `fused`, its weight gradients are added to `main_grad`.
     """
     torch.manual_seed(seed)
     made: torch.nn.Module = library().te.TransformerLayer(
@@ -68,12 +67,12 @@ def layer(config: LayerConfig, *, fused: bool, seed: int) -> torch.nn.Module:
 
 
 def matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters whose gradient can be fused into `main_grad`."""
+    """Return the parameters whose gradient the library can add to `main_grad`."""
     return [p for name, p in module.named_parameters() if name.endswith("weight") and p.dim() == 2]
 
 
 class Chain(torch.nn.Module):
-    """Consecutive layers as one callable, so that one graph holds them all."""
+    """Consecutive layers as one callable, so that one graph contains all of them."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -102,18 +101,18 @@ def graphed(
     Args:
         layers: The layers, one per chunk.
         sample: A tensor with the shape of the activations between layers.
-        microbatches: Microbatches per step.
-        order: The library's argument `_order`; for `layers` and `model`, F and B of one chunk
-            alternate.
-        chunking: `chunks`: one chunk per layer. `layers`: one chunk of several callables.
-            `model`: one chunk of one callable.
+        microbatches: Number of microbatches per step.
+        order: The library's argument `_order`, the order of forwards and backwards. For `layers`
+            and `model`, forward and backward of one chunk alternate.
+        chunking: How layers are grouped. `chunks`: one chunk per layer. `layers`: one chunk with
+            one callable per layer. `model`: one chunk with one callable.
         recipe: The FP8 recipe.
-        reuse: Let the library reuse buffers of inputs, outputs and their gradients for
+        reuse: Whether the library may reuse buffers of inputs, outputs and their gradients for
             microbatches that do not overlap.
 
     Returns:
-        Graphed forwards: by chunk then microbatch for `chunks`, by microbatch then layer for
-        `layers`, by microbatch for `model`.
+        The graphed forwards, sorted by chunk and microbatch for `chunks`, by microbatch and layer
+        for `layers`, and by microbatch for `model`.
 
     Raises:
         BackendError: The library's function lacks a parameter.
@@ -156,10 +155,10 @@ def _without_clones(make: Any) -> dict[str, bool]:
 
 def load_libraries(config: LayerConfig) -> None:
     """
-    Load every kernel that a step with these dimensions uses, without other lasting effects.
+    Load every kernel that a step with these dimensions uses. This has no other lasting effect.
 
-    Handles, plans and lazily loaded kernels cost the first step of a process several seconds. If
-    they were not loaded by this function, the time of the first column would include them.
+    The first step of a process needs several seconds for handles, plans and lazily loaded kernels.
+    Without this function, the time of the first column would include these seconds.
     """
     recipe = delayed_scaling(16)
     shape = (config.sequence, config.batch, config.hidden)

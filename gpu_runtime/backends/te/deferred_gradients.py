@@ -1,18 +1,18 @@
 """
-Take Transformer Engine's deferred weight gradients out of its queues, and run them into a
-destination.
+Take Transformer Engine's deferred weight-gradient products out of the library's queues, and run
+them into a destination.
 
-The library queues closures over the operands of each product in a `WeightGradStore`, a FIFO queue
-without key or owner. The library's `backward_dw` pops the entries of the module's current store,
-overwrites `.grad` and loses the gradients of split QKV. In this backend, each slot (fixed buffers
-for one microbatch at a time) has its own stores. The end of dI takes every entry out of the slot's
-stores and matches the entry with its unit (`WgradUnit`: one product for one or more matrices).
-Later, dW runs the entry into the bound destination, alone or joined with entries of the same unit
-in other slots (`joining`).
-From dI to dW an entry keeps only what its product reads: on GPUs whose FP8 products read
-transposes, the rows of an output gradient are freed once dI has used them (`tape_store`).
-This module does not import the library: it only needs a queue with `empty` and `get`, and closures
-over a dictionary of GEMM arguments.
+The library puts closures over the operands of each product into a `WeightGradStore`. This FIFO
+queue does not know which microbatch an entry belongs to. The library's `backward_dw` takes the
+entries out of the module's current store, overwrites `.grad` and loses the gradients of split QKV.
+In this backend, each slot (fixed buffers for one microbatch at a time) has its own stores. At the
+end of dI, every entry is taken out of the slot's stores and matched with its unit (`WgradUnit`: one
+product for one or more matrices). Later, dW runs the entry into the bound destination, alone or
+joined with entries of the same unit in other slots (`joining`). From dI to dW an entry keeps only
+the operands that its product reads. On GPUs whose FP8 products read transposes, the rows of an
+output gradient are freed once dI has used them (`tape_store`). This module does not import the
+library. It only needs a queue with `empty` and `get`, and closures over a dictionary of GEMM
+arguments.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _REBOUND = ("out", "out_dtype", "accumulate")
 @cache
 def tape_store(library_store: Any) -> Any:
     """
-    Return a subclass of the library's store. If an operand also has a transpose, the subclass drops
-    the operand itself (its rows) and keeps the transpose.
+    Return a subclass of the library's store. If an operand has a transpose, the subclass drops the
+    operand's rows and keeps only the transpose.
 
-    The library puts an entry into the store after the entry's own dI, and only the product of dW
-    reads the operands from then on. On GPUs whose FP8 products read transposes, dW reads the
-    transposes alone; on other GPUs operands have no transposes.
+    The library puts an entry into the store when dI has used the operands; after that only dW reads
+    them. On GPUs whose FP8 products read transposes, dW reads only the transposes. On other GPUs
+    operands have no transposes.
 
     Args:
         library_store: The class `WeightGradStore`.
@@ -62,11 +62,11 @@ def take(store: Any, units: Sequence[WgradUnit]) -> list[DeferredWork]:
     Empty one store, and return its entries as the deferred work of the given units.
 
     Args:
-        store: A `WeightGradStore` of one slot.
-        units: The units whose work one dI queues in the store, in queue order.
+        store: A `WeightGradStore` that belongs to one slot.
+        units: The units whose work one dI puts into the store, in this order.
 
     Raises:
-        BackendError: The store held more or fewer entries than units; the store is now empty.
+        BackendError: The store had more or fewer entries than units. The store is now empty.
     """
     entries = []
     while not store.context.empty():
@@ -87,8 +87,8 @@ def gemm_arguments(compute: Callable[..., Any]) -> MutableMapping[str, Any]:
     Return the argument dictionary that a deferred product's closure reads when it runs.
 
     Raises:
-        BackendError: The closure has no such dictionary, or the dictionary lacks an argument for
-            the gradient's destination: this version of the library is built differently.
+        BackendError: This version of the library works differently: the closure has no such
+            dictionary, or the dictionary lacks an argument for the gradient's destination.
     """
     names = compute.__code__.co_freevars
     for name, cell in zip(names, compute.__closure__ or (), strict=True):
@@ -112,11 +112,11 @@ def run(work: DeferredWork, destination: Tensor | None, *, accumulate: bool) -> 
 
     Args:
         work: The product.
-        destination: Where the product writes the gradient; None for fresh memory.
-        accumulate: Add to the destination instead of overwriting it.
+        destination: Tensor to which the product writes the gradient; None for new memory.
+        accumulate: Whether to add to the destination instead of overwriting it.
 
     Returns:
-        The destination, or the fresh gradient.
+        The destination, or the gradient in new memory.
 
     Raises:
         BackendError: The product did not write its destination.

@@ -1,11 +1,11 @@
 """
 The random numbers that Transformer Engine's dropout draws on the device.
 
-The library draws from the device's default generator, which other code of the process also uses. So
-F draws with the generator at the domain's own seed and position, and afterwards the generator gets
-its former seed and position back. On a GPU the numbers depend only on seed and position (Philox). A
-captured graph reads both when it is replayed, so a replay of F draws the same numbers as an eager F
-at that position.
+The library draws from the device's default generator, which other code of the process also uses.
+Therefore the generator is set to the domain's own seed and position before F, and reset to its
+former seed and position after F. On a GPU the numbers depend only on seed and position (Philox). A
+captured graph reads seed and position when it is replayed. Therefore a replay of F draws the same
+numbers as an eager F at the same position.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class DeviceNumbers:
 
     Args:
         device: The CUDA device.
-        stream: Selects the sequence: the seed of the draws.
+        stream: The seed of the generator, which selects the sequence.
 
     Attributes:
-        position: The generator's offset after the last draw, an int64 tensor of shape `(1,)` on the
-            host; part of the numerical state, changed in place.
+        position: The generator's offset after the last draw: an int64 tensor of shape `(1,)` on the
+            host. It is part of the numerical state and changed in place.
     """
 
     device: torch.device
@@ -51,9 +51,9 @@ class DeviceNumbers:
         """
         A context in which code draws at the domain's position and advances the position.
 
-        The capture of a graph draws nothing; its replays draw. So during a capture the context
-        leaves the generator and the position unchanged. A nested context also changes neither; the
-        outer context does.
+        A capture draws no numbers; only the replays draw. Therefore the context leaves the
+        generator and the position unchanged during a capture. A nested context also leaves both
+        unchanged, because the outer context changes them.
 
         Returns:
             The position at which the code in the context begins to draw.
@@ -73,7 +73,8 @@ class DeviceNumbers:
     @contextmanager
     def drawing_by_name(self, name: Sequence[int]) -> Iterator[None]:
         """
-        A context in which code draws random numbers that depend on a name; no position changes.
+        A context in which code draws random numbers that depend on a name. The domain's position
+        stays unchanged.
 
         Args:
             name: Epoch, microbatch and layer.

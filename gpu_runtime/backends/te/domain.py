@@ -1,13 +1,13 @@
 """
-Transformer Engine's state domain (the FP8 state that is updated together), which is the whole
-process. This module imports the library by name, and so does `product.py`, for tests and reports.
+Transformer Engine's state domain (the FP8 state that is updated together). It covers the whole
+process. Besides the checks in `internals.py`, only this module and `product.py` import the library.
 
-Every update of the library goes over all registered modules of the process, also those of other
+Every update of the library covers all registered modules of the process, including modules of other
 stages. The update rolls (shifts by one entry) each amax history that has a new entry. (Before the
-library's pull request 825, and still under `NVTE_UNFUSED_FP8_UPDATE=1`, an update rolls all
-histories.) A captured graph contains a fixed set of modules. So a process has one domain, which
-stages (`qeffect.gpu_runtime.backends.te.stage`) join; the domain refuses modules that do not belong
-to its stages, and modules that appear after `freeze`.
+library's pull request 825, and with `NVTE_UNFUSED_FP8_UPDATE=1`, an update rolls all histories.) A
+captured graph contains a fixed set of modules. Therefore a process has one domain, which stages
+(`qeffect.gpu_runtime.backends.te.stage`) join. The domain refuses modules that do not belong to its
+stages, and modules that appear after `freeze`.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def library() -> SimpleNamespace:
     Import Transformer Engine on first use, and return the parts that the runtime uses.
 
     Raises:
-        BackendError: The library is not installed, cannot load, is untested, or lacks a name that
-            the runtime uses; the message says which.
+        BackendError: The library is not installed, cannot be loaded, is untested, or lacks a name
+            that the runtime uses. The message names the reason.
     """
     try:
         import transformer_engine
@@ -125,7 +125,7 @@ def refuse_missing(version: str, missing: Sequence[str]) -> None:
         missing: The required names that `qeffect.gpu_runtime.backends.te.internals` did not find.
 
     Raises:
-        BackendError: A name is missing; the message lists all missing names.
+        BackendError: A name is missing. The message lists all missing names.
     """
     if missing:
         raise BackendError(
@@ -135,7 +135,7 @@ def refuse_missing(version: str, missing: Sequence[str]) -> None:
 
 
 def reset_process() -> None:
-    """Unregister all FP8 modules of the process, so that a new domain can start."""
+    """Unregister all FP8 modules of the process, so that a new domain can be made."""
     library().manager.reset()
 
 
@@ -148,7 +148,7 @@ class LibraryStage(StageBackend, Protocol):
     """Probability with which each layer drops elements of its two residual branches."""
 
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
-        """Modules that hold FP8 state once they are warm."""
+        """The modules that have FP8 state after the warm-up, with their names."""
         ...
 
     def require_warm(self) -> None:
@@ -162,25 +162,24 @@ class TransformerEngineDomain:
     The numerical state of all Transformer Engine modules of this process.
 
     Args:
-        scaling: Delayed, current or block scaling; only delayed scaling has state that depends on
+        scaling: Delayed, current or block scaling. Only delayed scaling has state that depends on
             the order of actions.
-        history_length: Entries of each amax history, for delayed scaling.
-        device: The CUDA device; the current CUDA device if the argument is left out or has no
-            index.
-        scales: When scales move, for delayed scaling: ``action`` as the library does it, at the end
-            of every F and dI; ``epoch`` once an epoch, by `move_scales`. With ``epoch``, neither
-            the exit of an FP8 context nor the backward updates scales, and casts gather each amax
-            in the first entry of its history. Dropout's random numbers follow from layer,
-            microbatch and epoch.
+        history_length: Number of entries of each amax history, for delayed scaling.
+        device: The CUDA device. If it is left out or has no index, the current CUDA device is used.
+        scales: When scales are updated, for delayed scaling. With ``action`` the library updates
+            them at the end of every F and dI. With ``epoch`` `move_scales` updates them once an
+            epoch (an optimizer step). Then neither the exit of an FP8 context nor the backward
+            updates scales. Casts gather each amax (largest absolute value) in the first entry of
+            its history, and dropout's random numbers depend on layer, microbatch and epoch.
 
     Attributes:
         random: The random numbers of the domain's dropout.
         recomputing: Whether dI is recomputing the activations of a layer.
 
     Raises:
-        BackendError: The library is missing; modules of other owners already share the state;
-            epoch scales were asked for without delayed scaling; or the library lacks a name that
-            epoch scales need.
+        BackendError: The library is missing; modules of other code already share the state;
+            `scales` is ``epoch`` without delayed scaling; or the library lacks a name that epoch
+            scales need.
         ValueError: `scales` is unknown.
     """
 
@@ -238,7 +237,7 @@ class TransformerEngineDomain:
 
     def join(self, stage: LibraryStage) -> None:
         """
-        Take a stage into the domain.
+        Add a stage to the domain.
 
         Raises:
             BackendError: The domain is frozen.
@@ -253,15 +252,15 @@ class TransformerEngineDomain:
 
     def autocast(self, *, registers: bool = False) -> Any:
         """
-        An outermost FP8 context; its exit rolls each forward history that has a new entry.
+        An outermost FP8 context. Its exit rolls each forward history that has a new entry.
 
-        With epoch scales no history rolls, neither at the exit of the context nor in the backward
-        of its modules.
+        With epoch scales, histories are rolled neither at the exit of the context nor in the
+        backward of its modules.
 
         Args:
             registers: Whether modules without FP8 state run in the context. The library registers
-                their state only in a context that rolls, so this context then rolls even with epoch
-                scales.
+                their state only in a context that rolls histories. Therefore this context then
+                rolls histories even with epoch scales.
         """
         if self.scales == "epoch" and not registers:
             return self._gathering()
@@ -284,17 +283,17 @@ class TransformerEngineDomain:
         """
         Return the two contexts that `torch.utils.checkpoint.checkpoint` needs for a layer's F.
 
-        The library's own checkpoint keeps the scales of each F in a queue. If dI runs in another
-        order than F, that queue would give dI the scales of another F. Here each F keeps copies of
-        its scales.
+        The library's own checkpoint function keeps the scales of each F in a queue. If dI runs in
+        another order than F, dI would get the scales of another F from this queue. Therefore each F
+        keeps copies of its scales.
 
         Args:
-            layer: The layer; its FP8 state exists.
+            layer: The layer, whose FP8 state must exist.
 
         Returns:
             A context for the layer's F, and a context for the recomputation. The first context
             changes nothing. The second context quantizes with the scales of this F, and leaves
-            scales and histories as they were.
+            scales and histories unchanged.
         """
         states = []
         if self.scaling == "delayed" and self.scales == "action":
@@ -327,10 +326,10 @@ class TransformerEngineDomain:
 
     def move_scales(self) -> None:
         """
-        Move the forward and backward scales once, in the same way as F and dI do by default.
+        Update the forward and backward scales once, in the same way as F and dI do by default.
 
         Raises:
-            BackendError: The library moves the scales of this domain at every F and dI.
+            BackendError: The library updates the scales of this domain at every F and dI.
         """
         if self.scales != "epoch":
             raise BackendError(
@@ -347,17 +346,18 @@ class TransformerEngineDomain:
 
     def begin_forward(self, epoch: int, microbatch: int) -> None:
         """
-        Announce the microbatch of the next F; with epoch scales, dropout's random numbers depend on
-        the microbatch.
+        Set the microbatch of the next F. With epoch scales, dropout's random numbers depend on the
+        microbatch.
         """
         self._microbatch = epoch, microbatch
 
     def drawing(self) -> AbstractContextManager[int | None]:
         """
-        A context around one F, eager or replayed, in which dropout draws at the domain's position.
+        A context around one F, eager or replayed, in which dropout draws from the domain's position
+        in the random sequence.
 
-        The context's value is the position at which F begins to draw; None without dropout, or if
-        dropout draws by name (epoch, microbatch and layer).
+        The context yields the position at which F begins to draw. It yields None without dropout,
+        or if dropout draws by name (epoch, microbatch and layer).
         """
         if not (self.drops and self._dropping) or self.scales == "epoch":
             return nullcontext()
@@ -365,13 +365,14 @@ class TransformerEngineDomain:
 
     def drawing_layer(self, layer: int) -> AbstractContextManager[None]:
         """
-        A context around one layer's F, in which dropout draws by name under epoch scales.
+        A context around one layer's F. With epoch scales, dropout draws by name (epoch, microbatch
+        and layer) in this context.
 
         Args:
             layer: The layer's number in the model.
 
         Raises:
-            BackendError: The microbatch of this F was not announced by `begin_forward`.
+            BackendError: The microbatch of this F was not set by `begin_forward`.
         """
         if not (self.drops and self._dropping) or self.scales != "epoch":
             return nullcontext()
@@ -412,9 +413,9 @@ class TransformerEngineDomain:
         Close the set of modules before capture.
 
         Raises:
-            BackendError: A stage is not warm; a module outside the domain shares the state; or the
-                library's process-wide flag to skip weight updates exists. This flag would override
-                the refresh flag of every F.
+            BackendError: A stage has not been warmed up; a module outside the domain shares the
+                state; or the library's process-wide flag to skip weight updates exists. This flag
+                would override the refresh flag of every F.
         """
         for stage in self._stages:
             stage.require_warm()
@@ -436,8 +437,8 @@ class TransformerEngineDomain:
         Check that no module was registered since `freeze`.
 
         Raises:
-            BackendError: A module was registered: replays would not move its scales, but eager
-                actions would.
+            BackendError: A module was registered. Eager actions would update the scales of this
+                module, but replays would not.
         """
         if self.frozen and self._registered() != self._frozen_members:
             raise BackendError(
@@ -447,9 +448,8 @@ class TransformerEngineDomain:
 
     def extra_state(self) -> Mapping[str, Tensor]:
         """
-        Return the library's process-wide amax buffers, without those that share memory with a
-        module's history. If a stage's dropout draws at a position of the generator, also return
-        this position.
+        Return the library's process-wide amax buffers, without the buffers that share memory with a
+        module's history. If dropout draws by position, also return the random generator's position.
         """
         covered = {
             tensor.untyped_storage().data_ptr()
@@ -502,8 +502,8 @@ class TransformerEngineDomain:
 
     def recipe(self) -> Mapping[str, Any]:
         """
-        Return the recipe as plain data. With epoch scales, the recipe also says when the scales
-        move.
+        Return the recipe as plain data. With epoch scales, the recipe also says when the scales are
+        updated.
         """
         if self.scaling != "delayed":
             return {"recipe": type(self._recipe).__name__}

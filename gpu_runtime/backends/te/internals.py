@@ -1,11 +1,11 @@
 """
-All names of Transformer Engine that the runtime uses, and checks for missing names.
+All names of Transformer Engine that the runtime uses, and functions that check for missing names.
 
 Most names are private: a later version may rename or drop a name without notice. Each name is
-checked as early as possible: at import, in a new layer, or after its first F. A version that lacks
-names is then refused with a list of them, instead of failing in the middle of a step. A table in
-`gpu_runtime/README.md` lists the same names. Importing this module does not import the library; the
-checks load its modules.
+checked as early as possible: at import, in a new layer, or after the layer's first F. A version
+that lacks names is then refused with a list of these names, instead of failing in the middle of a
+step. A table in `gpu_runtime/README.md` lists the same names. Importing this module does not import
+the library; only the checks do.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ImportedName:
     Args:
         module: The module that contains the name.
         path: The name within the module, with dots for attributes.
-        parameters: If the name is a function, its parameters that the runtime passes.
+        parameters: If the name is a function: the parameters that the runtime passes.
     """
 
     module: str
@@ -237,10 +237,10 @@ def missing_in_head(head: torch.nn.Module) -> list[str]:
 
 def missing_state(layer: torch.nn.Module, *, delayed: bool) -> list[str]:
     """
-    Return the names that a layer lacks after its first F under FP8 with weight caching.
+    Return the names that a layer lacks after its first F in FP8 with weight caching.
 
     Args:
-        layer: The layer, with every member of `LAYER`.
+        layer: The layer, which has every member in `LAYER`.
         delayed: Whether the recipe is delayed scaling, the only recipe with histories.
     """
     found: list[str] = []

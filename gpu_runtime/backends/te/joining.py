@@ -1,14 +1,15 @@
 """
-Join the operands of several microbatches, so that one product computes their weight gradient.
+Join the operands of several microbatches, so that one matrix product computes the sum of their
+weight gradients.
 
-If scales move once per step, the operands of a matrix's deferred products have the same scales. So
-one product over all tokens replaces these products. The library's FP8 product reads transposed
-operands, of shape `[features, tokens]`. So a joined operand is one matrix with the transposes side
-by side, in the order of the microbatches.
+If scales are updated once per step, the operands of all deferred products of a matrix have the same
+scales. Therefore one product over all tokens can replace these products. The library's FP8 product
+reads transposed operands, of shape `[features, tokens]`. Therefore a joined operand is one matrix
+that contains the transposes side by side, in the order of the microbatches.
 
 This module does not import the library. It recognizes a quantized operand by the name of its
-storage class, and builds the joined operand from the first operand's own metadata: the scale, the
-FP8 type and the quantizer of the first microbatch.
+storage class, and takes the joined operand's metadata (scale, FP8 type and quantizer) from the
+first microbatch.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ def join(operands: Sequence[Sequence[Any]]) -> list[Any]:
     Make the operands of one product from the operands of several microbatches.
 
     Args:
-        operands: The operands of each microbatch, in order. All operands at one position of these
-            lists have the same scale.
+        operands: One list of operands per microbatch, in order. Operands at the same position of
+            these lists have the same scale.
 
     Returns:
         The joined operands: the tokens of all microbatches, one microbatch after the other.
 
     Raises:
-        BackendError: Operands at one position have different kinds, FP8 types or features, or the
-            library has quantized them in a way that this module does not know.
+        BackendError: Operands at one position have different kinds, FP8 types or numbers of
+            features, or the library has quantized them in a way that this module does not know.
     """
     return [_joined(parts) for parts in zip(*operands, strict=True)]
 

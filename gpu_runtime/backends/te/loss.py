@@ -58,13 +58,14 @@ class _Mean(torch.autograd.Function):
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor, *, overwrite: bool = False) -> Tensor:
     """
-    Compute the mean negative log likelihood of a microbatch, in fp32; only one backward is
-    possible.
+    Compute the mean negative log likelihood of a microbatch, in fp32. The backward can run only
+    once.
 
     Args:
-        logits: A bf16 or fp32 tensor, with the vocabulary as last dimension; F does not change the
-            logits.
-        targets: The token that follows each position, int64; -100 leaves a position out.
+        logits: A bf16 or fp32 tensor, with the vocabulary as last dimension. The forward does not
+            change the logits.
+        targets: The token that follows each position, int64. A position with the value -100 is left
+            out.
         overwrite: Whether the backward may write the logits' gradient over the logits. From version
             2.20 on, the library then does not copy the logits.
     """

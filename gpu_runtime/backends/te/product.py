@@ -19,13 +19,13 @@ _SCALES = {"kFloat8E4M3": 64.0, "kFloat8E5M2": 4096.0}
 
 def quantized(value: Tensor, kind: str, *, factor: float = 1.0) -> Any:
     """
-    Quantize a tensor with a fixed scale, both by rows and as the transpose.
+    Quantize a tensor and its transpose with a fixed scale.
 
     Args:
         value: The tensor, on a CUDA device.
         kind: The library's name of the FP8 type: ``kFloat8E4M3`` or ``kFloat8E5M2``.
-        factor: The scale is a fixed power of two times this factor. With factor 1, the scaling of a
-            product rounds nothing.
+        factor: The scale is a fixed power of two times this factor. With factor 1, multiplying a
+            product by its scales is exact.
     """
     library()  # the extension module can be imported only after the library
     import transformer_engine_torch as tex  # type: ignore[import-not-found,unused-ignore]
@@ -59,7 +59,8 @@ def quantized_operands(tokens: int, rows: int, width: int, *, seed: int) -> tupl
 
 def wgrad(operands: Sequence[Any], out: Tensor, *, accumulate: bool) -> Tensor:
     """
-    Compute a weight gradient with the library's product, as its layers do in backward.
+    Compute a weight gradient with the library's matrix product, as the library's layers do in the
+    backward.
 
     Args:
         operands: The input and the output gradient, quantized.

@@ -17,15 +17,15 @@ def check_backend(device: torch.device | str = "cuda") -> None:
     """
     Run refresh, F, dI and dW of one small layer eagerly, and unregister the layer afterwards.
 
-    The test also finds a library that has every required name but gives a name another meaning; a
-    check of names cannot find this. The FP8 state of this process is reset.
+    Unlike a check of names, this test also finds a library in which a required name has another
+    meaning. The FP8 state of this process is reset.
 
     Args:
         device: Where to run; by default the current CUDA device.
 
     Raises:
         BackendError: FP8 modules are already registered in this process, or the library lacks or
-            changed a name that the runtime uses; the message says which.
+            has changed a name that the runtime uses. The message names the reason.
     """
     # 128 tokens: the library's fused attention backward is wrong below.
     config = LayerConfig(sequence=128)

@@ -1,10 +1,11 @@
 """
 One pipeline stage of Transformer Engine layers, as a backend of the runtime.
 
-The stage depends on these facts about versions 2.18 to 2.20. The library reads a module's store of
-deferred work at F, and fills the store at dI. It reads `main_grad` at dI. An F under autocast rolls
-scales even when F raises. Weight caches are the modules' `_fp8_workspaces`; the library silently
-re-creates a cache that does not fit, so the runtime checks their addresses.
+The stage depends on these facts about versions 2.18 to 2.20 of the library. The library reads a
+module's attribute for the store of deferred work at F, and fills the store at dI. It reads
+`main_grad` at dI. An F under autocast updates scales even when F raises an error. The weight caches
+are the modules' `_fp8_workspaces`. The library silently replaces a cache that does not fit, so the
+runtime checks the caches' addresses.
 """
 
 from __future__ import annotations
@@ -66,16 +67,17 @@ class TransformerEngineStage:
 
     Args:
         index: The stage's index in the pipeline.
-        domain: The stage's state domain; the new stage joins this domain.
+        domain: The state domain (stages whose FP8 scales are updated together) that the new stage
+            joins.
         config: Dimensions of every layer.
         num_layers: Number of layers in the stage.
-        fuse_wgrad_accumulation: Whether the library gets the destinations as `main_grad` at dI;
-            possible only with fused QKV. If False, destinations are bound at dW, as split QKV
-            needs.
+        fuse_wgrad_accumulation: Whether the library gets the gradient destinations as `main_grad`
+            at dI, which is possible only with fused QKV. If False, destinations are bound at dW,
+            which split QKV requires.
         first: Whether the stage takes data, and therefore has no input gradient.
-        loss: On a last stage, maps the hidden states (the logits if the stage has a head) and the
-            stage's further inputs to a scalar.
-        extra_inputs: The further inputs of `loss` (targets).
+        loss: Function of a last stage that takes the hidden states (the logits if the stage has a
+            head) and the stage's further inputs, and returns a scalar.
+        extra_inputs: Specifications of the further inputs of `loss`, such as targets.
         seed: Seed of the initial parameters.
         ends: The ends of a language model (embedding, head) that the stage has; None for a stage of
             layers alone. The head, with the final norm, is one `LayerNormLinear` of the library, or
@@ -83,18 +85,18 @@ class TransformerEngineStage:
         first_layer: Number of the model's layers in earlier stages. Each layer then has its own
             seed. None takes the number from `ends`; if `ends` is None too, the whole stage has one
             seed.
-        dropout: Probability with which each layer drops elements of its two residual branches; the
-            library's attention uses no dropout. The domain sets the generator's position
+        dropout: Probability with which each layer drops elements of its two residual branches. The
+            library's attention uses no dropout. The domain sets the random generator's position
             (`device_numbers`).
         recompute: Whether a tape keeps only the inputs of its layers, so that dI recomputes the
             activations (`torch.utils.checkpoint`, non-reentrant). Embedding, head and loss are not
             recomputed.
 
     Raises:
-        ValueError: The probability of dropout is not in [0, 1), or a stage recomputes with dropout,
-            whose random numbers dI cannot draw again.
-        BackendError: Fused accumulation was asked for with split QKV, which the library refuses;
-            or the library's layers lack a member that the runtime uses.
+        ValueError: The probability of dropout is not in [0, 1), or a stage uses both recomputation
+            and dropout. dI could not draw the random numbers of its F again.
+        BackendError: Fused accumulation was requested with split QKV, which the library refuses; or
+            the library's layers lack an attribute that the runtime uses.
     """
 
     survives_restart = frozenset({"parameters", "numerical-state", "recipe"})
@@ -230,16 +232,19 @@ class TransformerEngineStage:
 
     @property
     def relations(self) -> frozenset[str]:
-        """All of the contract's relations; recipes other than delayed scaling leave out `order`."""
+        """
+        All relations (groups of clauses) of the contract. With other recipes than delayed scaling,
+        `order` is left out.
+        """
         unused = set() if self.domain.scaling == "delayed" else {"order"}
         return frozenset(RELATIONS) - unused
 
     @property
     def reports(self) -> Reports:
         """
-        The stage reports the factor that weighted the loss, and the positions at which F draws
-        random numbers. The stage does not report casts and scaling updates, because the library's
-        own modules decide about them.
+        The stage reports the factor by which the loss was multiplied, and the positions at which F
+        draws random numbers. It does not report casts and scaling updates, because they happen
+        inside the library's modules.
         """
         draws = self.dropout > 0.0 and len(self.layers) > 0
         return Reports(
@@ -251,18 +256,19 @@ class TransformerEngineStage:
     @property
     def groups_wgrads(self) -> bool:
         """
-        Whether one dW can take several tapes: only with scales that stay the same until the update.
+        Whether one dW can take several tapes. This requires scales that stay the same until the
+        update.
         """
         return self.domain.scaling == "delayed" and self.domain.scales == "epoch"
 
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
-        """Modules that hold FP8 state once they are warm."""
+        """The modules that have FP8 state after the warm-up, with their names."""
         for name, module in self.root.named_modules():
             if getattr(module, "fp8_meta", None):
                 yield name, module
 
     def new_tape(self, slot: int) -> Tape:
-        """Make a tape with its own stores."""
+        """Make a tape with its own stores (queues of deferred work)."""
         last = () if self.split_head is None else (deque[Any](),)
         store = deferred_gradients.tape_store(self._lib.WeightGradStore)
         return Tape(slot, (*(store(True) for _ in self._holders), *last))
@@ -313,10 +319,11 @@ class TransformerEngineStage:
 
     def warm(self) -> None:
         """
-        Run one F, which creates FP8 state and caches and changes the numerical state.
+        Run one F. This creates FP8 state and weight caches, and changes scales and amax histories.
 
         Raises:
-            BackendError: F did not create state or caches, or created them under unknown names.
+            BackendError: F did not create FP8 state or weight caches, or created them under unknown
+                names.
         """
         self._install(self._off)
         with self.domain.without_dropout():
@@ -331,8 +338,8 @@ class TransformerEngineStage:
         Check that FP8 state and weight caches exist.
 
         Raises:
-            BackendError: FP8 state or caches are missing; the first use would create them inside a
-                captured graph.
+            BackendError: FP8 state or caches are missing. Their first use would create them inside
+                a captured graph.
         """
         cached = len(list(self._caches()))
         expected = len(self.units) - (self.split_head is not None)
@@ -344,7 +351,7 @@ class TransformerEngineStage:
             )
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run F with cached weights, and with the tape's stores in the modules."""
+        """Run F with cached weights. The modules use the tape's stores for deferred work."""
         self._install(tape.stores)
         tape.inputs = tuple(inputs)
         with self.domain.drawing() as begun:
@@ -355,7 +362,8 @@ class TransformerEngineStage:
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
         """
-        Set the gradient destinations; must come before dI, where the library reads `main_grad`.
+        Set the memory to which dW will write each unit's gradient. Call this method before dI,
+        because the library reads `main_grad` at dI.
 
         Raises:
             BackendError: A unit has no destination, or the stage needs destinations but got None.
@@ -457,7 +465,7 @@ class TransformerEngineStage:
         self.cache_was_refreshed()
 
     def cache_was_refreshed(self) -> None:
-        """Remember the parameters' version counters."""
+        """Record the current version counters of the parameters."""
         self._refreshed_at = self._versions()
 
     def _versions(self) -> tuple[int, ...]:
@@ -503,8 +511,8 @@ class TransformerEngineStage:
 
     def address_probe(self) -> Callable[[], Sequence[int]]:
         """
-        Prepare a cheap check of the module tree, and of its modules' current FP8 state and
-        workspaces.
+        Return a function for a fast check of the modules, and of their current FP8 state and weight
+        caches.
         """
         tree = module_probe(self.root)
         modules: list[Any] = list(self.root.modules())
@@ -560,11 +568,11 @@ class TransformerEngineStage:
 
     def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:
         """
-        Let the full backward accumulate into `destinations` as `main_grad`; None means `.grad`.
+        Let the full backward add to `destinations` as `main_grad`. With None it adds to `.grad`.
 
         Raises:
-            BackendError: The stage accumulates into `main_grad` but got None, or into `.grad` but
-                got destinations.
+            BackendError: The stage was made for `main_grad` but got None, or was made for `.grad`
+                but got destinations.
         """
         if (destinations is not None) != self.fuse:
             raise BackendError(

@@ -47,7 +47,10 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=tuple(SETS),
         default=list(DEFAULT_SETS),
-        help=f"sets of cases to compare (default {' '.join(DEFAULT_SETS)})",
+        help="sets of cases to compare. stepwise: hidden size 512. wide: hidden size 2048. "
+        "recipes: other FP8 recipes. timed: the shapes of the step-time report. matrix: all "
+        "schedules, amax histories and gradient rules at hidden size 128 (default "
+        f"{' '.join(DEFAULT_SETS)})",
     )
     parser.add_argument(
         "--cases",

@@ -102,8 +102,8 @@ def add_groups_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_LIMIT_S,
         metavar="S",
-        help=f"time limit of all measurements in seconds (default {_LIMIT_S:g}); --out keeps what "
-        "was measured until then",
+        help=f"time limit for all measurements in seconds (default {_LIMIT_S:g}); after this time, "
+        "--out has the measurements so far",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda", help="device (default cuda)"

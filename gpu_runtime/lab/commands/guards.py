@@ -84,8 +84,8 @@ def add_guards_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=60,
         metavar="N",
-        help="measured steps of each kind: without guard, with guard, with guard and updates "
-        "(default 60)",
+        help="number of measured steps of each kind; the kinds are: without guard, with guard, "
+        "with guard and updates (default 60)",
     )
 
 

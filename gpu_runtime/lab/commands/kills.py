@@ -117,8 +117,7 @@ def add_kills_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="seed of the random choice of where, in which rank and at which step to kill "
-        "(default 0)",
+        help="random seed for the place, rank and step of each kill (default 0)",
     )
     parser.add_argument(
         "--at-once",

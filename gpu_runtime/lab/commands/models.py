@@ -93,9 +93,9 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         "--head",
         choices=HEADS,
         default="bf16",
-        help="what computes the model's head in the runs of this runtime and of native: bf16 "
-        "products, Transformer Engine's FP8 products (te) or TorchAO's (torchao); Megatron's head "
-        "is always bf16 (default bf16)",
+        help="type of the model's head in the runs of this runtime and of native: bf16 "
+        "(default), te (Transformer Engine's FP8) or torchao (TorchAO's FP8); Megatron's "
+        "head is always bf16",
     )
     parser.add_argument(
         "--recompute",
@@ -112,9 +112,10 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         "--norms",
         choices=("library", "cudnn"),
         default="library",
-        help="which kernels compute Transformer Engine's norms, in the runs of this runtime, of "
-        "native and of Megatron: its own (library) or cuDNN's (default library); the variables "
-        "NVTE_NORM_FWD_USE_CUDNN and NVTE_NORM_BWD_USE_CUDNN of your environment have no effect",
+        help="kernels of Transformer Engine's norms in all runs (this runtime, native, "
+        "Megatron). library: Transformer Engine's own kernels (default). cudnn: cuDNN's "
+        "kernels. The environment variables NVTE_NORM_FWD_USE_CUDNN and "
+        "NVTE_NORM_BWD_USE_CUDNN have no effect",
     )
     parser.add_argument(
         "--megatron",
@@ -122,8 +123,9 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         choices=megatron.GRAPH_MODES,
         metavar="MODE",
-        help="modes of Megatron-core that train the same models, from "
-        f"{', '.join(megatron.GRAPH_MODES)} (default: none of them)",
+        help="modes of Megatron-core to measure on the same models, from "
+        f"{', '.join(megatron.GRAPH_MODES)}; the mode none runs without graphs (default: do not "
+        "measure Megatron-core)",
     )
     parser.add_argument(
         "--limit",

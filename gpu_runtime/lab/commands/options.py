@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _ROUNDS = (
-    ("--rounds", "timed rounds per side (each compared pipeline)"),
+    ("--rounds", "timed rounds per side; a side is one of the compared pipelines"),
     ("--steps", "steps per round for sides that replay graphs"),
     ("--native-steps", "steps per round for sides without graphs"),
 )

@@ -208,8 +208,8 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(MODES),
         choices=MODES,
         metavar="MODE",
-        help=f"modes to measure, from {', '.join(MODES)}; all except ours are Megatron-core's "
-        "(default: all)",
+        help=f"modes to measure, from {', '.join(MODES)}; all except ours are Megatron-core's, and "
+        "none is Megatron-core without graphs (default: all)",
     )
     parser.add_argument(
         "--main-grads",

@@ -81,9 +81,10 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--rule",
         choices=RULES,
         default="accumulate",
-        help="memory that a dW writes its gradient to. accumulate: one buffer per matrix, to which "
-        "all microbatches add (default). per_microbatch: one buffer per matrix and microbatch. "
-        "copied: the library's own memory, which is cloned after each dW",
+        help="memory into which dW (a weight-gradient action) writes. accumulate: one buffer per "
+        "matrix, to which all microbatches add (default). per_microbatch: one buffer per "
+        "matrix and microbatch. copied: the library's own memory, which is cloned after "
+        "each dW",
     )
     parser.add_argument(
         "--provisioning",
@@ -97,9 +98,8 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--amax",
         choices=AMAX,
         default="replica",
-        help="FP8 scales are computed from amaxes (largest absolute values). replica (default): "
-        "each replica uses its own amaxes. replicas: all replicas use the "
-        "largest amaxes of all replicas",
+        help="which amaxes (largest absolute values) the FP8 scales are computed from. replica "
+        "(default): each replica's own amaxes. replicas: the largest amaxes of all replicas",
     )
     for name, text in (
         ("layers", "layers per stage (default 1)"),

@@ -59,11 +59,11 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=PARTS,
         metavar="PART",
-        help="parts of the report to measure (default: the first three). steps: step times of the "
-        "language model. attribution: separate effects of graphs and of gradient memory. "
-        "resources: slots and memory by number of microbatches. weak: layers without embedding "
-        "and head, to compare numbers of ranks. mapping: one model of four layers, to compare "
-        "numbers of ranks",
+        help="parts of the report to measure (default: the first three). steps: step times of "
+        "the language model. attribution: separate effects of graphs and of gradient "
+        "memory. resources: slots and memory by number of microbatches. weak: layers "
+        "without embedding and head, one per stage, over different numbers of ranks. "
+        "mapping: one model of four layers over different numbers of ranks",
     )
     parser.add_argument(
         "--cells",

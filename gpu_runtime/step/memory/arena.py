@@ -4,20 +4,20 @@ The memory into which dW writes gradients.
 Three rules say where dW writes and what the optimizer then reads:
 
 `copied`
-    dW writes the library's own memory, which is cloned after every dW. The clones are summed at
-    finalize, once all dW of the stage have run. This is the most conservative rule.
+    dW writes to memory of the FP8 library, and the gradients are cloned after every dW. The clones
+    are summed at finalize, once all dW of the stage have run. This is the most conservative rule.
 `per_microbatch`
-    dW writes one fixed buffer per matrix and microbatch; the buffers are summed at finalize. This
-    is the paper's direct placement; it takes `M * sum(sizeof(W))` bytes.
+    dW writes one fixed buffer per matrix and microbatch; the buffers are summed at finalize. The
+    paper calls this rule direct placement. M microbatches take `M * sum(sizeof(W))` bytes.
 `accumulate`
-    dW writes one fixed buffer per matrix: the first dW of an epoch (an optimizer step) overwrites
-    the buffer, later dW add to it. The buffer's size does not depend on the number of microbatches;
-    the buffer's value depends on the order of dW.
+    dW writes one fixed buffer per matrix. The first dW of an epoch (an optimizer step) overwrites
+    the buffer, and later dW add to it. The size does not depend on the number of microbatches, but
+    the sum depends on the order of dW.
 
-Before each dI, a bind fixes the memory to which the microbatch's dW will write. The contract
-decides which microbatch may write, whether all microbatches have written, and whether the bound
-memory is the configured memory. This module holds the memory. At every bind this module reads
-shape, dtype, device and address of the memory again, and describes them to the contract.
+Before each dI, a bind sets the memory to which the microbatch's dW will write. The contract decides
+which microbatch may write, whether all microbatches have written, and whether the bound memory is
+the configured memory. This module owns the memory. At every bind, this module reads shape, dtype,
+device and address of the memory again, and passes them to the contract.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Arena:
 
     Args:
         units: The stage's units (deferred matrix products).
-        rule: Which memory a dW writes its gradients to, such as `accumulate`.
-        num_microbatches: Microbatches of an epoch.
+        rule: The rule, such as `accumulate`, that says where dW writes its gradients.
+        num_microbatches: Number of microbatches in an epoch.
         dtype: Type of the destinations. If this type differs from the parameters'
             type, the optimizer needs master weights of that type.
         device: Device of the destinations.
-        tied: By unit, the name of the destination that this unit shares with another unit, because
-            both belong to one tied weight.
-        lent: By name, the shared destinations that already exist, because an earlier unit writes
-            them. The arena adds the shared destinations that it makes.
+        tied: By unit, the name of the destination that this unit shares with another unit of the
+            same tied weight.
+        lent: By name, the shared destinations that an earlier arena has already made. This arena
+            adds the shared destinations that it makes.
     """
 
     units: tuple[WgradUnit, ...]
@@ -125,7 +125,7 @@ class Arena:
 
     @property
     def direct(self) -> bool:
-        """Whether dW writes straight into the arena."""
+        """Whether dW writes directly into the arena."""
         return self.rule != "copied"
 
     @property
@@ -154,7 +154,7 @@ class Arena:
 
     def places(self) -> list[int]:
         """
-        For each set of destinations, a number that stands for its addresses
+        For each set of destinations, a number computed from its addresses
         (`qeffect.counts.located`).
         """
         return located(self._configured)
@@ -165,8 +165,8 @@ class Arena:
 
     def present(self, microbatch: int) -> tuple[Destination, ...]:
         """
-        Describe where a microbatch's dW would write now; the contract compares this with its
-        configuration.
+        Describe the memory to which a microbatch's dW would now write. The contract compares this
+        description with its configuration.
 
         Every call reads shape, dtype, device and address of the tensors again. If the tensors are
         unchanged, the call returns the configured description itself, which the contract compares
@@ -180,7 +180,7 @@ class Arena:
         )
 
     def in_place(self) -> bool:
-        """Whether `present` gives the configured destinations for every microbatch."""
+        """Whether `present` returns the configured destinations for every microbatch."""
         return all(look.unchanged() for look in self._identities)
 
     def _described(self, index: int) -> tuple[Destination, ...]:
@@ -222,11 +222,11 @@ class Arena:
 
     def total(self, order: Sequence[int]) -> dict[str, Tensor]:
         """
-        Return the epoch's gradient of each unit, summed in the given order of microbatches.
+        Return the step's gradient of each unit, summed in the given order of microbatches.
 
-        The order matters: an eight-term sum in another order differs in most of its elements. If
-        two units share a destination, only the unit that owns the destination is in the result,
-        with the sum of both.
+        The order matters: a sum of eight terms in another order differs in most elements. If two
+        units share a destination, the result contains only the unit that owns the destination, with
+        the sum of both units.
         """
         names = list(self._own)
         if self.rule == "accumulate":
@@ -238,7 +238,10 @@ class Arena:
 
     @property
     def one_pass_obstacle(self) -> str:
-        """Why `total` adds buffers one by one; empty if it adds all buffers in one pass."""
+        """
+        The reason why `total` adds buffers one by one; empty if `total` adds all buffers in one
+        pass.
+        """
         return self._sum.obstacle
 
     def zero(self) -> None:
@@ -248,15 +251,15 @@ class Arena:
                 tensor.zero_()
 
     def start_epoch(self) -> None:
-        """Release the last epoch's copies."""
+        """Release the copies of gradients from the last epoch."""
         self._copies.clear()
 
 
 def by_matrix(units: Iterable[WgradUnit], by_unit: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
-    Return the rows of gradients that belong to each matrix, by matrix name. A unit (a deferred
-    matrix product) may compute the gradients of several matrices, such as query, key and value.
-    Units without a gradient are left out.
+    Split the gradients of units by matrix name. A unit (a deferred matrix product) may compute the
+    gradients of several matrices, such as query, key and value. Units without a gradient are left
+    out.
     """
     found = [unit for unit in units if unit.name in by_unit]
     return {m.name: rows for unit in found for m, rows in unit.rows(by_unit[unit.name])}

@@ -1,13 +1,13 @@
 """
 Counters in device memory: the device's own record of the actions that it ran.
 
-One small kernel runs with every F, dI, dW and refresh, in the same captured graph. The kernel adds
-one to the counter of the stage and the kind of action. The kernel also folds a number that stands
-for the action into the digest of the state domain, so the digest depends on the order of actions
-(`qeffect.counts`). A graph therefore counts its own replays, whoever launches them.
+One small counting kernel runs with every F, dI, dW and refresh, and is part of the same captured
+graph. The kernel adds one to the counter of the stage and the kind of action. It also combines a
+number of the action with the state domain's digest, so the digest depends on the order of actions
+(`qeffect.counts`). Therefore the device counts every replay of a graph, whatever code launches it.
 The host reads the counters back once per step, into pinned memory. The device can also compare the
-counters with the counts that the contract expects. If they differ, the device skips the update; no
-host waits.
+counters with the counts that the contract expects. If they differ, the device skips the update. The
+host does not wait for this comparison.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class DeviceCounters:
         places: The stage and slot (set of buffers) of every slot of the domain, by the slot's index
             in the process.
         device: Device of the counters; on a CPU nothing is asynchronous.
-        destinations: By slot, the number of gradient memories that its dW may write to; one by
-            default.
+        destinations: By slot, the number of destinations (memory for gradients) to which its dW may
+            write; by default one.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class DeviceCounters:
 
     def ran(self, action: str, place: int, writes: int = OVERWRITES, destination: int = 0) -> None:
         """
-        Count an action on the current stream; inside a capture, the counting becomes a node of the
-        graph.
+        Queue the counting of an action on the current stream; during a capture, it becomes part of
+        the graph.
 
         Args:
             action: One of `qeffect.counts.COUNTED`.
             place: For an F, dI or dW: the index of its slot (set of buffers) in the process's pool.
                 For a refresh: the stage.
-            writes: How a dW writes (`qeffect.counts.mark`).
-            destination: Where a dW writes (`qeffect.counts.located`).
+            writes: Whether a dW overwrites or adds, as a value for `qeffect.counts.mark`.
+            destination: Number of the memory to which a dW writes (`qeffect.counts.located`).
         """
         term = self._terms[action, place, writes, destination]
         if self._kernels is not None:
@@ -102,25 +102,25 @@ class DeviceCounters:
         self.values.zero_()
 
     def warm(self) -> None:
-        """Run the kernels once, so that no capture has to load them, then set counts to zero."""
+        """Run the kernels once, because a capture cannot load them. Then set all counts to zero."""
         self.ran(*next(iter(self._terms)))
         self.gate(DeviceCounts(0, {stage: (0,) * len(COUNTED) for stage in self.stages}))
         self.zero()
 
     def gate(self, expected: DeviceCounts) -> torch.Tensor:
         """
-        Compare the counters on the device with expected counts, after all work of the current
-        stream; the host does not wait.
+        Compare the counters on the device with expected counts, after all queued work of the
+        current stream. The host does not wait.
 
-        The device also copies the compared counts to the host; read them with `taken` before the
-        next call.
+        The device also copies the compared counts to the host. Read these counts with `taken`
+        before the next call.
 
         Args:
             expected: The counts that the device must have.
 
         Returns:
-            Float32 scalar on the device: 1 if the counters differ, else 0. The next call
-            overwrites it.
+            Float32 scalar on the device: 1 if the counters differ, else 0. The next call overwrites
+            this scalar.
         """
         self._given.copy_(torch.tensor(self.numbers_of(expected), dtype=torch.int64))
         if self._kernels is None:

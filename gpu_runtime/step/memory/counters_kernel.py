@@ -1,8 +1,10 @@
 """
-Two kernels of one thread block for the counters: count an action, compare all counters.
+Two kernels for the device's counters, of one thread block each: one counts an action, one compares
+all counters.
 
-Torch's own operations (`counters`) give the same counts in four times as many launches. Every
-captured action and every update contains one of these kernels.
+Torch's own operations (in `counters.py`) give the same counts, but need four times as many
+launches. Every captured action and every update contains one of these kernels, so the number of
+launches matters.
 """
 
 from typing import Any

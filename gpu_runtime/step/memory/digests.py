@@ -17,10 +17,10 @@ __all__ = ["digests"]
 
 def digests(tensors: Sequence[Tensor]) -> list[str]:
     """
-    Compute the digest of each tensor; all tensors of a device are copied to the host in one batch.
+    Compute the digest of each tensor. All tensors of a device are copied to the host together.
 
-    The host waits for a device once, not once per tensor, because a comparison of two runs takes
-    the digests of a hundred thousand tensors.
+    The host therefore waits once per device instead of once per tensor. A comparison of two runs
+    computes a hundred thousand digests.
 
     Args:
         tensors: Tensors of any shape, dtype and device.

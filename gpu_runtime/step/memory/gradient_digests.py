@@ -1,10 +1,11 @@
 """
-Digests of gradients, computed on their device: no host waits, and a graph can hold the work.
+Digests of gradients, computed on their device. The host does not wait, and a graph can contain the
+computation.
 
 A tensor's bits are split into words. A digest is the sum, modulo 2**64, of a hash of each word and
 the word's index. Integer sums do not depend on the order of addition, so equal bits give equal
-digests on every device. For a given index the hash is one to one, so a change in a single word
-always changes the digest.
+digests on every device. For a fixed index, different words have different hashes, so a change in a
+single word always changes the digest.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class GradientDigests:
         device: Where the gradients are.
 
     Attributes:
-        values: The latest digests, in the order of the names; overwritten by each `take`.
-        obstacle: Why each digest takes many passes over its gradient; empty if each takes one pass.
+        values: The latest digests, in the order of the names. Each `take` overwrites them.
+        obstacle: Why a digest needs several passes over its gradient; empty if one pass is enough.
     """
 
     def __init__(self, names: Sequence[tuple[int, str]], device: torch.device) -> None:
@@ -50,8 +51,8 @@ class GradientDigests:
 
         Args:
             gradients: The gradients by stage and name, without the tensors in `further`.
-            further: The tensors of the last entries of `names`, in order; all earlier entries are
-                in `gradients`.
+            further: The tensors of the last entries of `names`, in order. `gradients` contains the
+                earlier entries.
         """
         named = self.names[: len(self.names) - len(further)]
         every = [*(gradients[stage][name] for stage, name in named), *further]
@@ -66,11 +67,12 @@ class GradientDigests:
 @functools.cache
 def prepared(device: torch.device) -> tuple[str, Callable[[Tensor, Tensor], None] | None]:
     """
-    Compile the kernel for a device, and compare its digests with those of `digest`.
+    Compile the kernel for a device, and compare the kernel's results with the results of `digest`.
 
     Returns:
-        A pair: the reason why the kernel cannot be used (empty if it can), and a function that adds
-        the digest of words to a number (None if the kernel cannot be used).
+        A pair. The first element is the reason why the kernel cannot be used; empty if it can be
+        used. The second element is a function that adds the digest of words to a number; None if
+        the kernel cannot be used.
     """
     if device.type != "cuda":
         return f"{device} has no kernels", None

@@ -1,4 +1,4 @@
-"""A kernel that takes the digest of a tensor in one pass over it (`gradient_digests`)."""
+"""A kernel that computes the digest of a tensor in one pass (see `gradient_digests.py`)."""
 
 import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
@@ -31,8 +31,8 @@ def add_digest(words: Tensor, total: Tensor) -> None:
     Add a tensor's digest to a number on the device.
 
     Args:
-        words: Integers of one dimension, contiguous.
-        total: Scalar of int64; sums wrap around.
+        words: The tensor's bits as a contiguous one-dimensional tensor of integers.
+        total: The number to which the digest is added: an int64 scalar; sums wrap around.
     """
     if words.numel():
         grid = (triton.cdiv(words.numel(), SIZE),)

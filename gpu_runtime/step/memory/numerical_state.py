@@ -1,9 +1,9 @@
 """
-Snapshots, restores and raw-bit comparison of a domain's numerical state.
+Snapshots, restores and bitwise comparison of the numerical state (such as FP8 scales) of a state
+domain (stages whose scales are updated together).
 
-A failed F or dI can be repaired only by restoring the snapshot of the last commit. The library
-rolls its scales (shifts their amax histories) even when F raises, and an abort cannot undo this
-roll.
+After a failed F or dI, the snapshot of the last commit must be restored. The library shifts its
+amax histories even when F raises an error, and an abort cannot undo this shift.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def live_state(domain: StateDomain) -> dict[str, Tensor]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same raw bits: NaN equals itself, 0.0 differs from -0.0."""
+    """
+    Whether two tensors have the same raw bits: a NaN equals itself, and 0.0 differs from -0.0.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(raw_bits(a), raw_bits(b))
@@ -44,8 +46,7 @@ def raw_bits(tensor: Tensor) -> Tensor:
 @attrs.frozen(eq=False)
 class NumericalState:
     """
-    A detached copy of a domain's numerical state, with the FP8 recipe under which the state was
-    computed.
+    A detached copy of a domain's numerical state, with the FP8 recipe that produced the state.
 
     Args:
         tensors: The copies by name.
@@ -102,9 +103,10 @@ class NumericalState:
 @contextmanager
 def preserving(domain: StateDomain) -> Iterator[None]:
     """
-    A context around a warm-up; at its end the numerical state is restored.
+    A context for a warm-up. At its end the numerical state is restored.
 
-    State that the warm-up creates is reset afterwards: empty histories, unit scales.
+    State that the warm-up creates is reset at the end: amax histories are emptied and scales are
+    set to 1.
     """
     before = {name: tensor.detach().clone() for name, tensor in live_state(domain).items()}
     try:
@@ -121,7 +123,7 @@ def preserving(domain: StateDomain) -> Iterator[None]:
 @attrs.define(eq=False)
 class Snapshot:
     """
-    A reusable copy of live tensors, taken at every commit without allocating.
+    A copy of live tensors that is renewed at every commit without a new allocation.
 
     Args:
         live: The tensors to copy; their addresses must not change.
@@ -153,7 +155,7 @@ class Snapshot:
 
 class GatedSnapshot:
     """
-    A copy of live tensors that the device takes or skips, by a flag on the device.
+    A copy of live tensors. A flag on the device decides whether the device renews the copy.
 
     Args:
         live: The tensors to copy; their addresses must not change.
@@ -174,7 +176,7 @@ class GatedSnapshot:
         Copy the live tensors.
 
         Args:
-            skip: Scalar on the device; if it is not 0, the copy stays unchanged.
+            skip: Scalar on the device. If its value is not 0, the copy stays unchanged.
         """
         for live, placed, now, kept in self._parts:
             _copy(placed, live)

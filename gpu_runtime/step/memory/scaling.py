@@ -1,15 +1,15 @@
 """
 One FP8 scaling state for all replicas of a process's stages, instead of one state per replica.
 
-The replicas combine their states once per epoch (optimizer step), after the last F and dI: each
-amax entry becomes its maximum over all replicas, each scale its minimum. All replicas roll their
-amax histories at the same actions, in the same order, so an entry stands for the same action on
-each replica. A scale is a constant divided by the largest amax in a history. So the smallest scale
-is the scale that the largest amax would have given.
+The replicas combine their states once per epoch (optimizer step), after the last F and dI. Each
+amax entry becomes its maximum over all replicas, and each scale becomes its minimum. All replicas
+shift their amax histories at the same actions, in the same order. Therefore an entry belongs to the
+same action on each replica. A scale is a constant divided by the largest amax in a history.
+Therefore the smallest scale belongs to the largest amax of all replicas.
 
-There are two exceptions. If a replica's history has no amax, or an amax that is not finite, the
-replica keeps its earlier scale, and this scale takes part in the minimum. If Transformer Engine
-skips an entry of exactly zero on only one replica, that replica's other entries of the epoch are
+There are two exceptions. First, a replica keeps its earlier scale if its history has no amax, or an
+amax that is not finite. The minimum includes this scale. Second, Transformer Engine skips entries
+of exactly zero. If it does so on only one replica, that replica's other entries of the epoch are
 shifted by one index.
 """
 
@@ -32,7 +32,7 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 class Collective(Protocol):
-    """A started collective."""
+    """A collective operation that has been started."""
 
     def wait(self) -> object:
         """Make the current stream, or the host, wait until the collective is done."""
@@ -40,15 +40,16 @@ class Collective(Protocol):
 
 class SharedScaling:
     """
-    The scaling state of one process as int32 numbers, combined over replicas by a collective
-    maximum.
+    The scaling state of one process as int32 numbers. A collective maximum combines the numbers of
+    all replicas.
 
-    The bits of non-negative floats have the same order as the floats, with NaN above all others. So
-    all replicas get the same bits, in whatever order a library compares.
+    The bits of non-negative floats, read as integers, have the same order as the floats, and NaN is
+    above all others. Therefore all replicas get the same bits, in whatever order the library
+    compares.
 
     Args:
-        live: The live float32 tensors by name; names of scales end in ``scale``, all others are
-            amaxes. Their addresses must not change.
+        live: The live float32 tensors by name; names of scales end in ``scale``, and all other
+            tensors are amaxes. Their addresses must not change.
 
     Raises:
         BackendError: `live` is empty, or a tensor has another type than float32.

@@ -2,10 +2,10 @@
 The memory of a stage's slots. A slot is the memory of one microbatch in progress: static buffers,
 the tape (the data that F keeps for dI and dW), and the results of F and dI.
 
-A slot table owns the input buffers and output-gradient buffers of its slots, so that a receive can
-fill them in place before F or dI. The table keeps outputs and input gradients alive until the slot
-is used again, so that a send can read them. The contract decides which slot may be touched; the
-table decides nothing.
+A slot table owns the input buffers and output-gradient buffers of its slots, so a receive can fill
+them in place before F or dI. The table keeps outputs and input gradients until the slot is used
+again, so a send can read them. The contract decides which slot may be touched; the table decides
+nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Slot:
 
     Args:
         index: The slot's index in the process's pool of slots; the contract uses the same index.
-        tape: Work retained between F and dW.
+        tape: The data that F keeps for dI and dW.
         inputs: Static buffers that F reads.
         output_gradients: Static buffers that dI reads.
         outputs: Outputs of the slot's last F.
@@ -109,7 +109,7 @@ class Slot:
         self.input_views = tuple(buffer.detach() for buffer in self.inputs)
 
     def forget(self) -> None:
-        """Drop the results of the slot's last microbatch; keep the buffers."""
+        """Drop the results of the slot's last microbatch. The buffers remain."""
         self.outputs = ()
         self.dgrads = ()
         self.non_matrix = ()
@@ -122,7 +122,7 @@ class SlotTable:
     The slots of one stage; a slot is the buffers and results of one microbatch in progress.
 
     Args:
-        stage: The stage that the slots belong to, as the backend computes it.
+        stage: The backend's stage that the slots belong to.
         first_index: Index of the stage's first slot in the process's pool of slots.
         num_slots: Number of slots.
     """
@@ -159,8 +159,8 @@ class SlotTable:
 
     def rebuild(self) -> None:
         """
-        Give every slot an empty tape (the data that F leaves for dI and dW) with new stores,
-        because a failed dI may have half filled a store.
+        Give every slot an empty tape (the data that F leaves for dI and dW) with new queues of
+        deferred work. A failed dI may have filled a queue only partly.
         """
         for slot in self._slots:
             slot.forget()
@@ -179,7 +179,7 @@ class SlotTable:
 
 def fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """
-    Copy values into static buffers, in one batch if the device can.
+    Copy values into static buffers, with one operation for all if the device supports it.
 
     A value that is the buffer itself needs no copy.
     """

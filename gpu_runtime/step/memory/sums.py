@@ -1,9 +1,9 @@
 """
-The sum of gradients over the M microbatches of an optimizer step: one pass of a kernel over all
-buffers if the device can run the kernel, otherwise one addition after another.
+The sum of gradients over the M microbatches of an optimizer step. If the device can run the kernel,
+one pass over all buffers computes the sum; otherwise separate additions do.
 
-`M - 1` additions over whole buffers read and write `3 (M - 1)` elements per element of the result.
-A kernel that reads every buffer once reads and writes `M + 1` elements. The kernel adds in the same
+Per element of the result, `M - 1` separate additions read and write `3 (M - 1)` elements. The
+kernel reads every buffer once, so it reads and writes `M + 1` elements. The kernel adds in the same
 order as separate additions, and also rounds to the buffers' type after every term, so the bits are
 the same.
 """
@@ -29,7 +29,7 @@ type, and the number of elements of the largest matrix."""
 
 
 def add_up(sets: Sequence[Sequence[Tensor]]) -> None:
-    """Add every further set of buffers to the first, one set after another."""
+    """Add all later sets of buffers to the first set, one after another."""
     total = list(sets[0])
     for term in sets[1:]:
         torch._foreach_add_(total, list(term))
@@ -37,7 +37,8 @@ def add_up(sets: Sequence[Sequence[Tensor]]) -> None:
 
 class Launch(NamedTuple):
     """
-    One kernel launch: a row of addresses per matrix; the first address of a row receives the sum.
+    One kernel launch, with a row of addresses per matrix. The sum is written to a row's first
+    address.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -48,8 +49,9 @@ def launches(sets: Sequence[Sequence[Tensor]]) -> tuple[Launch, ...]:
     """
     Return the kernel launches that add all sets to the first set, in order.
 
-    Each row holds a matrix's number of elements and the addresses of its terms. A sum of more
-    than `MOST_TERMS` terms continues from the previous launch's result in the first buffer.
+    Each row holds a matrix's number of elements and the addresses of its terms. A sum of more than
+    `MOST_TERMS` terms takes several launches; each later launch continues from the result in the
+    first buffer.
     """
     found = []
     begin = 1
@@ -65,7 +67,10 @@ def launches(sets: Sequence[Sequence[Tensor]]) -> tuple[Launch, ...]:
 
 
 def suits(sets: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether the kernel can add the sets: one supported type, contiguous, aligned, equal sizes."""
+    """
+    Whether the kernel can add the sets. All buffers must have one supported dtype, equal sizes, and
+    be contiguous and aligned.
+    """
     first = sets[0][0]
     return first.dtype in DTYPES and all(
         term.dtype == first.dtype
@@ -81,10 +86,11 @@ def suits(sets: Sequence[Sequence[Tensor]]) -> bool:
 
 def compiled(num_sets: int, dtype: torch.dtype, device: torch.device) -> Launcher:
     """
-    Compile the kernel for sums of `num_sets` terms, and compare it with additions on a small sum.
+    Compile the kernel for sums of `num_sets` terms, and compare its result with separate additions
+    on a small example.
 
     Raises:
-        RuntimeError: The kernel's bits differ from those of additions.
+        RuntimeError: The kernel's result differs in bits from the result of separate additions.
         Exception: Any error of the compiler, for example if a part of it is missing.
     """
     from .sums_kernel import launch
@@ -103,11 +109,11 @@ def compiled(num_sets: int, dtype: torch.dtype, device: torch.device) -> Launche
 @attrs.define(eq=False)
 class OrderedSum:
     """
-    Adds up the buffers of one stage, by the kernel if the device and the buffers allow.
+    Adds up the buffers of one stage, with the kernel if the device and the buffers support it.
 
     Args:
         device: Device of the buffers.
-        launch: The compiled kernel; None adds one set after another.
+        launch: The compiled kernel. With None, sets are added one after another.
         obstacle: Why the kernel is missing, in one line.
     """
 
@@ -133,10 +139,11 @@ class OrderedSum:
 
     def __call__(self, sets: Sequence[Sequence[Tensor]]) -> None:
         """
-        Add every further set of buffers to the first, in order.
+        Add all later sets of buffers to the first set, in order.
 
         Args:
-            sets: By microbatch, the buffers of the matrices; the same matrices in each set.
+            sets: One set per microbatch, with one buffer per matrix. Each set contains the same
+                matrices.
         """
         if len(sets) < 2:
             return

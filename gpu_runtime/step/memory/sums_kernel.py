@@ -1,5 +1,5 @@
 """
-A kernel for finalize that sums the buffers of many matrices in order, and reads each buffer once.
+A kernel for finalize. It sums the buffers of many matrices in order, and reads each buffer once.
 """
 
 from typing import Any
@@ -32,8 +32,8 @@ def _sum_in_order(table, TERMS: tl.constexpr, ELEMENT: tl.constexpr, SIZE: tl.co
 
 def launch(table: Tensor, terms: int, dtype: Any, most: int) -> None:
     """
-    Add up the terms of every matrix. A table lists the addresses of the terms; the sum is written
-    to the first address.
+    Add up the terms of every matrix. The table contains the addresses of the terms; the sum is
+    written to the first address.
 
     Args:
         table: For each matrix, one line of numbers: its number of elements, then the addresses of

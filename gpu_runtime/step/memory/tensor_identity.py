@@ -1,11 +1,11 @@
 """
-A check whether tensors kept their address, shape, dtype and device.
+A check that tensors still have the same address, shape, dtype and device.
 
-A step checks every gradient destination of every microbatch twice, so the check must be fast. The
-check compares addresses one by one, and everything else (shape, dtype, device) in one call of the
-guards of torch's compiler. These guards are not a public interface, and they also report changes
-that matter only to a compiler. If the guards are missing or report a change, every tensor's
-attributes are compared.
+A step checks every gradient destination of every microbatch twice, so the check must be fast.
+Addresses are compared one by one. Shape, dtype and device are compared by one call of the guards of
+torch's compiler. These guards are not a public interface, and they also report changes that matter
+only to a compiler. If the guards are missing or report a change, every tensor's attributes are
+compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TensorIdentity:
     Records the address, shape, dtype and device of tensors now, for a later comparison.
 
     Args:
-        tensors: The tensors that a captured graph writes.
+        tensors: The tensors to check, such as those that a captured graph writes.
     """
 
     __slots__ = ("_addresses", "_forms", "_guard", "_tensors")

@@ -1,10 +1,10 @@
 """
-Tied weights: which matrices are one parameter, and the destination that their products share.
+Tied weights: which matrices are one parameter, and which gradient destination they share.
 
-Two matrices, of one stage or of two stages, are tied if they are one `torch.nn.Parameter`. The
-gradient of tied matrices is one sum, written by every dW of both, and updates the parameter once.
-The first matrix owns the gradient; the second matrix has none. The contract refuses two matrices of
-one parameter that the configuration does not declare tied.
+Two matrices, of one stage or of two stages, are tied if they are one `torch.nn.Parameter`. Every dW
+of both matrices adds to one gradient, which updates the parameter once. The gradient is listed only
+under the first matrix. The contract refuses two matrices of one parameter that the configuration
+does not declare tied.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class TiedWeights:
     The tied matrices of one process.
 
     Args:
-        names: By stage and matrix, the name of the shared gradient destination; contains only tied
-            matrices.
+        names: By stage and tied matrix, the name of the shared gradient destination.
         declared: The matrices that are declared tied.
-        sharers: By stage, the other stage that also writes one of this stage's destinations.
-        memory: By name, the shared destinations that were made for the first matrix of a group.
+        sharers: By stage, the other stage that also writes to one of the stage's gradient
+            destinations.
+        memory: By name, the shared destinations that have been made.
     """
 
     names: Mapping[int, Mapping[str, str]] = attrs.field(factory=dict)
@@ -41,16 +41,16 @@ class TiedWeights:
     @classmethod
     def of(cls, stages: Sequence[StageBackend], declared: Sequence[Sequence[Place]]) -> TiedWeights:
         """
-        Find the matrices that are one parameter, and compare them with the declared groups.
+        Find the matrices that are one parameter, and check that these are the declared groups.
 
         Args:
             stages: The stages of the process.
             declared: Groups of matrices; the matrices of a group are one parameter.
 
         Raises:
-            BackendError: A declared matrix does not exist, is another parameter than the rest of
-                its group, or is computed in one product with other matrices; or a stage shares
-                parameters with two other stages.
+            BackendError: A declared matrix does not exist, is not the same parameter as the rest of
+                its group, or has its gradient computed in one product with other matrices. Or a
+                stage shares parameters with two other stages.
         """
         found: dict[int, list[Place]] = {}
         units: dict[Place, WgradUnit] = {}
@@ -96,8 +96,7 @@ class TiedWeights:
 
     def buffers(self, stage: int) -> Mapping[str, str]:
         """
-        Return, by matrix of a stage, the name of the destination that the matrix shares with
-        another matrix.
+        Return, for each tied matrix of a stage, the name of its shared gradient destination.
         """
         return self.names.get(stage, {})
 
@@ -106,14 +105,17 @@ class TiedWeights:
         return tuple(name for owner, name in sorted(self.declared) if owner == stage)
 
     def owned(self, stage: int, matrix: str) -> bool:
-        """Whether a matrix owns its parameter: it is not tied, or is the first of its group."""
+        """
+        Whether the parameter's gradient is listed under this matrix: it is not tied, or is the
+        first of its group.
+        """
         name = self.buffers(stage).get(matrix)
         return name is None or name == f"stages.{stage}.{matrix}"
 
     def units(self, stage: StageBackend) -> dict[str, str]:
         """
-        Return, by unit of a stage, the name of the destination that the unit shares with another
-        unit.
+        Return, for each unit (deferred matrix product) of a stage that has a shared gradient
+        destination, the name of this destination.
         """
         names = self.buffers(stage.index)
         return {
@@ -123,7 +125,7 @@ class TiedWeights:
         }
 
     def with_sharer(self, stage: StageBackend) -> frozenset[str]:
-        """Return the units of a stage whose destination another stage also writes."""
+        """Return the units of a stage to whose destination another stage also writes."""
         other = self.sharers.get(stage.index)
         theirs = set(self.buffers(other).values()) if other is not None else set()
         return frozenset(unit for unit, name in self.units(stage).items() if name in theirs)

@@ -2,9 +2,10 @@
 Copies of one weight: separate parameters, each updated with the sum of all copies' gradients.
 
 Two matrices that are one `torch.nn.Parameter` are tied (`tied_weights.py`). Copies are for weights
-that cannot share memory. Two examples are weights of stages on two ranks, and an embedding with its
-head: the embedding's gradient comes out of dI, the head's out of dW. Copies start with the same
-bits and get the same sum and the same update, so they stay equal.
+that cannot share memory, for example weights of stages on two ranks. Another example is an
+embedding and its head, because dI computes the embedding's gradient and dW computes the head's.
+Copies start with the same bits, and each copy gets the same gradient sum and the same update.
+Therefore they stay equal.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Copies = Mapping[str, Sequence[Place]]
 
 def names_of(copies: Copies, stage: int) -> dict[str, str]:
     """
-    Return the names of the copied weights of a stage, by the copies' names within the stage.
+    Return, for each copy in a stage, the name of its weight. The key is the copy's name within the
+    stage.
 
     >>> names_of({"table": [(0, "embedding"), (3, "head")]}, 3)
     {'head': 'table'}
@@ -43,7 +45,8 @@ def require_copies(
     reduces: bool,
 ) -> None:
     """
-    Raise an error unless the process has these copies, and a reducer that sums their gradients.
+    Raise an error unless the process's stages have these copies, and the runtime has a reducer that
+    sums their gradients.
 
     Args:
         stages: The process's stages.
@@ -79,11 +82,11 @@ def require_copies(
 
 def buckets_of(stage: StageBackend, copies: Copies) -> tuple[Bucket, ...]:
     """
-    Return the buckets of a stage with copies: one for each copied weight, with the weight's name,
-    and one for all other gradients.
+    Return the buckets (gradients that are reduced together) of a stage with copies: one for each
+    copied weight, with the weight's name, and one for all other gradients.
 
-    A copy that is not a matrix has a bucket without matrices, which is complete once the stage's
-    gradients are complete.
+    If a copy is not a matrix, its bucket contains no matrices. Such a bucket is complete once the
+    stage's gradients are complete.
     """
     own = names_of(copies, stage.index)
     if not own:

@@ -1,5 +1,6 @@
 """
-Constants of the hash of eight-byte words, for torch's operations and for the kernel.
+Constants for the hash of eight-byte words. Torch's operations and the kernel use the same
+constants.
 
 The factors are signed 64-bit integers, because torch and the kernel multiply such integers.
 """

@@ -1,8 +1,8 @@
 """
-The order of a process's F, dI and dW.
+The order of a process's actions: F (forward), dI (input gradient) and dW (weight gradient).
 
-An order is one rank's row of a schedule table. Two runs that are compared must use the same order:
-by default every F and dI updates the FP8 scales that later actions use, so another order may
+An order is one rank's row of a schedule table. Two runs can be compared only if they use the same
+order. By default every F and dI updates the FP8 scales that later actions use, so another order may
 compute other values.
 """
 
@@ -49,7 +49,7 @@ class Order:
 
     Args:
         steps: The F, dI and dW in their order.
-        source: Where the actions come from, for error messages.
+        source: Name of the actions' source, for error messages.
     """
 
     steps: tuple[ComputeAction, ...]
@@ -58,11 +58,11 @@ class Order:
     @classmethod
     def of_rank(cls, schedule: Schedule, rank: int) -> Order:
         """
-        The actions of one rank in the order of a schedule table; a full backward becomes its dI,
-        then its dW.
+        Return the actions of one rank in the order of a schedule table. A full backward becomes a
+        dI followed by a dW.
 
         Raises:
-            ValueError: The schedule has no such rank.
+            ValueError: The schedule has no rank with this number.
         """
         if not 0 <= rank < schedule.num_ranks:
             raise ValueError(
@@ -88,7 +88,7 @@ class Order:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Microbatches of one epoch."""
+        """Number of microbatches in an epoch."""
         return 1 + max(step.microbatch for step in self.steps)
 
     def microbatches(self, stage: int, kind: Kind) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Order:
 
     def require_whole(self) -> None:
         """
-        Raise an error unless each microbatch has one F, dI and dW per stage, in this order.
+        Raise an error unless each microbatch has exactly one F, dI and dW per stage, in this order.
 
         Raises:
             BackendError: An action is missing, repeated, or too early.
@@ -129,7 +129,8 @@ class Order:
         in ascending order of microbatches.
 
         Args:
-            group: Microbatches in each group; it divides the number of microbatches.
+            group: Number of microbatches in each group. It must divide the number of all
+                microbatches.
 
         Raises:
             BackendError: The group does not divide the number of microbatches, or other actions run
@@ -155,13 +156,13 @@ class Order:
 
     def grouped(self, group: int) -> Order:
         """
-        Return this order with the dW of each group moved together, after the group's last dI.
+        Return an order in which the dW of each group follow one another, after the group's last dI.
 
         >>> print(*Order.parse("0F0 0I0 0W0 0F1 0I1 0W1").grouped(2).steps)
         0F0 0I0 0F1 0I1 0W0 0W1
 
         Args:
-            group: Microbatches in each group.
+            group: Number of microbatches in each group.
 
         Raises:
             ScheduleError: The group does not divide the number of microbatches.
@@ -181,6 +182,8 @@ class Order:
 
     @property
     def peaks(self) -> dict[int, int]:
-        """Largest number of live tapes (saved data of one F each) at a time, by stage; a tape lives
-        from its F to its dW."""
+        """
+        By stage, the largest number of tapes that exist at the same time. A tape is the data that F
+        keeps for dI and dW; it exists from F to dW.
+        """
         return dict(assign(self.steps, own_readers(self.steps)).peaks)

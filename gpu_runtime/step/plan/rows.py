@@ -1,12 +1,12 @@
 """
-One rank's line of a schedule table with messages. `walked` adds waits for sends, `Row.of` adds
-slots (the buffers that each microbatch uses).
+One rank's row of a schedule table with messages. `walked` adds waits for sends to a table. `Row.of`
+assigns slots (sets of buffers) to the microbatches.
 
 A table says when messages are posted. Up to torch 2.14, torch's tables do not say when a send must
-have finished. Every send from a slot must finish before a receive or an F uses the slot again. So
-`walked` puts a wait directly before that receive or F, not earlier, because a wait blocks the
-stream. The wait is an entry of the table, so that `qeffect check` sees the wait. A slot is in use
-from the post of its receive (not only from F) until its dW and its messages have finished.
+have finished. Every send from a slot must finish before a receive or an F uses the slot again.
+Therefore `walked` adds a wait directly before that receive or F. The wait is not added earlier,
+because a wait blocks the stream. The wait is an entry of the table, so `qeffect check` sees it. A
+slot is in use from the post of its receive until its dW and its messages have finished.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _WAIT_OF = {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
 
 class ScheduleRefusedError(ScheduleError):
     """
-    Raised if `qeffect check` refuses the table, so that no rank starts to run it.
+    Raised if `qeffect check` refuses the table. No rank then starts to run the table.
 
     Args:
-        finding: The first finding: the cause of the refusal.
+        finding: The first finding of `qeffect check`, which caused the refusal.
     """
 
     def __init__(self, finding: Finding) -> None:
@@ -59,16 +59,17 @@ class ScheduleRefusedError(ScheduleError):
 @attrs.frozen
 class Row:
     """
-    One rank's line of a schedule table: its actions and messages in a step, and the slots (sets of
+    One rank's row of a schedule table: its actions and messages in a step, and the slots (sets of
     buffers) that they use.
 
     Args:
         table: The whole schedule table, as `walked` returned it.
-        rank: The rank that this line of the table belongs to.
+        rank: The rank of this row.
         atoms: All actions, posts of messages, and waits for sends, in order.
         order: The F, dI and dW among `atoms`.
-        slots: The slot of each microbatch: which set of buffers it uses.
-        feeds: By local stage, the local stage that takes its output without a message.
+        slots: The slot of each microbatch.
+        feeds: Maps a stage of this rank to the stage of this rank that reads its output without a
+            message.
     """
 
     table: Schedule
@@ -86,7 +87,7 @@ class Row:
         Return one rank's row of a table that `walked` returned for the same provisioning and group.
 
         Raises:
-            ScheduleError: The table has no such rank, or the rank has no actions.
+            ScheduleError: The table has no rank with this number, or the rank has no actions.
         """
         if not 0 <= rank < table.num_ranks or not table.stages_of(rank):
             raise ScheduleError(f"{table.source}: rank {rank} has no actions")
@@ -102,7 +103,7 @@ class Row:
         return self.table.stages_of(self.rank)
 
     def receives_input(self, stage: int) -> bool:
-        """Whether a stage receives its input in a message."""
+        """Whether a stage receives its input from another rank in a message."""
         return stage > 0 and stage not in self.feeds.values()
 
     def receives_gradient(self, stage: int) -> bool:
@@ -118,10 +119,10 @@ def feeds_of(table: Schedule, rank: int) -> dict[int, int]:
 
 def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int = 1) -> Schedule:
     """
-    Return a schedule table in the form that ranks run. The given table and the new table must both
-    be accepted by `qeffect check`.
+    Return a schedule table in the form that ranks run. `qeffect check` must accept the given table
+    and the new table.
 
-    Each full backward becomes a dI and a dW, with its sends posted before the dW. If the table has
+    Each full backward becomes a dI and a dW; its sends are posted before the dW. If the table has
     no wait for a send, a wait is added before the send's slot is reused, or at the end of the row.
 
     >>> from qeffect.schedule.infer import from_actions
@@ -134,13 +135,13 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live", group: int =
     Args:
         schedule: A schedule table of all ranks, with messages if there is more than one rank.
         provisioning: How slots (sets of buffers) are assigned: `live` reuses slots; `static` gives
-            each microbatch a separate slot. If a slot is not reused, the rank waits for the slot's
-            sends at the end of the rank's actions.
-        group: Number of microbatches whose dW is computed as one product; the dW of a group are
-            then adjacent in the new table.
+            each microbatch its own slot. For slots that are not reused, the rank waits for the
+            sends at the end of its row.
+        group: Number of microbatches whose dW are computed as one product. The dW of a group follow
+            one another in the new table.
 
     Raises:
-        ScheduleRefusedError: `qeffect check` refuses the given table, or the new one.
+        ScheduleRefusedError: `qeffect check` refuses the given table or the new table.
         ScheduleError: Ranks or messages are missing, or the group does not divide the number of
             microbatches.
     """

@@ -4,9 +4,9 @@ uses. Both depend only on the order of the actions.
 
 Live provisioning reserves as many slots as microbatches are in progress at once, and reuses a slot
 as soon as its dW has finished. The paper's static provisioning reserves one slot per microbatch.
-The assignment does not depend on events at run time, so graphs can be captured for it. The capture
-knows which gradient memories the microbatches of a slot write, and which microbatch writes them
-first.
+The assignment does not depend on events at run time, so graphs can be captured in advance. At
+capture it is known to which gradient memory the microbatches of a slot write, and which microbatch
+writes first.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ PROVISIONINGS: tuple[Provisioning, ...] = ("live", "static")
 
 class WgradVariant(NamedTuple):
     """
-    One variant of a microbatch's dW (where and how it writes); each variant has its own captured
-    graph.
+    To which memory a dW writes, and whether it overwrites or adds. Each variant has its own
+    captured graph.
 
     Args:
-        destination: Index of the set of destinations, -1 for the library's own memory.
+        destination: Index of the set of gradient destinations; -1 for the library's own memory.
         accumulate: Whether the dW adds to the destinations.
-        joins: Whether the dW overwrites the destinations that only this stage writes, but adds to
-            destinations shared with another stage, because the other stage has already written
-            them.
+        joins: Whether the dW overwrites the destinations of only this stage, but adds to
+            destinations that another stage shares and has already written.
     """
 
     destination: int
@@ -47,13 +46,13 @@ class WgradVariant(NamedTuple):
 
     @property
     def writes(self) -> int:
-        """How the dW writes, as a value for `qeffect.counts.mark`."""
+        """Whether the dW overwrites or adds, as a value for `qeffect.counts.mark`."""
         return ADDS if self.accumulate else JOINS if self.joins else OVERWRITES
 
     def adding(self) -> WgradVariant:
         """
-        The variant of this dW in a later walk (pass over the rank's actions) of the epoch: it adds
-        to the same destinations.
+        The variant of this dW in a later walk (pass over the rank's actions) of the epoch. The dW
+        then adds to the same destinations.
         """
         return self._replace(accumulate=True, joins=False)
 
@@ -68,7 +67,8 @@ class SlotPlan:
         provisioning: How slots were assigned: `live` or `static`.
         slot_of: For each stage and microbatch, the index of its slot among the slots of this stage.
         num_slots: Number of slots by stage.
-        sharers: By stage, the other stage that writes the same destination of tied weights.
+        sharers: By stage, the other stage that writes to the same gradient destination, because
+            weights of both stages are tied.
         walks: Largest number of walks (passes over the rank's actions) in an epoch. In walks after
             the first, every dW adds.
         group: Number of microbatches whose dW are computed as one product. The product runs at the
@@ -85,17 +85,20 @@ class SlotPlan:
 
     def members(self, microbatch: int) -> tuple[int, ...]:
         """
-        Return the microbatches, ascending and with `microbatch`, whose dW runs as one product.
+        Return the microbatches whose dW run as one product with the dW of `microbatch`, including
+        itself, in ascending order.
 
-        The result is empty if the dW of an earlier microbatch of the group includes this
-        microbatch.
+        The result is empty if the product has already run at the dW of an earlier microbatch of the
+        group.
         """
         found = group_of(microbatch, self.group)
         return found if found[0] == microbatch else ()
 
     def products(self, stage: int, rule: Rule) -> tuple[tuple[tuple[int, ...], WgradVariant], ...]:
-        """Return each distinct pair of slots (sets of buffers) and variant that the dW of a stage
-        use in an epoch."""
+        """
+        Return the captures that a stage's dW need in an epoch: each distinct combination of slots
+        (sets of buffers) and variant.
+        """
         found: dict[tuple[tuple[int, ...], WgradVariant], None] = {}
         for microbatch in self.order.microbatches(stage, Kind.WGRAD):
             if not (members := self.members(microbatch)):
@@ -109,8 +112,8 @@ class SlotPlan:
 
     def variant(self, stage: int, microbatch: int, rule: Rule) -> WgradVariant:
         """
-        Return where and how the dW of a microbatch writes in the first walk (pass over the rank's
-        actions), under a destination rule.
+        Return the variant of a microbatch's dW in the first walk (pass over the rank's actions): to
+        which memory it writes under a destination rule, and whether it overwrites or adds.
         """
         if rule == "copied":
             return WgradVariant(-1, False)
@@ -147,9 +150,9 @@ def plan_slots(
     Assign slots (sets of buffers) in the order of the actions. F takes the lowest free slot. The
     slot is free again once its dW and all readers of its results have run.
 
-    Results have readers if a stage feeds another stage of the same process. The fed stage's F reads
-    the feeding stage's output. The feeding stage's dI reads the fed stage's input gradient, perhaps
-    after the fed stage's dW.
+    A stage may pass its output directly to a later stage of the same process. Then the later
+    stage's F reads the earlier stage's output. The earlier stage's dI reads the later stage's input
+    gradient, possibly after the later stage's dW.
 
     >>> plan = plan_slots(Order.parse("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"))
     >>> plan.num_slots, [plan.slot_of[0, m] for m in range(3)]
@@ -159,8 +162,8 @@ def plan_slots(
         order: The order of the actions.
         provisioning: `live`: each stage has as many slots as microbatches are in progress at once;
             `static`: one slot per microbatch.
-        available: Largest number of slots per stage; unlimited for a stage that is not named.
-        feeds: By local stage, the local stage that takes its output.
+        available: By stage, the largest number of slots; a stage that is not listed has no limit.
+        feeds: Maps a stage of this process to the stage of this process that reads its output.
         group: Number of microbatches whose dW is computed as one product.
 
     Raises:
@@ -186,13 +189,14 @@ def local_readers(
     stages: Iterable[int], microbatches: Iterable[int], feeds: Mapping[int, int]
 ) -> dict[Event, list[Tape]]:
     """
-    Return the actions that read each tape (the data that one F left): its dW, the F of the stage
-    that it feeds, and the dI of the stage that feeds it.
+    Return, for each action, the tapes (data that an F keeps) that it reads. A tape is read by its
+    own dW, by the F of the stage that takes its output, and by the dI of the stage whose output it
+    took.
 
     Args:
         stages: Stages of the process.
-        microbatches: Microbatches of an epoch.
-        feeds: Which local stage each local stage feeds.
+        microbatches: The microbatches of an epoch.
+        feeds: Maps a stage of this process to the stage of this process that reads its output.
     """
     found: dict[Event, list[Tape]] = {}
     every = tuple(microbatches)

@@ -21,8 +21,8 @@ class RankGroup:
     """
     The process group of all ranks that checkpoints use.
 
-    Only checkpoints use this group, because the thread of an asynchronous save may be using it at
-    any time.
+    Only checkpoints use this group, because the thread of an asynchronous save may use it at any
+    time.
 
     Attributes:
         handle: torch's process group; None before the first use and after `end`.
@@ -33,7 +33,7 @@ class RankGroup:
         self._made_for: tuple[int, int] | None = None
 
     def gather(self, worker: Worker, own: Any) -> list[Any]:
-        """Gather one object from every rank, ordered by rank; every rank calls this method."""
+        """Gather one object from every rank, ordered by rank. Every rank must call this method."""
         made_for = worker.name, worker.attempt
         if self.handle is None or self._made_for != made_for:
             self.end()  # some ranks may have ended theirs when all stopped
@@ -52,10 +52,11 @@ class RankGroup:
 
 class SharedError(BackendError):
     """
-    An error that every rank raises at the same point, based on data that all ranks have exchanged.
+    An error that every rank raises at the same point, because all ranks have exchanged the data
+    that caused it.
 
-    No rank then waits for another rank, so each rank can simply raise the error. Any other error
-    may exist on only one rank; `stop` reports such an error to the other ranks.
+    Then no rank waits for another rank, so each rank can simply raise the error. Other errors may
+    occur on only one rank; `stop` reports them to the other ranks.
     """
 
 
@@ -64,9 +65,9 @@ def consent(worker: Worker) -> None:
     Check that this rank's contract permits a checkpoint, and that all ranks are at the same epoch.
 
     Raises:
-        BackendError: An optimizer update failed half way on this rank.
+        BackendError: An optimizer update failed halfway on this rank.
         Exception: This rank's contract refuses, this rank's device failed, or a rank is gone or at
-            another epoch. On each of these errors the caller must stop all ranks (`stop`).
+            another epoch. After each of these errors the caller must stop all ranks (`stop`).
     """
     runtime = worker.runtime
     if runtime.actions.broken is not None:
@@ -87,7 +88,7 @@ def stop(
         worker: This rank.
         error: The error on this rank. A `SharedError` is returned unchanged, because every rank
             raises it.
-        group: The group to end, so that no other rank waits in it for this rank; None while an
+        group: The process group to end, so that no other rank waits in this group. None while an
             asynchronous save of an earlier epoch still uses the group.
         at: Name of the operation between two steps, for the text of the cause.
     """
@@ -108,7 +109,7 @@ def stop(
 
 def lost(error: Exception, at: str = "checkpoint", peer: int = -1) -> Exception:
     """
-    Turn a plain `RuntimeError` of torch into a `LostError`; return other errors unchanged.
+    Convert a plain `RuntimeError` of torch to a `LostError`. Return other errors unchanged.
 
     Args:
         error: The error that was raised.
@@ -125,7 +126,7 @@ def lost(error: Exception, at: str = "checkpoint", peer: int = -1) -> Exception:
 
 def raise_first(said: list[dict[str, Any]]) -> None:
     """
-    Raise the problem of the lowest rank that has a problem.
+    Raise an error if a rank has a problem. The error describes the problem of the lowest such rank.
 
     Raises:
         SharedError: A rank has a problem.

@@ -41,12 +41,12 @@ __all__ = ["Checkpoints", "EarlierSaveError"]
 
 
 class EarlierSaveError(BackendError):
-    """An earlier asynchronous save failed; the current save was still started."""
+    """An earlier asynchronous save failed. The current save was still started."""
 
 
 class Checkpoints:
     """
-    The checkpoints of one run, in one folder that all ranks reach.
+    The checkpoints of one run, in one folder that all ranks can read and write.
 
     Args:
         folder: The folder; `prepare` or the first save creates it.
@@ -54,20 +54,20 @@ class Checkpoints:
             checkpoint is complete.
         keep_every: Checkpoints whose epoch (number of optimizer steps) is a multiple of this number
             are never removed; 0 protects no checkpoint.
-        asynchronous: Whether `save` returns once everything is copied to the host, and the files
-            are written during the next steps. `failure`, `wait` or the next save then reports a
+        asynchronous: Whether `save` returns as soon as all data are copied to the host. The files
+            are then written during the next steps, and `failure`, `wait` or the next save reports a
             failure.
 
     Attributes:
         changed: Descriptions of the differences between the saving and the loading run that the
             last load accepted.
-        run: The run's identity, then the identities of the runs that it adopted (whose checkpoints
-            it continued). `load` copies these identities from the checkpoint. Every checkpoint's
-            manifest contains rank 0's list.
-        lock: The folder's lock, on rank 0; a save requires that this process still holds the lock.
-            None if the run takes no lock.
-        told: Whether `failure` has already reported that the current asynchronous save failed.
-        untidy: On rank 0, a description of files that the last finished save could not remove; the
+        run: The run's identity, followed by the identities of adopted runs, whose checkpoints this
+            run continued. `load` copies these identities from the checkpoint. Every checkpoint's
+            manifest contains the list of rank 0.
+        lock: The folder's lock, on rank 0. A save requires that this process still holds the lock.
+            None if the run uses no lock.
+        told: Whether `failure` has already reported the failure of the current asynchronous save.
+        untidy: On rank 0, a description of files that the last finished save could not remove. The
             checkpoint itself is complete.
 
     Raises:
@@ -99,11 +99,11 @@ class Checkpoints:
 
     def prepare(self) -> None:
         """
-        Create the folder, and check that this process can write files in it; the check leaves no
-        file.
+        Create the folder, and check that this process can write files to it. The check leaves no
+        file behind.
 
         Raises:
-            BackendError: The folder cannot be written to; the message says why.
+            BackendError: The folder cannot be written to. The message says why.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,15 +117,16 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """
-        Return the newest checkpoint; None without a checkpoint.
+        Return the newest checkpoint; None if there is no checkpoint.
 
-        The method checks the newest checkpoint's manifest and the size of every file; `load` also
-        compares the contents. If the newest checkpoint is damaged, the method raises an error and
-        does not try an older checkpoint. From an older checkpoint the run would silently repeat
-        steps, and could not save before it has passed the damaged checkpoint's epoch.
+        The method checks the newest checkpoint's manifest and the size of every file. `load` also
+        checks the contents. If the newest checkpoint is damaged, the method raises an error and
+        does not try an older checkpoint. After a start from an older checkpoint, the run would
+        silently repeat steps. Also, it could not save until it had passed the epoch of the damaged
+        checkpoint.
 
         Raises:
-            BackendError: The newest checkpoint is damaged or incomplete; the message says what is
+            BackendError: The newest checkpoint is damaged or incomplete. The message says what is
                 wrong and what to do.
         """
         try:
@@ -158,24 +159,25 @@ class Checkpoints:
         extra_tensors: Mapping[str, Tensor] | None = None,
     ) -> Path:
         """
-        Save the state between two steps; every rank calls this method, with the same facts.
+        Save the state between two steps. Every rank must call this method with the same facts
+        (plain data).
 
         Args:
             worker: This rank.
             naming: How the checkpoint names each tensor of the model.
             must: Plain data that must be equal in the run that loads, because they determine the
-                meaning of saved numbers: dimensions, data and so on.
-            free: Plain data that may differ in the run that loads, and that `load` returns:
-                positions, seeds, schedules.
-            extra_tensors: Further tensors by name; tensors with the same name must be equal on all
+                meaning of saved numbers. Examples are dimensions and the training data.
+            free: Plain data that may differ in the run that loads, such as positions, seeds and
+                schedules. `load` returns these data.
+            extra_tensors: Further tensors by name. Tensors with the same name must be equal on all
                 ranks.
 
         Returns:
-            The checkpoint's folder; an asynchronous save gives the folder this name only when its
-            files are complete.
+            The path of the checkpoint's folder. An asynchronous save gives the folder this name
+            only when all files are complete.
 
         Raises:
-            StoppedError: A rank has unfinished or failed work, cannot tell whether it has such
+            StoppedError: A rank has unfinished or failed work, does not know whether it has such
                 work, or is gone. All ranks raise this error with the same cause, and no checkpoint
                 is written.
             EarlierSaveError: An earlier asynchronous save failed. This save was still started.
@@ -293,8 +295,8 @@ class Checkpoints:
         Return why the current asynchronous save failed, without waiting for it.
 
         Returns:
-            The reason as text; empty while the save runs, if it succeeded, or if this reason was
-            returned before.
+            The reason as text. Empty while the save runs, if it succeeded, or if the reason was
+            already returned.
         """
         if self._under_way is None or self.told or not self._under_way[1].done():
             return ""
@@ -308,14 +310,14 @@ class Checkpoints:
         Wait until the current save is complete.
 
         Raises:
-            BackendError: The save failed; the message says why, and names the newest checkpoint.
+            BackendError: The save failed. The message says why, and names the newest checkpoint.
         """
         if problem := self._awaited():
             raise BackendError(problem)
 
     def close(self) -> None:
         """
-        Wait for the current save, then end the process group for saves and loads; never raises an
+        Wait for the current save, then end the process group for saves and loads. Never raises an
         error.
         """
         self._awaited()
@@ -332,19 +334,20 @@ class Checkpoints:
         replicas: Replicas = "same",
     ) -> dict[str, Any]:
         """
-        Load a checkpoint that was saved with any mapping of stages to ranks; every rank calls this
-        method.
+        Load a checkpoint that was saved with any mapping of stages to ranks. Every rank must call
+        this method.
 
         Args:
             path: The checkpoint, the same on every rank.
             worker: This rank, between two steps.
             naming: How the checkpoint names each tensor of the model.
             must: Plain data that must equal the `must` of the save.
-            extra_tensors: By name, the tensors into which `load` copies the `extra_tensors` of the
-                save.
-            replicas: Which scaling state replica r loads. With ``same``, the state of saved replica
-                r; a checkpoint with another number of replicas is refused. With ``modulo``, the
-                state of saved replica r modulo the saved number of replicas.
+            extra_tensors: By name, the tensors that `load` overwrites with the saved
+                `extra_tensors`.
+            replicas: Which FP8 scaling state replica r loads. With ``same``, replica r loads the
+                state of saved replica r, and a checkpoint with another number of replicas is
+                refused. With ``modulo``, replica r loads the state of saved replica r modulo the
+                saved number of replicas.
 
         Returns:
             The `free` data of the save.
@@ -353,7 +356,7 @@ class Checkpoints:
             BackendError: A file, a fact, a name, a size or a dtype is wrong on a rank. All ranks
                 raise this error, and no rank has changed a tensor.
             StoppedError: A rank is gone, is at another epoch after the load, or failed while it
-                wrote loaded tensors. The run must then be relaunched in new processes.
+                copied loaded tensors. The run must then be relaunched in new processes.
         """
         path = Path(path)
         own: dict[str, Any] = {"problem": self._awaited(), "path": str(path)}

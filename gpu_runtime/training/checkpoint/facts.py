@@ -1,6 +1,6 @@
 """
-The facts (plain data) of a checkpoint: those that must be equal in the saving and the loading run,
-and those that may differ.
+The facts (plain data) of a checkpoint. Some facts must be equal in the saving and the loading run;
+others may differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _TORCH = re.compile(r"^torch \S+ ")
 
 def plain(value: Any, where: str) -> Any:
     """
-    Return plain data in the form in which JSON returns them: tuples become lists.
+    Convert plain data to the form that they have after writing and reading as JSON: tuples become
+    lists.
 
     Args:
         value: Finite numbers, strings, None, and lists and mappings of such values.
@@ -87,7 +88,7 @@ def requirements(worker: Worker) -> dict[str, Any]:
 
 def mapping_of(worker: Worker) -> dict[str, Any]:
     """
-    Return how stages and microbatches are mapped to ranks; a loading run may have another mapping.
+    Return the mapping of stages and microbatches to ranks. A loading run may have another mapping.
     """
     table = worker.table
     return {
@@ -130,8 +131,8 @@ def changes(worker: Worker, facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 def first_difference(saved: Any, here: Any, where: str) -> tuple[str, Any, Any] | None:
     """
-    Return the name of the first entry in which two values of plain data differ, and both entries;
-    None if equal.
+    Compare two values of plain data. Return the name of the first different entry, and the entry in
+    both values; None if the values are equal.
     """
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         for key in sorted(saved.keys() | here.keys()):
@@ -147,8 +148,8 @@ def first_difference(saved: Any, here: Any, where: str) -> tuple[str, Any, Any] 
 
 def narrowed(saved: Any, here: Any, where: str) -> tuple[str, str, str] | None:
     """
-    Like `first_difference`, but also look inside lists, and shorten both entries to 40 characters;
-    None if equal.
+    Do the same as `first_difference`, but also look inside lists, and shorten both entries to 40
+    characters.
     """
     if isinstance(saved, list) and isinstance(here, list):
         if len(saved) != len(here):

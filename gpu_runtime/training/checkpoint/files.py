@@ -1,13 +1,13 @@
 """
-The files of a checkpoint: they are hashed while they are written, and compared with the hashes when
+The files of a checkpoint. They are hashed while they are written, and compared with the hashes when
 they are read. The folder gets its name only when it is complete.
 
 torch's DCP writes the tensors (`*.distcp`, `.metadata`). The folder also has `facts.json`, with all
 plain data, and `manifest.json`, with the size and the SHA-256 of every other file. Sizes and hashes
 are computed from the bytes that were passed to the file system. The folder is hidden until all
-files are on the disk; the final rename makes it a checkpoint. DCP itself has no hashes. DCP
-unpickles `.metadata`, and does not sync this file to the disk. So this module syncs the file, and
-lets DCP read it only after comparing its hash.
+files are on the disk; the final rename makes the folder a checkpoint. DCP has no hashes, does not
+sync `.metadata` to the disk, and unpickles this file when it is read. Therefore this module syncs
+the file, and lets DCP read it only after a check of its hash.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def partial_of(final: Path) -> Path:
 
 
 def canonical(value: Any) -> bytes:
-    """Return plain data as JSON; equal data always give the same text."""
+    """Return plain data as JSON. Equal data always give the same text."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode()
 
@@ -184,11 +184,13 @@ class Writer(FileSystemWriter):
         facts: The plain data of the checkpoint, which rank 0 writes.
         keep: Number of complete checkpoints to keep.
         words: Descriptions of files that could not be removed. At the end, rank 0 removes old
-            checkpoints, and appends descriptions of those that it cannot remove.
-        log: The rank log; rank 0 writes an event there just before the checkpoint gets its name.
+            checkpoints. If rank 0 cannot remove one, it appends a description to this list.
+        log: The rank log. Rank 0 writes an event to this log directly before the checkpoint gets
+            its name.
         keep_every: Checkpoints whose epoch (number of optimizer steps) is a multiple of this number
             are also kept; 0 keeps no further checkpoint.
-        run: The identities of the saving run and of the runs that it adopted.
+        run: The identities of the saving run and of the runs that it adopted (whose checkpoints it
+            continued).
     """
 
     def __init__(
@@ -210,12 +212,12 @@ class Writer(FileSystemWriter):
         self.fs = self.hashed = _HashingFileSystem()
 
     def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy all tensors to the host now, so that files written later contain these values."""
+        """Copy all tensors to the host now. Files that are written later contain these values."""
         self.per_thread_copy_ahead = 0
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state_dict.items()}
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write this rank's tensors; the results also contain the size and hash of each file."""
+        """Write this rank's tensors. The results also contain the size and hash of each file."""
         future = super().write_data(plan, planner)
         marks = {name: [mark.size, mark.sha256] for name, mark in self.hashed.marks.items()}
         told = WriteResult(index=MetadataIndex(f"marks of {id(self)}"), size_in_bytes=0,
@@ -306,7 +308,8 @@ def newest_name(folder: Path) -> str | None:
 
 def clear(folder: Path) -> tuple[str, ...]:
     """
-    Remove files and folders left by a killed save or removal; must be called while no save runs.
+    Remove files and folders that a killed save or removal left behind. Call this function only
+    while no save is running.
 
     Only folders with exactly the names that this module writes are removed.
 
@@ -327,11 +330,11 @@ def clear(folder: Path) -> tuple[str, ...]:
 
 def retain(folder: Path, keep: int, keep_every: int = 0) -> tuple[str, ...]:
     """
-    Remove all but the newest checkpoints; each checkpoint is renamed before its removal, so that no
-    named checkpoint is half removed.
+    Remove all checkpoints except the newest ones. Each checkpoint is renamed before its removal, so
+    a folder with a checkpoint's name is never half removed.
 
-    Only folders with a sound manifest that lists `facts.json` are removed; other folders are not
-    checkpoints.
+    Only folders with an undamaged manifest that lists `facts.json` are removed, because other
+    folders are not checkpoints.
 
     Args:
         folder: The folder of all checkpoints.
@@ -377,7 +380,7 @@ def manifest(path: Path) -> dict[str, FileDigest]:
     Return the size and the hash of each file of a checkpoint, from an undamaged manifest.
 
     Raises:
-        BackendError: The folder is missing or is the parent folder of checkpoints, or its manifest
+        BackendError: The folder is missing, or is the parent folder of checkpoints. Or its manifest
             is missing, damaged, or of another format.
     """
     if not path.is_dir():
@@ -393,10 +396,11 @@ def manifest(path: Path) -> dict[str, FileDigest]:
 
 def run_of(path: Path) -> list[str]:
     """
-    Return the identities of the run that saved a checkpoint and of the runs that this run adopted.
+    Return the identity of the run that saved a checkpoint, followed by the identities of the runs
+    that it adopted (whose checkpoints it continued).
 
     Returns:
-        The identities; empty if the checkpoint was saved by an earlier version without identities.
+        The identities; empty if an earlier version without identities saved the checkpoint.
 
     Raises:
         BackendError: The folder is not a checkpoint, or its manifest is missing, damaged or of
@@ -407,7 +411,8 @@ def run_of(path: Path) -> list[str]:
 
 def runs_in(folder: Path) -> list[str]:
     """
-    List the identities of all runs with checkpoints in a folder, each once, newest first.
+    List the identities of all runs that have checkpoints in a folder, newest first and without
+    repetition.
 
     A subfolder without an undamaged manifest is not a checkpoint, and is ignored.
     """
@@ -453,13 +458,13 @@ def _sealed(path: Path) -> dict[str, Any]:
 
 def problem_of(path: Path, marks: Mapping[str, FileDigest], hashed: Sequence[str]) -> str:
     """
-    Describe the first problem with a checkpoint's files; empty without a problem.
+    Describe the first problem with a checkpoint's files; empty if there is no problem.
 
     Args:
         path: The folder of the checkpoint.
         marks: The size and the hash of each file, from the checkpoint's manifest.
-        hashed: Names of the files whose content is compared with the hash; of all other files, only
-            the size is compared.
+        hashed: Names of the files whose content is compared with the hash. For all other files,
+            only the size is compared.
     """
     for name, mark in sorted(marks.items()):
         file = path / name

@@ -2,8 +2,8 @@
 Identify the run of each checkpoint, so that a resumed run continues only its own checkpoints.
 
 A run's identity is drawn at random at the first start, or given in the training file. The manifest
-of every checkpoint contains the identity, and a resumed run keeps it. A manifest also lists the
-adopted runs: other runs whose checkpoints this run continued.
+of every checkpoint contains the identity, and a resumed run keeps it. A manifest also lists adopted
+runs: other runs whose checkpoints this run has continued.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def identity_of(
         folder: The folder of checkpoints.
         newest: The checkpoint to resume from; None for a run that begins.
         name: The identity in the training file; empty if the file has no identity.
-        adopt: Whether to accept another run's checkpoint, and a folder with checkpoints of several
-            runs.
+        adopt: Whether to accept a checkpoint of another run, and a folder with checkpoints of
+            several runs.
 
     Returns:
         The identities, and a warning, which may be empty.
 
     Raises:
-        BackendError: Without `adopt`: the newest checkpoint belongs to another run than the
-            training file says, or the folder has checkpoints of several runs.
+        BackendError: `adopt` is False, and the newest checkpoint does not belong to the run in the
+            training file, or the folder has checkpoints of several runs.
     """
     fresh = name or secrets.token_hex(8)
     if newest is None:

@@ -1,5 +1,5 @@
 """
-Load a checkpoint: compare it with this run, find each tensor, and copy the tensors.
+Load a checkpoint: compare its facts with this run, find each tensor, and copy the tensors.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ replica r modulo N, where N is the number of saved replicas.
 
 class HalfLoadedError(RuntimeError):
     """
-    All ranks had accepted a checkpoint, but this rank failed while it copied the checkpoint's
-    tensors into its own tensors.
+    This rank failed while it copied a checkpoint's tensors into its own tensors. All ranks had
+    accepted the checkpoint before.
     """
 
     unrecoverable = True
@@ -61,7 +61,7 @@ class HalfLoadedError(RuntimeError):
 @attrs.frozen(eq=False)
 class TensorSource:
     """
-    The origin and the destination of a loaded tensor.
+    Where a loaded tensor comes from, and where it is copied to.
 
     Args:
         saved: The tensor's name in the checkpoint.
@@ -74,7 +74,8 @@ class TensorSource:
 
 def require_compatible(path: Path, worker: Worker, must: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Check this rank's share of the files, and compare all facts with this run.
+    Check the files that this rank is responsible for, and compare all facts (plain data) with this
+    run.
 
     Returns:
         The checkpoint's facts.
@@ -166,7 +167,7 @@ def write_loaded(
     found: Mapping[str, Tensor],
     extra: Mapping[str, Tensor],
 ) -> None:
-    """Copy the loaded tensors, which `sources` has checked, into this rank's tensors."""
+    """Copy the loaded tensors into this rank's tensors. `sources` must have checked them before."""
     runtime = worker.runtime
     worker.new = False
     runtime.drain()
@@ -195,7 +196,8 @@ def require_all_taken(
     path: Path, facts: Mapping[str, Any], said: list[dict[str, Any]], replicas: int
 ) -> None:
     """
-    Raise an error unless all ranks load the same checkpoint, and together load all its tensors.
+    Raise an error unless all ranks load the same checkpoint, and the ranks together load all its
+    tensors.
 
     Args:
         path: The folder of the checkpoint.

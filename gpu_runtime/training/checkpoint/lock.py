@@ -1,15 +1,15 @@
 """
-The lock of a folder of checkpoints, which only one run at a time may write.
+The lock of a folder of checkpoints. Only one run at a time may write to such a folder.
 
 The process of rank 0 holds an advisory lock (`flock`) on a file in the folder while it trains. The
 operating system releases the lock when that process ends for any reason, so a lock never outlives
-its owner. The file's text names the owner, for the error message of a second run; the text itself
-locks nothing.
+its owner. The file's text names the owner, for the error message of a second run. The text has no
+effect on the lock.
 
-The lock is on the file, not on its name. If the folder is moved away or the file is removed while
-the run trains, another run could lock a new file of the same name. So the owner checks that the
-name still refers to the locked file, before each save (`FolderLock.require`) and before it replaces
-the status file (`FolderLock.lost`).
+The lock belongs to the file, not to its name. If the folder is moved or the file is removed while
+the run trains, another run could lock a new file of the same name. Therefore the owner checks that
+the name still refers to the locked file. It does so before each save (`FolderLock.require`) and
+before it replaces the status file (`FolderLock.lost`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class FolderLock:
     The lock of one folder of checkpoints, held by this process.
 
     Args:
-        folder: The folder; created if missing.
+        folder: The folder of checkpoints; created if missing.
 
     Attributes:
-        began: Whether the training has begun. If a run ends before that, the command writes the
-            status file; afterwards the trainer does.
-        problem: Why the folder could not be locked, although no other run holds the lock; a second
-            run in the folder would then not be noticed. Empty if this process holds the lock.
+        began: Whether the training has begun. If a run ends before its training begins, the command
+            writes the status file. Otherwise the trainer writes it.
+        problem: Why the folder could not be locked, although no other run holds the lock. A second
+            run in the folder is then not detected. Empty if this process holds the lock.
 
     Raises:
-        BackendError: Another process holds the lock; the message names that process.
+        BackendError: Another process holds the lock. The message names this process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -90,11 +90,12 @@ class FolderLock:
 
     def require(self) -> None:
         """
-        Raise an error if another process holds the folder's lock; lock the folder again if the file
-        was moved away or removed.
+        Raise an error if another process holds the folder's lock. If the locked file was moved or
+        removed, lock the folder again.
 
         Raises:
-            BackendError: Another file now has the lock's name, and another process has locked it.
+            BackendError: Another file now has the lock's name, and another process has locked this
+                file.
         """
         if self._handle is None or self._same() is True:
             return
@@ -108,7 +109,7 @@ class FolderLock:
 
     def lost(self) -> bool:
         """
-        Whether another file now has the lock's name, so that another process may have locked the
+        Whether another file now has the lock's name. Then another process may have locked the
         folder.
         """
         return self._handle is not None and self._same() is False
@@ -126,7 +127,8 @@ class FolderLock:
 
     def say(self, **facts: Any) -> None:
         """
-        Write into the lock file who holds the lock, with further facts such as the run's identity.
+        Write the owner of the lock into the lock file, with further facts such as the run's
+        identity.
         """
         self._said.update(facts)
         if self._handle is not None:

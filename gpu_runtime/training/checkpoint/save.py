@@ -1,5 +1,6 @@
 """
-Save a checkpoint: collect the tensors and facts of each rank, and compare all ranks.
+Save a checkpoint: collect the tensors and facts (plain data) of each rank, and compare them between
+ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["NonFiniteError", "clear_for", "facts_of", "random_name", "require_sa
 
 class NonFiniteError(SharedError):
     """
-    A weight, a moment or a scale is not finite, so nothing is saved.
+    A weight, an optimizer moment or a scale is not finite, so nothing is saved.
 
     Args:
         said: By rank, the tensors that are not finite.
@@ -37,18 +38,19 @@ class NonFiniteError(SharedError):
 
 def clear_for(folder: Path, final: Path) -> tuple[str, ...]:
     """
-    Create the folder, and remove files left by killed saves, before a checkpoint is written.
+    Prepare the folder for a new checkpoint: create the folder, and remove files that killed saves
+    left behind.
 
     Args:
         folder: The folder of all checkpoints.
-        final: The new checkpoint's folder.
+        final: The path of the new checkpoint.
 
     Returns:
         Descriptions of everything that could not be removed.
 
     Raises:
-        BackendError: The new checkpoint's name exists already, or the folder holds a checkpoint of
-            this epoch or a later epoch.
+        BackendError: The new checkpoint's name already exists, or the folder contains a checkpoint
+            of this epoch (number of optimizer steps) or a later epoch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     left = clear(folder)
@@ -67,7 +69,8 @@ def clear_for(folder: Path, final: Path) -> tuple[str, ...]:
 
 def random_name(worker: Worker, kind: str) -> str:
     """
-    Return the name, in a checkpoint, of this rank's random state; `kind` is ``cpu`` or ``cuda``.
+    Return the name that this rank's random state has in a checkpoint. `kind` is ``cpu`` or
+    ``cuda``.
     """
     return f"{RANDOM}.dp{worker.replica}.pp{worker.member.rank % worker.pp}.{kind}"
 
@@ -100,7 +103,8 @@ def facts_of(worker: Worker, must: Mapping[str, Any], free: Mapping[str, Any]) -
     Collect the plain data that this rank writes into a checkpoint.
 
     Returns:
-        The keys ``facts``, ``contract`` and ``made_by``, each plain data.
+        A mapping with the keys ``facts``, ``contract`` and ``made_by``, whose values are plain
+        data.
 
     Raises:
         BackendError: A fact is not plain data.
@@ -121,7 +125,8 @@ def facts_of(worker: Worker, must: Mapping[str, Any], free: Mapping[str, Any]) -
 
 def require_same(said: list[dict[str, Any]]) -> None:
     """
-    Raise an error unless all ranks save the same facts, and the same bits under the same name.
+    Raise an error unless all ranks save the same facts, and the same bits for tensors with the same
+    name.
 
     Args:
         said: By rank, its facts and the checksums of its tensors.

@@ -19,8 +19,8 @@ def sizes(path: str | Path) -> dict[str, int]:
     Count the bytes of a checkpoint.
 
     Returns:
-        The bytes of tensors by kind: ``weights``, ``optimizer``, ``numerical`` (histories and
-        scales), ``random`` and ``extra``; also the bytes of the file ``facts``, and the ``total``
+        The bytes of tensors by kind: ``weights``, ``optimizer``, ``numerical`` (amax histories and
+        scales), ``random`` and ``extra``. Also the bytes of the file ``facts``, and the ``total``
         of all files.
 
     Raises:

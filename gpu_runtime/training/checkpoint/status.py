@@ -1,6 +1,7 @@
 """
-The status of a run: whether the run has ended, why, and whether to resume it. The status is written
-to a file in the folder of checkpoints, and to the last line of output if the run was stopped.
+The status of a run: whether the run has ended, why it ended, and whether to resume it. The status
+is written to a file in the folder of checkpoints. If the run was stopped, the last line of output
+also contains it.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def facts_of_run(
         run: The run's identity; None if it is not known yet.
         steps: Number of steps of the whole run.
         step: Number of steps taken; None if the run ended before its first step.
-        mismatches: Number of steps that ran twice with different results.
-        by: The reason for the end of the run: a single word, such as `refused` or `SIGINT`.
+        mismatches: Number of steps that ran twice with two different results.
+        by: The reason for the end of the run as a single word, such as `refused` or `SIGINT`.
         cause: The reason for the end of the run, as a sentence.
-        resume: Whether the run may be resumed automatically, without a person's decision.
+        resume: Whether the run may be resumed automatically, without the decision of a person.
     """
     return {
         "state": state,
@@ -65,7 +66,7 @@ def facts_of_run(
 
 def next_start(facts: Mapping[str, Any], folder: Path | None) -> str:
     """
-    Say whether a run that was stopped may be resumed, and from which checkpoint.
+    Describe whether a stopped run may be resumed, and from which checkpoint.
 
     Args:
         facts: The run's status, from `facts_of_run`.
@@ -84,10 +85,10 @@ def next_start(facts: Mapping[str, Any], folder: Path | None) -> str:
 
 def write_status(folder: Path, facts: Mapping[str, Any]) -> str:
     """
-    Replace the status file atomically: a reader finds either the old facts or the new facts.
+    Replace the status file atomically. A reader finds either the old facts or the new facts.
 
-    On a full disk, which has no space for a second file, the new facts overwrite the old facts in
-    place.
+    If the disk is full, there is no space for a second file. Then the new facts overwrite the old
+    facts in place.
 
     Args:
         folder: The folder of the checkpoints.

@@ -23,7 +23,7 @@ __all__ = ["abort_dgrad", "check_dgrad", "commit_dgrad"]
 
 def check_dgrad(st, key, ref, token, link):
     """
-    Before dI: reserves tape and domain.
+    Before dI: reserves the tape and the domain.
 
     Guards: ownership, version, order, arena, capture, completion, epoch.
     Writes: ownership, order, capture, tickets.
@@ -110,9 +110,10 @@ def check_dgrad(st, key, ref, token, link):
 
 def commit_dgrad(st, slot, ticket, queued, updates, scales, draws, weight, parts):
     """
-    After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, `scales`
-    the token of the F whose scales dI used, and `draws` says where dI began to draw when it
-    recomputed F. The fraction `weight`/`parts` is the microbatch's share of the epoch's gradient.
+    After dI: the token advances, and the tape waits for dW. `queued` is the work deferred to dW.
+    `scales` identifies the F whose scales dI used, by the token of that F. `draws` is the position
+    of the random generator at which dI began to draw when it recomputed F. The fraction
+    `weight`/`parts` is the microbatch's share of the epoch's gradient.
 
     Guards: ownership, order, epoch.
     Writes: ownership, order, completion, epoch.

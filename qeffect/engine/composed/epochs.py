@@ -72,8 +72,8 @@ def finalize(st, stage, link):
 
 def start_reduction(st, bucket, link):
     """
-    After the last dW of the bucket's stages, when a caller's stream enqueues the reduction: the
-    bucket is then in flight.
+    After the last dW of the bucket's stages, when a caller's stream enqueues the reduction: marks
+    the reduction as in flight.
 
     Guards: reduction, completion.
     Writes: completion, reduction.
@@ -106,8 +106,8 @@ def start_reduction(st, bucket, link):
 
 def finish_reduction(st, bucket, link):
     """
-    When the caller's stream, which will read the gradients, waits for the reduction: the bucket is
-    then reduced.
+    When the caller's stream that will read the gradients waits for the reduction: marks the bucket
+    as reduced.
 
     Guards: reduction, completion.
     Writes: completion, reduction.
@@ -179,7 +179,7 @@ def start_weights_read(st, stage, link):
 
 def finish_weights_read(st, stage, link):
     """
-    When the caller's stream, which will run the update, waits for that read: ends the read.
+    When the caller's stream that will run the update waits for the read of weights: ends that read.
 
     Guards: completion.
     Writes: completion.
@@ -232,8 +232,8 @@ def start_gradients_read(st, stage, link):
 
 def finish_gradients_read(st, stage, link):
     """
-    When the caller's stream, which will run the update, and the stage's graph stream wait for that
-    read: ends the read.
+    When two streams wait for the read of gradients, namely the stage's graph stream and the
+    caller's stream that will run the update: ends that read.
 
     Guards: completion.
     Writes: completion.
@@ -252,8 +252,8 @@ def finish_gradients_read(st, stage, link):
 
 def next_walk(st, epoch):
     """
-    After every stage was finalized and before any reduction: begins the next walk, which adds to
-    the same gradients, with the same keys.
+    After every stage was finalized and before any reduction: begins the epoch's next walk over the
+    microbatches. This walk adds to the same gradients, and uses the same keys again.
 
     Guards: ownership, epoch, completion, reduction.
     Writes: ownership, order, arena, epoch.
@@ -348,8 +348,9 @@ def check_update(st, epoch, caller):
 
 def move_scales(st, stage, updates):
     """
-    In an update, after the scales of the stage's domain moved: records their movement. The call is
-    accepted only if these scales move once an epoch. `updates` counts how often they moved.
+    During an update, after the scales of the stage's domain changed: records the change. The call
+    is accepted only if this domain's scales change once an epoch. `updates` counts how often they
+    changed.
 
     Guards: order.
     Writes: order.
@@ -405,7 +406,7 @@ def commit_update(st, epoch, ticket):
 
 def abort_update(st, epoch, ticket):
     """
-    After the update failed: the weights are half updated until a restore.
+    After the update failed: marks the weights as half updated until a restore.
 
     Guards: epoch.
     Writes: completion, epoch.
@@ -426,9 +427,9 @@ def abort_update(st, epoch, ticket):
 
 def fail(st, stage, epoch):
     """
-    When a fault of an earlier action is seen late. A fault of the current epoch spoils that epoch;
-    after a fault of an epoch that was committed, or whose update is in flight, the weights are half
-    updated until a restore.
+    When a fault of an earlier action is seen late: a fault in the current epoch spoils that epoch.
+    If the epoch was committed, or if its update is in flight, the weights count as half updated
+    until a restore.
 
     Guards: epoch.
     Writes: epoch.

@@ -14,8 +14,9 @@ __all__ = ["abort_evaluation", "check_evaluation", "commit_evaluation"]
 
 def check_evaluation(st, stage, link, cached):
     """
-    Before a forward that trains nothing: reserves the stage and its domain. `cached` is true if the
-    evaluation reads the weight cache, and false if it quantizes the weights itself.
+    Before an evaluation (a forward that trains nothing): reserves the stage and its domain.
+    `cached` is true if the evaluation reads the weight cache, and false if it quantizes the weights
+    itself.
 
     Guards: version, order, completion, epoch.
     Writes: order, epoch, tickets.
@@ -57,8 +58,9 @@ def check_evaluation(st, stage, link, cached):
 
 def commit_evaluation(st, stage, ticket, fill_epoch, updates):
     """
-    After an evaluation: leaves the epoch unchanged. `fill_epoch` names the epoch of the weights if
-    the evaluation filled the cache, and `updates` counts how often it updated the scales.
+    After an evaluation: ends the reservation and leaves the epoch unchanged. `fill_epoch` is the
+    epoch of the weights if the evaluation filled the cache. `updates` counts how often the
+    evaluation updated the scales.
 
     Guards: epoch, version, order.
     Writes: order, completion, epoch.

@@ -14,8 +14,8 @@ __all__ = ["abort_forward", "check_forward", "commit_forward"]
 
 def check_forward(st, key, slot, token, link, refresh):
     """
-    Before F: reserves slot and domain. `refresh` is true if F fills the weight cache itself, and
-    false if F reads the cache as it is.
+    Before F: reserves the slot and the domain. `refresh` is true if F fills the weight cache
+    itself, and false if F reads the cache as it is.
 
     Guards: ownership, version, order, capture, completion, epoch.
     Writes: ownership, version, order, capture, tickets.
@@ -115,9 +115,9 @@ def check_forward(st, key, slot, token, link, refresh):
 
 def commit_forward(st, slot, ticket, filled, fill_epoch, updates, draws):
     """
-    After F: the tape is live and the token advances; an F that refreshes makes the cache current.
-    `updates` counts how often F updated the scales, and `draws` says where F began to draw random
-    numbers.
+    After F: the tape is live and the token advances. An F that refreshes also makes the cache
+    current. `updates` counts how often F updated the scales. `draws` is the position of the random
+    generator at which F began to draw.
 
     Guards: ownership, version, order.
     Writes: ownership, version, order, completion.

@@ -14,7 +14,7 @@ __all__ = ["abort_refresh", "check_refresh", "commit_refresh"]
 
 def check_refresh(st, stage, link):
     """
-    Before a refresh: reserves the domain.
+    Before a refresh of the stage's weight cache: reserves the stage's domain.
 
     Guards: version, order, capture, completion, epoch.
     Writes: version, order, capture, tickets.
@@ -66,8 +66,8 @@ def check_refresh(st, stage, link):
 
 def commit_refresh(st, stage, ticket, filled, fill_epoch):
     """
-    After a refresh: the cache is current. `filled` names the matrices whose caches were filled, and
-    `fill_epoch` the epoch of the weights that they were filled from.
+    After a refresh: marks the weight cache as current. `filled` names the matrices whose caches
+    were filled. `fill_epoch` is the epoch of the weights from which they were filled.
 
     Guards: version.
     Writes: version, order, completion.
@@ -94,7 +94,7 @@ def commit_refresh(st, stage, ticket, filled, fill_epoch):
 
 def abort_refresh(st, stage, ticket):
     """
-    After a refresh failed: poisons the state domain until a restore.
+    After a refresh failed: poisons the stage's domain until a restore.
 
     Guards: version.
     Writes: version, order, completion.

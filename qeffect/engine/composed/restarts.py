@@ -14,7 +14,7 @@ __all__ = ["checkpoint", "restore"]
 
 def checkpoint(st):
     """
-    Before anything is saved: only checks, and changes nothing.
+    Before anything is saved: checks that a checkpoint is allowed, and changes nothing.
 
     Guards: persistence, order.
     Writes: none.
@@ -44,7 +44,8 @@ def checkpoint(st):
 
 def restore(st, epoch, incarnation):
     """
-    After the numerical state was loaded: starts a new incarnation with stale caches.
+    After the numerical state was loaded from a checkpoint: starts a new incarnation with free slots
+    and stale weight caches.
 
     Guards: epoch, ownership, version, persistence, reduction.
     Writes: ownership, version, order, arena, capture, completion, reduction, epoch, persistence.

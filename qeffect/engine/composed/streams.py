@@ -53,8 +53,8 @@ def wait(st, link):
 
 def drain(st, domain):
     """
-    After the host has seen the domain's device work finish: records this. Ends no transfer and
-    makes no stream wait.
+    After the host has seen the domain's device work finish: records this fact. The call ends no
+    transfer and makes no stream wait.
 
     Guards: none.
     Writes: completion.

@@ -73,8 +73,8 @@ def reserve(st, key, slot, link):
 
 def skip(st, key):
     """
-    Before the first F of a walk that takes fewer microbatches than configured: leaves out the key's
-    F, dI and dW.
+    Before the first F of a walk (pass over the microbatches) that takes fewer microbatches than
+    configured: leaves out the key's F, dI and dW.
 
     Guards: ownership, version, order, epoch.
     Writes: ownership, order, epoch.
@@ -139,7 +139,7 @@ def bind(st, key, destination):
 
 def drop(st, key, ref):
     """
-    Aborts one tape. A purge drops every tape of an epoch.
+    To abort one tape: releases it and spoils the epoch. A purge drops every tape of an epoch.
 
     Guards: ownership.
     Writes: ownership, capture, completion, epoch.
@@ -178,8 +178,8 @@ def drop(st, key, ref):
 
 def invalidate(st, stage):
     """
-    After the weight cache was lost: marks the cache stale. If the stage's F have begun and a dI is
-    still to come, spoils the epoch.
+    After the weight cache was lost: marks the cache as stale. If the stage has begun its F and a dI
+    is still to come, the call also spoils the epoch.
 
     Guards: version.
     Writes: version, epoch.

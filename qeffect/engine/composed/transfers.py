@@ -25,8 +25,8 @@ __all__ = ["finish_read", "finish_receive", "post_receive", "read"]
 
 def post_receive(st, key, ref, message, link):
     """
-    Before a stream receives the tape's input, or its output's gradient, into the slot: the receive
-    is then under way.
+    Before a stream receives the tape's input, or the gradient of its output, into the slot: marks
+    the receive as under way.
 
     Guards: ownership, completion.
     Writes: ownership, completion.
@@ -146,7 +146,8 @@ def finish_receive(st, key, ref, message, link):
 
 def read(st, key, ref, bit, link):
     """
-    Before a stream reads the output or the input gradient: the read is then under way.
+    Before a stream reads the output or the input gradient from the slot: marks the read as under
+    way.
 
     Guards: ownership, completion.
     Writes: ownership, completion.
@@ -187,7 +188,7 @@ def read(st, key, ref, bit, link):
 def finish_read(st, key, ref, bit, link):
     """
     After the read has ended and the link's caller has waited for it: records the end of the read.
-    The tape's last consumer releases the slot.
+    If the reader was the tape's last consumer, the slot is released.
 
     Guards: ownership, completion.
     Writes: ownership, capture, completion.

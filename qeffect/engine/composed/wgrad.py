@@ -25,7 +25,8 @@ __all__ = ["abort_wgrad", "check_wgrad", "commit_wgrad", "group_wgrad", "ungroup
 
 def check_wgrad(st, key, ref, link, destination, first):
     """
-    Before dW: reserves tape and destination. `first` says which buffers dW overwrites.
+    Before dW: reserves the tape and the destination. `first` says which gradient buffers dW
+    overwrites; dW adds to the others.
 
     Guards: ownership, arena, capture, completion, epoch.
     Writes: ownership, arena, capture, tickets.
@@ -93,8 +94,8 @@ def check_wgrad(st, key, ref, link, destination, first):
 
 def group_wgrad(st, key, ref, leader, ticket, link, destination):
     """
-    After the check of a dW and before its commit: the same product takes this tape too. `leader` is
-    the slot, and `ticket` the ticket, of the dW that was checked.
+    After the check of a dW and before its commit: adds this tape to the matrix product of that dW
+    (a grouped dW). `leader` is the slot of the dW that was checked, and `ticket` is its ticket.
 
     Guards: ownership, order, arena, capture, completion.
     Writes: ownership.
@@ -152,8 +153,8 @@ def group_wgrad(st, key, ref, leader, ticket, link, destination):
 
 def commit_wgrad(st, slot, ticket, covered):
     """
-    After dW: counts the write. `covered` names the matrices written. The tape's last consumer
-    releases the slot.
+    After dW: counts the dW. `covered` names the matrices that dW wrote. If dW was the tape's last
+    consumer, the slot is released.
 
     Guards: ownership.
     Writes: ownership, arena, capture, completion, epoch.
@@ -202,8 +203,8 @@ def commit_wgrad(st, slot, ticket, covered):
 
 def ungroup_wgrad(st, key, ref, covered):
     """
-    After a grouped dW ended: counts the dW of this tape. `covered` names the matrices written. The
-    tape's last consumer releases the slot.
+    After a grouped dW ended: counts the dW of this tape. `covered` names the matrices that dW
+    wrote. If dW was the tape's last consumer, the slot is released.
 
     Guards: ownership, arena.
     Writes: ownership, capture, completion, epoch.
