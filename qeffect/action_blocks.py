@@ -113,16 +113,18 @@ class _Guarded:
     contract: Guards
     ticket: Ticket
 
-    def check(self) -> Ticket:
-        raise NotImplementedError  # each action has its own
-
     def commit(self) -> None:
         """Redeem the ticket with the action's evidence, that is, its reports of what it did."""
         raise NotImplementedError  # each action has its own
 
     def __enter__(self) -> Any:
-        self.ticket = self.check()
-        return self
+        """
+        Check the action and keep its ticket.
+
+        Each action has its own method, since a common one would cost another call. F, dI and dW
+        pass their options only if there are any: even ``**{}`` takes the interpreter's slow path.
+        """
+        raise NotImplementedError
 
     def __exit__(
         self,
@@ -154,8 +156,9 @@ class Refresh(_Guarded):
         self.contract, self.stage, self.link = contract, stage, link
         self.filled: Fills | None = None
 
-    def check(self) -> Ticket:
-        return self.contract.check_refresh(self.stage, self.link)
+    def __enter__(self) -> Refresh:
+        self.ticket = self.contract.check_refresh(self.stage, self.link)
+        return self
 
     def commit(self) -> None:
         self.contract.commit(self.ticket, filled=self.filled)
@@ -176,8 +179,9 @@ class Evaluation(_Guarded):
         self.filled: Fills | None = None
         self.updates: int | None = None
 
-    def check(self) -> Ticket:
-        return self.contract.check_evaluation(self.stage, **self.options)
+    def __enter__(self) -> Evaluation:
+        self.ticket = self.contract.check_evaluation(self.stage, **self.options)
+        return self
 
     def commit(self) -> None:
         self.contract.commit(self.ticket, filled=self.filled, updates=self.updates)
@@ -200,8 +204,12 @@ class Forward(_Guarded):
         self.updates: int | None = None
         self.draws: int | None = None
 
-    def check(self) -> Ticket:
-        return self.contract.check_forward(self.key, **self.options)
+    def __enter__(self) -> Forward:
+        if self.options:
+            self.ticket = self.contract.check_forward(self.key, **self.options)
+        else:
+            self.ticket = self.contract.check_forward(self.key)
+        return self
 
     def commit(self) -> None:
         self.contract.commit(
@@ -252,8 +260,12 @@ class Dgrad(_Guarded):
         self.draws: int | None = None
         self.weight: tuple[int, int] | None = None
 
-    def check(self) -> Ticket:
-        return self.contract.check_dgrad(self.key, self.ref, **self.options)
+    def __enter__(self) -> Dgrad:
+        if self.options:
+            self.ticket = self.contract.check_dgrad(self.key, self.ref, **self.options)
+        else:
+            self.ticket = self.contract.check_dgrad(self.key, self.ref)
+        return self
 
     def commit(self) -> None:
         self.contract.commit(
@@ -282,8 +294,12 @@ class Wgrad(_Guarded):
         self.contract, self.key, self.ref, self.options = contract, key, ref, options
         self.covered: Iterable[str] = ()
 
-    def check(self) -> Ticket:
-        return self.contract.check_wgrad(self.key, self.ref, **self.options)
+    def __enter__(self) -> Wgrad:
+        if self.options:
+            self.ticket = self.contract.check_wgrad(self.key, self.ref, **self.options)
+        else:
+            self.ticket = self.contract.check_wgrad(self.key, self.ref)
+        return self
 
     def commit(self) -> None:
         self.contract.commit(self.ticket, self.covered)
@@ -302,8 +318,9 @@ class Update(_Guarded):
     def __init__(self, contract: Guards, options: dict[str, Any]) -> None:
         self.contract, self.options = contract, options
 
-    def check(self) -> Ticket:
-        return self.contract.check_update(**self.options)
+    def __enter__(self) -> Update:
+        self.ticket = self.contract.check_update(**self.options)
+        return self
 
     def move_scales(self, stage: int, updates: int | None = None) -> None:
         """Record an update of the scales of a stage's domain; see `Contract.move_scales`."""

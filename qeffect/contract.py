@@ -169,7 +169,9 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         )
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
-        # Bound once for F, dI and dW: each look-up would cost a guard's time.
+        # Bound once for F, dI and dW: each look-up would cost a guard's time. But a contract should
+        # have at most 29 attributes: with more, the interpreter keeps all of them in a dictionary,
+        # and each access to one of them takes longer.
         self._join, self._wait = self._streams.join, self._streams.wait
         self._enter = self._streams.enter
         self._arguments = self._runner.arguments
@@ -178,7 +180,6 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         self._check_forward, self._commit_forward = t.check_forward, t.commit_forward
         self._check_dgrad, self._commit_dgrad = t.check_dgrad, t.commit_dgrad
         self._check_wgrad, self._commit_wgrad = t.check_wgrad, t.commit_wgrad
-        self._commit_refresh = t.commit_refresh
         if registry is not None:
             if not isinstance(registry, DestinationRegistry):
                 raise TypeError(

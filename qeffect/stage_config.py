@@ -187,9 +187,10 @@ class StageConfig:
             runs only after the receive was posted and the message has arrived.
         reduces: Whether the stage's gradients are reduced over data-parallel ranks before the
             commit.
-        reports_fills: Whether the backend reports, at the commit of a refresh and of F, which
-            matrices' weight caches were filled, and from which weight epoch. Otherwise the contract
-            trusts that a refresh filled the cache.
+        reports_fills: Whether the backend reports which weight caches were filled, from the
+            weights of which epoch (optimizer step). It reports this when a refresh (which
+            quantizes the weights into the caches) or an F is committed. Otherwise the contract
+            trusts that a refresh filled the caches.
         reports_updates: Whether the backend reports, at the commit of F and dI, how often the
             domain's scaling state was updated. Otherwise the contract trusts that one update ran
             (with ``scales="epoch"``, no update).
@@ -217,8 +218,9 @@ class StageConfig:
             microbatch, and dI of this stage runs after dI of the target. Without messages
             (`receives_input` of the target, `receives_gradient` of this stage) both stages need the
             same state domain. One case has no guard: without messages, dI of this stage reads the
-            gradient that dI of the target left in the target's slot. Copy this gradient, or read it
-            through `sends_gradient`, before the target's slot is used again.
+            gradient that dI of the target left in the target's slot. Copy this gradient before
+            the target's slot is used again, or set the target's `sends_gradient`: the slot then
+            stays occupied until the reader has called `finish_read`.
         reports_draws: Whether the stage draws random numbers, as dropout does, and reports their
             position: at the commit of F, the backend reports the random generator's position at
             which F began to draw. Otherwise the contract trusts that no replay repeats the numbers

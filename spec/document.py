@@ -317,9 +317,9 @@ def _killed_by(clause: str, keeping: Mapping[str, Any]) -> Iterator[str]:
 
 def _shown_by(shown: Mapping[str, Sequence[str]]) -> str:
     """The log that a clause rejects, and the faults, failures and tests that name the clause."""
-    said = [f"[a rejected log]({path})" for path in shown["logs"]]
-    for kind in ("fault", "failure"):
-        if names := shown[f"{kind}s"]:
+    said = [f"[a log that the clause rejects]({path})" for path in shown["logs"]]
+    for kind in ("injected fault", "public failure"):
+        if names := shown[f"{kind.split()[1]}s"]:
             several = "s" if len(names) > 1 else ""
             said.append(f"the {kind}{several} {', '.join(f'`{name}`' for name in names)}")
     if tests := shown["tests"]:

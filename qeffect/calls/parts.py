@@ -76,4 +76,3 @@ class ContractParts:
     _commit_dgrad: Callable[..., Any]
     _check_wgrad: Callable[..., Any]
     _commit_wgrad: Callable[..., Any]
-    _commit_refresh: Callable[..., Any]

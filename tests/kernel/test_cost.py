@@ -167,6 +167,11 @@ def test_a_walk_would_be_seen() -> None:
         _instrumented(4).contract.commit_epoch()
 
 
+def test_few_attributes() -> None:
+    """With more than 29, CPython keeps an object's attributes in a dictionary, which is slower."""
+    assert len(vars(Rig(stage()).contract)) <= 29
+
+
 @pytest.mark.nightly
 def test_a_live_tape_in_a_full_pool_fits_about_a_kibibyte() -> None:
     """Slot, microbatch, key and reference together, in the largest pool that is measured."""

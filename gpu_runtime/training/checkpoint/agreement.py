@@ -64,10 +64,13 @@ def consent(worker: Worker) -> None:
     """
     Check that this rank's contract permits a checkpoint, and that all ranks are at the same epoch.
 
+    If this function raises any error, the caller must pass the error to `stop`, which stops all
+    ranks.
+
     Raises:
         BackendError: An optimizer update failed halfway on this rank.
         Exception: This rank's contract refuses, this rank's device failed, or a rank is gone or at
-            another epoch. After each of these errors the caller must stop all ranks (`stop`).
+            another epoch.
     """
     runtime = worker.runtime
     if runtime.actions.broken is not None:
