@@ -109,8 +109,9 @@ def guard(
     if manner not in ("refuse", "report"):
         raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
     check_release("torch", _release(), *TESTED, manner=manner, untested=untested)
+    runtime = None
     if not hasattr(schedule, "_has_backward"):  # TorchTitan's GraphPipelineRuntime holds one
-        schedule = getattr(schedule, "schedule", schedule)
+        runtime, schedule = schedule, getattr(schedule, "schedule", schedule)
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if not all(hasattr(stage, "forward_one_chunk") for stage in stages):
         raise TypeError(
@@ -135,7 +136,7 @@ def guard(
         )
     reports = Reports(on_violation) if manner == "report" else None
     folder = None if log is None else Path(log)
-    return GuardedSchedule(schedule, list(stages), transport, reports, folder)
+    return GuardedSchedule(schedule, list(stages), transport, reports, folder, runtime)
 
 
 def _release() -> str:
@@ -155,6 +156,7 @@ class GuardedSchedule:
         transport: As for `guard`.
         reports: The object that collects violations. With None, a violation raises an error.
         log: As for `guard`.
+        runtime: The object around the schedule that training code calls, if there is one.
     """
 
     def __init__(
@@ -164,6 +166,7 @@ class GuardedSchedule:
         transport: Transport | None,
         reports: Reports | None = None,
         log: Path | None = None,
+        runtime: Any = None,
     ) -> None:
         self.schedule = schedule
         self.stages = stages
@@ -189,6 +192,8 @@ class GuardedSchedule:
         for stage in stages:
             self._actions.guard_methods(stage, self._replace)
         self._replace(schedule, "step", self._boundaries.guarded_step(schedule.step))
+        if hasattr(runtime, "step"):
+            self._replace(runtime, "step", self._boundaries.runtime_step(runtime.step))
         for owner in (schedule, *stages):
             setattr(owner, MARK, self)
 

@@ -175,6 +175,20 @@ class EpochBoundaries:
 
         return guarded_step
 
+    def runtime_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """
+        Wrap the `step` of a runtime around the schedule, which may write `.grad` after the
+        schedule's step.
+        """
+
+        def runtime_step(*args: Any, **kwargs: Any) -> Any:
+            found = step(*args, **kwargs)
+            if self.updates is not None:
+                self.updates.finish_walk()
+            return found
+
+        return runtime_step
+
     @contextmanager
     def _unguarded(self) -> Iterator[None]:
         """Let forwards run outside any epoch."""

@@ -18,6 +18,7 @@ from .evidence import (
     leaves,
     not_run,
 )
+from .pipelining_graphs import keeps_records, recorded
 from .works import Event
 
 __all__ = ["METHODS", "StageEvidence"]
@@ -46,7 +47,8 @@ class StageEvidence:
     evidence is needed. For F, the stage's module must have been called. For I and B, a backward
     must have passed through the graph of the forward. For B, W and the scaling of gradients, a
     gradient must have been written. In all cases, a backward that did not pass through the graph of
-    its forward counts as not run.
+    its forward counts as not run. For a stage of TorchTitan's GraphPP, the evidence is what the
+    stage keeps of each action (`pipelining_graphs`).
 
     Args:
         stages: torch's stages of the rank.
@@ -247,11 +249,12 @@ class StageEvidence:
             weights.check("check_update", stage)
 
     def keeps_graphs(self, stage: int) -> bool:
-        """
-        Whether a stage computes with its own CUDA graphs. Such graphs leave no evidence for the
-        guard.
-        """
+        """Whether a stage computes with its own graphs, without autograd."""
         return any(hasattr(self._stages[stage], name) for name in OWN_GRAPHS)
+
+    def keeps_records(self, stage: int) -> bool:
+        """Whether a stage computes with its own graphs and keeps records of their runs."""
+        return self.keeps_graphs(stage) and keeps_records(self._stages[stage])
 
     def still_reduces(self, stage: int) -> bool:
         """Whether torch (2.15 and later) has not yet waited for a reduction that it started."""
@@ -269,7 +272,9 @@ class StageEvidence:
         name = METHODS[kind]
         if not registered and vars(self._stages[stage]).get(name) is self._own.get((stage, name)):
             return
-        if kind == "F":
+        if registered and self.keeps_records(stage):
+            self._watched[event] = recorded(self._stages[stage], event)
+        elif kind == "F":
             self._watched[event] = self._forward(event)
         elif kind == "I" and self._stages[stage].is_first:  # see `untouched`
             self._watched[event] = lambda: True

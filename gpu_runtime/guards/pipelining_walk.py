@@ -72,7 +72,7 @@ class ActionGuard:
         #: The kinds that registered functions run in this step, and torch's actions, read once.
         self._functions: frozenset[str] = frozenset()
         self._read = ReadActions()
-        #: The parts of an overlapped action of the table that have not run yet.
+        #: The parts of the last overlapped action; a stage's method removes what it has run.
         self._parts: set[Event] = set()
         #: What the walk has checked or posted, so that the stage's method does not do it again.
         self._checked: set[Event] = set()
@@ -103,8 +103,13 @@ class ActionGuard:
 
     def on_trust(self) -> list[str]:
         """Return sentences that say what the guard does not check about registered functions."""
-        kept = [s.stage_index for s in self._stages if self.evidence.keeps_graphs(s.stage_index)]
-        judged = METHODS.keys() if len(kept) < len(self._stages) else ()
+        own = [stage.stage_index for stage in self._stages]
+        kept = [n for n in own if self.evidence.keeps_graphs(n)]
+        recorded = [n for n in kept if self.evidence.keeps_records(n)]
+        kept = [n for n in kept if n not in recorded]
+        judged = {*METHODS} if len(kept) < len(own) else set()
+        if recorded == own:
+            judged.add(_OVERLAP)
         kinds = sorted(self.registered())
         said = [
             PIPELINING["function" if kind in judged else "unseen function"].said(kind=kind)
@@ -120,18 +125,29 @@ class ActionGuard:
         """
         Check that the order of actions is visible, whatever functions are registered.
 
+        A forward and a full backward that run in graphs of their stages do not depend on each
+        other, so their order does not matter. The contract takes them in the table's order.
+
         Raises:
-            ValueError: A function runs a forward and a backward at the same time.
+            ValueError: A function runs a forward and a backward at the same time, and not in graphs
+                of their stages.
         """
-        if not self.walks:
+        if not self.walks or _OVERLAP not in self._functions:
             return
         row = self._schedule.pipeline_order_with_comms[self._schedule.rank]
-        if _OVERLAP in self._functions and any(event_of(a)[0] == _OVERLAP for a in row):
+        overlaps = [action for action in row if event_of(action)[0] == _OVERLAP]
+        if not all(self._is_independent(action) for action in overlaps):
             raise ValueError(
                 "a registered function runs OVERLAP_F_B: a forward and a backward of one rank at "
                 "the same time, whose order the guard cannot see; register a function for each "
                 "part, or remove this function"
             )
+
+    def _is_independent(self, overlap: Any) -> bool:
+        """Whether an overlap is a forward and a full backward, in graphs of their stages."""
+        parts = _parts_of(overlap)
+        kinds = sorted(kind for kind, _, _ in parts)
+        return kinds == ["B", "F"] and all(self.evidence.keeps_graphs(s) for _, s, _ in parts)
 
     # The walk
 
@@ -172,7 +188,13 @@ class ActionGuard:
             self._checked.add(event)
             self._watch(event)
         elif kind == _OVERLAP:
-            self._parts = {event_of(part) for part in action.sub_actions}
+            parts = _parts_of(action)
+            self._parts = set(parts)
+            if kind in self._functions:
+                for part in parts:
+                    self.evidence.watch(part, registered=True)
+                self._check(parts[0])
+                self._checked.add(parts[0])
         elif kind in _MESSAGES:
             self._post(event)
             self._posted.add(event)
@@ -198,7 +220,20 @@ class ActionGuard:
             Refused: The computation of the action did not run.
         """
         event, text = self._read(action)
-        self._judge(text, self._end, event, step=step)
+        if event[0] == _OVERLAP and _OVERLAP in self._functions:
+            for part in _parts_of(action):
+                self._judge(text, self._end_part, part, step=step)
+        else:
+            self._judge(text, self._end, event, step=step)
+
+    def _end_part(self, part: Event) -> None:
+        """Commit a part of an overlap that has run; the contract takes one part after another."""
+        if part not in self._parts:  # a stage's method has run and committed the part
+            return
+        if part not in self._checked:
+            self._check(part)
+            self._checked.add(part)
+        self._end(part)
 
     def _end(self, event: Event) -> None:
         if event in self._checked:
@@ -224,8 +259,11 @@ class ActionGuard:
         self.evidence.watch(event, registered=event[0] in self._functions)
 
     def _provided(self, event: Event) -> bool:
-        """Whether a registered function runs an action by graphs that its stage keeps."""
-        return event[0] in self._functions and self.evidence.keeps_graphs(event[1])
+        """Whether a registered function runs an action by its stage's graphs, without records."""
+        kind, stage, _ = event
+        if self.evidence.keeps_records(stage) or not self.evidence.keeps_graphs(stage):
+            return False
+        return kind in self._functions or event in self._parts
 
     def _left_out(self, event: Event) -> bool:
         """Whether an action was left out: it left no evidence, and no stage's graph runs it."""
@@ -358,3 +396,8 @@ class ActionGuard:
             self.abort()
             raise
         self._commit(event)
+
+
+def _parts_of(overlap: Any) -> list[Event]:
+    """Return the parts of an overlapped action as events."""
+    return [event_of(part) for part in overlap.sub_actions]

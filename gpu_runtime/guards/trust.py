@@ -47,11 +47,12 @@ PIPELINING: Mapping[str, Trust] = {
     ),
     "unseen function": Trust(
         "the function that is registered for {kind} runs its action",
-        "`UNSHARD`, `RESHARD`, `OVERLAP_F_B`; every kind if all stages have their own CUDA graphs",
+        "`UNSHARD`, `RESHARD`; `OVERLAP_F_B`, except under TorchTitan's GraphPP; every kind if all "
+        "stages have their own graphs, which leave no record",
     ),
     "graphs": Trust(
-        "stage {stage} runs its registered actions in its own CUDA graphs",
-        "the stage has its own CUDA graphs, as under TorchTitan's GraphPP",
+        "stage {stage} runs its registered actions in its own graphs",
+        "the stage has its own graphs, which leave no record; those of TorchTitan's GraphPP do",
     ),
     "sharded": Trust(
         "no weight of stage {stage} is written in the middle of a step; not checked, because its "

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,8 +247,8 @@ class TestGraphs:
         assert 1 == guarded.contract.epoch
         assert {
             f"the function that is registered for {kind} runs its action",
-            "stage 0 runs its registered actions in its own CUDA graphs",
-            "stage 1 runs its registered actions in its own CUDA graphs",
+            "stage 0 runs its registered actions in its own graphs",
+            "stage 1 runs its registered actions in its own graphs",
         } <= {*guarded.on_trust()}
 
     def test_one_stage_with_graphs(self) -> None:
@@ -272,6 +273,128 @@ class TestGraphs:
         bodies.leave_out(run, "backward_one_chunk")
         with pytest.raises(Refused, match="I of stage 1, microbatch 2: its computation did not"):
             run.step(1)
+
+
+class Recorded(Functions):
+    """
+    Functions over stages that keep records of their graphs, as TorchTitan's GraphPP does.
+
+    Args:
+        run, fake, microbatch: As for `Functions`.
+        splits: Whether the stages' backwards can be split; if not, dW runs the whole backward.
+    """
+
+    def __init__(
+        self, run: Run, fake: str = "", microbatch: int = 2, *, splits: bool = True
+    ) -> None:
+        super().__init__(run, fake, microbatch)
+        stages: list[Any] = run.stages
+        for stage in stages:
+            stage.graphs = SimpleNamespace(supports_backward_input_weight_split=splits)
+            stage.state = SimpleNamespace(
+                unsharded_param_grads=[torch.zeros(1)], sharded_param_grads=[]
+            )
+            stage.saved_values_for_backward_weight_cache = {}
+            stage.fwd_cache = getattr(stage, "fwd_cache", {})
+
+    def runs(self, action: Any, context: Any) -> None:
+        """Run an action or the parts of an overlap, and leave a record of each that is run."""
+        for part in action.sub_actions or [action]:
+            super().runs(part, context)
+            kind, m = part.computation_type.value, part.microbatch_index
+            stage = next(s for s in self.run.stages if s.stage_index == part.stage_index)
+            if (kind, stage.stage_index) != self.left_out[:2] or m not in (None, self.left_out[2]):
+                self._record(kind, stage, m)
+
+    def _record(self, kind: str, stage: Any, m: int) -> None:
+        if kind == "F":
+            if hasattr(stage, "_forward_chunk_states"):  # torch 2.15 keeps outputs there
+                stage.fwd_cache[m] = object()
+        elif kind == "I":
+            if stage.graphs.supports_backward_input_weight_split:
+                stage.saved_values_for_backward_weight_cache[m] = ()
+        elif kind == "REDUCE_GRAD":
+            stage.state.sharded_param_grads = [*stage.state.unsharded_param_grads]
+        else:
+            stage.saved_values_for_backward_weight_cache.pop(m, None)
+            stage.state.unsharded_param_grads[0].add_(1)
+
+
+class TestRecords:
+    """Stages that keep records of their graphs, as under GraphPP, are judged by the records."""
+
+    @pytest.mark.parametrize("splits", [True, False])
+    @pytest.mark.parametrize("name", [IL, IZB, ZBV])
+    def test_functions_that_leave_records(self, name: str, splits: bool) -> None:
+        plain, run = own_run(name), own_run(name)
+        guarded = guard(run.schedule)
+        Recorded(run, splits=splits).register(*KINDS)
+
+        assert [plain.step(n) for n in range(2)] == [run.step(n) for n in range(2)]
+        assert 2 == guarded.contract.epoch
+        assert not any("in its own graphs" in claim for claim in guarded.on_trust())
+
+    @pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] != "F"])
+    def test_a_function_that_leaves_no_record(self, name: str, kind: str) -> None:
+        run = own_run(name)
+        guard(run.schedule)
+        Recorded(run, kind).register(*KINDS)
+        with pytest.raises(Refused, match=f"{kind} of stage 1.*: its computation did not run"):
+            run.step(0)
+
+    @pytest.mark.parametrize("fake", ["", "B"])
+    def test_an_overlap(self, fake: str) -> None:
+        """Both parts of an overlapped action are judged; the table says in which order."""
+        plain, run = (Run("ScheduleDualPipeV", ranks=1, microbatches=6) for _ in range(2))
+        guarded = guard(run.schedule)
+        parts = [p for a in run.schedule.pipeline_order_with_comms[0] for p in a.sub_actions or ()]
+        overlapped = {str(part)[:2]: part.microbatch_index for part in parts}
+        functions = Recorded(run, fake, overlapped["1B"])
+        functions.register(*KINDS)
+        overlap = bodies.torch_schedules._ComputationType.OVERLAP_F_B
+        run.schedule.register_custom_function(overlap, functions.runs)
+        if fake:
+            with pytest.raises(Refused, match=r"B of stage 1, microbatch \d+: its comp"):
+                run.step(0)
+            assert guarded.at.endswith("OVERLAP_F_B")
+            return
+
+        assert plain.step(0) == run.step(0)
+        assert 1 == guarded.contract.epoch
+        said = "the function that is registered for OVERLAP_F_B runs its whole action"
+        assert said in guarded.on_trust()
+
+    @pytest.mark.parametrize("by_methods", [False, True])
+    def test_an_overlap_without_records(self, by_methods: bool) -> None:
+        """Graphs that leave no record are trusted; a stage's own method commits its part itself."""
+        run = Run("ScheduleDualPipeV", ranks=1, microbatches=6)
+        guarded = guard(run.schedule)
+        functions = Functions(run)
+        stages: list[Any] = run.stages
+        for stage in stages:
+            stage.graphs = None
+
+        def overlap(action: Any, context: Any) -> None:
+            for part in action.sub_actions:
+                m, stage = part.microbatch_index, stages[part.stage_index]
+                if not by_methods:
+                    functions.runs(part, context)
+                elif part.computation_type.value == "F":
+                    given = context.arg_mbs[m] if stage.is_first else ()
+                    output = stage.forward_one_chunk(m, given, {})
+                    functions._forwarded(stage, m, output, context)
+                else:
+                    stage.backward_one_chunk(m, loss=run.schedule._maybe_get_loss(stage, m))
+                    functions._backwarded(stage, m)
+
+        kind = bodies.torch_schedules._ComputationType.OVERLAP_F_B
+        run.schedule.register_custom_function(kind, overlap)
+        run.step(0)
+
+        assert 1 == guarded.contract.epoch
+        trust = guarded.on_trust()
+        assert "the function that is registered for OVERLAP_F_B runs its action" in trust
+        assert "stage 0 runs its registered actions in its own graphs" in trust
 
 
 @pytest.mark.skipif(

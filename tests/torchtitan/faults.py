@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-__all__ = ["FAULTS", "FAULTY_STEP", "STEPS", "Fault"]
+__all__ = ["FAULTS", "FAULTY_STEP", "GRAPH_FAULTS", "STEPS", "Fault"]
 
 #: The step in which the fault happens; the guard compares it with a recorded step.
 FAULTY_STEP = 3
@@ -25,8 +25,18 @@ def _now(trainer: Any) -> bool:
     return bool(trainer.step == FAULTY_STEP + 1)  # the trainer counts from 1
 
 
+def _schedule(trainer: Any) -> Any:
+    """The schedule, also inside the runtime of GraphPP."""
+    return getattr(trainer.pp_schedule, "schedule", trainer.pp_schedule)
+
+
 def _stage(trainer: Any, index: int) -> Any:
-    return next(s for s in trainer.pp_schedule._stages if s.stage_index == index)
+    return next(s for s in _schedule(trainer)._stages if s.stage_index == index)
+
+
+def _runtime(trainer: Any) -> Any:
+    """The runtime of GraphPP, whose methods run the actions."""
+    return trainer.pp_schedule
 
 
 def _around(trainer: Any, owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -84,15 +94,23 @@ def left_out_backward(trainer: Any) -> None:
 
 def left_out_of_the_table(trainer: Any) -> None:
     """The table lacks its last weight gradient."""
-    schedule = trainer.pp_schedule
+
+    def shorter(row: list[Any]) -> list[Any]:
+        last = max(n for n, a in enumerate(row) if a.computation_type.value in ("W", "B"))
+        return [*row[:last], *row[last + 1 :]]
+
+    _with_row(trainer, shorter)
+
+
+def _with_row(trainer: Any, edit: Callable[[list[Any]], list[Any]]) -> None:
+    """Let the faulty step run an edited row of the table."""
+    schedule = _schedule(trainer)
 
     def around(method: Any, *args: Any, **kwargs: Any) -> Any:
         table = schedule.pipeline_order_with_comms
-        row = table[schedule.rank]
-        last = max(n for n, a in enumerate(row) if a.computation_type.value in ("W", "B"))
         schedule.pipeline_order_with_comms = {
             **table,
-            schedule.rank: [*row[:last], *row[last + 1 :]],
+            schedule.rank: edit(list(table[schedule.rank])),
         }
         try:
             return method(*args, **kwargs)
@@ -146,6 +164,99 @@ def gradients_kept(trainer: Any) -> None:
     _around(trainer, trainer.optimizers, "zero_grad", lambda *_, **__: None)
 
 
+# Faults under GraphPP, whose functions run the actions in the place of the stages' methods
+
+
+def _of_graphs(trainer: Any, kind: str, around: Callable[[Any, Any, Any], object]) -> None:
+    """
+    Exchange the function that runs a kind of action.
+
+    In the faulty step `around` is called with GraphPP's function, the action and its context.
+    """
+    functions = _schedule(trainer)._comp_type_to_function_map
+    for key, function in list(functions.items()):
+        if key.name == kind:
+
+            def exchanged(action: Any, context: Any, function: Any = function) -> None:
+                if _now(trainer):
+                    around(function, action, context)
+                else:
+                    function(action, context)
+
+            functions[key] = exchanged
+
+
+def _is(action: Any, stage: int, microbatch: int) -> bool:
+    return (action.stage_index, action.microbatch_index) == (stage, microbatch)
+
+
+def _take_gradient(trainer: Any, action: Any) -> None:
+    """Do what comes before a backward of GraphPP, and nothing else."""
+    from torchtitan.experiments.graph_trainer.graph_pp import runner
+
+    _, stage, microbatch, _ = runner._prepare_backward_common(_schedule(trainer), action)
+    runner._prepare_backward_values(stage, microbatch)
+
+
+def graph_backward_left_out(trainer: Any) -> None:
+    """The first stage takes one gradient, and its graph does not run."""
+
+    def around(function: Any, action: Any, context: Any) -> None:
+        if _is(action, 0, 2):
+            _take_gradient(trainer, action)
+        else:
+            function(action, context)
+
+    _of_graphs(trainer, "FULL_BACKWARD", around)
+
+
+def graph_wgrad_left_out(trainer: Any) -> None:
+    """The graph of one weight gradient does not run."""
+
+    def around(function: Any, action: Any, context: Any) -> None:
+        if _is(action, 3, 2):
+            deferred = _stage(trainer, 3).saved_values_for_backward_weight_cache
+            deferred.pop(action.microbatch_index)
+        else:
+            function(action, context)
+
+    _of_graphs(trainer, "BACKWARD_WEIGHT", around)
+
+
+def graph_overlap_left_out(trainer: Any) -> None:
+    """An overlapped action runs its forward, and not its backward."""
+
+    def around(function: Any, action: Any, context: Any) -> None:
+        forward, backward = action.sub_actions
+        if _is(backward, 0, 2):
+            _runtime(trainer)._handle_forward(forward, context)
+            _take_gradient(trainer, backward)
+        else:
+            function(action, context)
+
+    _of_graphs(trainer, "OVERLAP_F_B", around)
+
+
+def graph_forward_twice(trainer: Any) -> None:
+    """GraphPP's function runs one forward twice, with the same result."""
+
+    def around(function: Any, action: Any, context: Any) -> None:
+        if _is(action, 0, 2):
+            function(action, context)
+        function(action, context)
+
+    _of_graphs(trainer, "FORWARD", around)
+
+
+def graph_doubled_in_the_table(trainer: Any) -> None:
+    """The table has one forward twice."""
+
+    def twice(row: list[Any]) -> list[Any]:
+        return [a for action in row for a in [action] * (1 + (str(action) == "0F2"))]
+
+    _with_row(trainer, twice)
+
+
 @attrs.frozen
 class Fault:
     """
@@ -193,5 +304,31 @@ FAULTS: dict[str, Fault] = {
         Fault(update_twice, (0,), "epoch.not-final", _UPDATE),
         Fault(gradients_dropped, (0, 1), "arena.overwrite", _BEGINNING, walks=2),
         Fault(gradients_kept, (1,), "arena.stale-accumulation", _BEGINNING),
+    )
+}
+#: Faults of runs under GraphPP.
+GRAPH_FAULTS: dict[str, Fault] = {
+    fault.put.__name__: fault
+    for fault in (
+        Fault(graph_backward_left_out, (0,), "epoch.device-count", "0B2"),
+        Fault(
+            graph_wgrad_left_out,
+            (0,),
+            "epoch.device-count",
+            "3W2",
+            schedule="ZBVZeroBubble",
+        ),
+        Fault(
+            graph_overlap_left_out,
+            (0,),
+            "epoch.device-count",
+            "(3F4;0B2)OVERLAP_F_B",
+            schedule="DualPipeV",
+        ),
+        Fault(graph_forward_twice, (0,), "", "", harmless=True),
+        Fault(graph_doubled_in_the_table, (0,), "ownership.key-live", "0F2", harmless=True),
+        FAULTS["left_out_of_the_table"],
+        FAULTS["weight_written"],
+        FAULTS["gradients_dropped"],
     )
 }

@@ -30,18 +30,21 @@ def run(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     """Run a case; return what happened."""
     from qeffect.guards import torchtitan as guards
     from qeffect.refusals import Refused
-    from tests.torchtitan.faults import FAULTS
+    from tests.torchtitan.faults import FAULTS, GRAPH_FAULTS
+    from tests.torchtitan.graphs import keep_outputs
     from tests.torchtitan.set_up import configuration
 
     config = configuration(case, str(folder))
     if manner := case.get("manner"):
         config.model_spec = guards.guarded(config.model_spec, manner=manner, log=case.get("log"))
     trainer = config.build()
+    if case.get("graphs"):
+        keep_outputs(trainer.pp_schedule.schedule._stages)
     for part in trainer.model_parts:
         for module in part.modules():
             if hasattr(module, "set_force_sum_reduction_for_comms"):  # gloo has no other of FSDP's
                 module.set_force_sum_reduction_for_comms(True)
-    fault = FAULTS[case["fault"]] if case.get("fault") else None
+    fault = (FAULTS | GRAPH_FAULTS)[case["fault"]] if case.get("fault") else None
     if fault is not None and rank in fault.ranks:
         fault.put(trainer)
     said: dict[str, Any] = {"bits": [], "schedule": type(trainer.pp_schedule).__name__}
@@ -64,7 +67,7 @@ def run(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
 
 
 def watch_steps(trainer: Any, bits: list[list[str]]) -> None:
-    """Record losses and parameters of every optimizer step."""
+    """Record losses, gradients and parameters of every optimizer step."""
     losses: list[str] = []
     step, once = trainer.train_step, trainer.forward_backward_step
 
@@ -77,7 +80,8 @@ def watch_steps(trainer: Any, bits: list[list[str]]) -> None:
         losses.clear()
         step(data)
         parameters = [p for part in trainer.model_parts for p in part.parameters()]
-        bits.append([*losses, *map(digest, parameters)])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        bits.append([*losses, *map(digest, gradients), *map(digest, parameters)])
 
     trainer.forward_backward_step, trainer.train_step = forward_backward_step, train_step
 

@@ -20,7 +20,12 @@ _ROOT = Path(__file__).parents[2]
 
 
 def launch(
-    world: int, folder: Path, cases: list[dict[str, Any]], *, whole: bool = True
+    world: int,
+    folder: Path,
+    cases: list[dict[str, Any]],
+    *,
+    whole: bool = True,
+    limit_s: float = LIMIT_S,
 ) -> list[list[dict[str, Any]]]:
     """
     Run cases on every rank, one after another; return the result that each rank reports for each
@@ -32,26 +37,30 @@ def launch(
         cases: The runs; see `tests.torchtitan.set_up`.
         whole: Whether every rank must end without an error; otherwise a rank may end because its
             peer ended.
+        limit_s: Time limit of the launch.
     """
     outs = [folder / f"rank{rank}.json" for rank in range(world)]
     commands = []
     for rank, out in enumerate(outs):
         command = ["-m", "tests.torchtitan.rank", str(rank), str(world)]
         commands.append([*command, str(folder / "store"), str(out), json.dumps(cases)])
-    codes = run(folder, commands)
+    codes = run(folder, commands, limit_s)
     print(f"{len(cases)} runs")
     if whole:
         assert codes == [0] * world, codes
     return [json.loads(out.read_text()) if out.exists() else [] for out in outs]
 
 
-def run(folder: Path, commands: list[list[str]], **variables: str) -> list[int]:
+def run(
+    folder: Path, commands: list[list[str]], limit_s: float = LIMIT_S, **variables: str
+) -> list[int]:
     """
     Run a Python command for each rank; return the exit codes, and print each rank's last lines.
 
     Args:
         folder: Folder for each rank's output.
         commands: The arguments of each rank's interpreter.
+        limit_s: Time limit of every rank.
         variables: Further variables of the environment.
     """
     began = time.monotonic()
@@ -80,7 +89,7 @@ def run(folder: Path, commands: list[list[str]], **variables: str) -> list[int]:
             )
     for process in ranks:
         try:
-            process.wait(max(0.0, began + LIMIT_S - time.monotonic()))
+            process.wait(max(0.0, began + limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

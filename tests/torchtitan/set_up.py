@@ -19,12 +19,18 @@ def configuration(case: dict[str, Any], folder: str) -> Any:
     Return the configuration of a run.
 
     Args:
-        case: ``schedule``, and where they differ from the default ``stages`` (ranks of the
-            pipeline), ``shards``, ``microbatches``, ``walks``, ``steps``, ``layers``,
-            ``recompute``, ``loss``, ``validate`` and ``save``.
+        case: ``schedule``; ``graphs``, for GraphPP; and where they differ from the default
+            ``stages`` (ranks of the pipeline), ``shards``, ``microbatches``, ``walks``, ``steps``,
+            ``layers``, ``recompute``, ``loss``, ``validate`` and ``save``.
         folder: Where the run may write.
     """
-    config = on_a_cpu(llama3_debugmodel())
+    if case.get("graphs"):
+        from torchtitan.experiments.graph_trainer.llama3 import config_registry as graphs
+
+        config = on_a_cpu(graphs.graph_trainer_llama3_debugmodel_sdpa())
+        config.compile.enable_passes = False
+    else:
+        config = on_a_cpu(llama3_debugmodel())
     config.model_spec.model.layers = config.model_spec.model.layers[: case.get("layers", 4)]
     microbatches, shards = case.get("microbatches", 8), case.get("shards", 1)
     config.training = replace(

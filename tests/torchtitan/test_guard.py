@@ -76,7 +76,7 @@ class TestLegalRuns:
             own.train_step()
 
         assert 3 == guard.contract.epoch
-        assert any("are all walks of the epoch" in claim for claim in guard.on_trust())
+        assert any("is left out before its update" in claim for claim in guard.on_trust())
 
     @pytest.mark.parametrize("manner", ["refuse", "report"])
     def test_evaluations_between_steps(self, manner: str) -> None:
@@ -123,6 +123,58 @@ class TestLegalRuns:
         own.train_step()
 
         assert 1 == guard_of(own).contract.epoch
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_runtime_that_writes_gradients_after_the_schedules_step(drops: bool) -> None:
+    """The guard sees gradients of the first walk that are dropped before the second."""
+
+    class Runtime:
+        """Adds a step's gradients to `.grad` after the schedule's step, as GraphPP does."""
+
+        def __init__(self, schedule: Any, parts: list[Any]) -> None:
+            self.schedule, self._step = schedule, schedule.step
+            self._parameters = [p for part in parts for p in part.parameters()]
+            self._made: list[Any] = []
+            schedule.step = self._computes
+
+        def _swap(self, grads: list[Any]) -> list[Any]:
+            before = [p.grad for p in self._parameters]
+            for p, grad in zip(self._parameters, grads, strict=True):
+                p.grad = grad
+            return before
+
+        def _computes(self, *args: Any, **kwargs: Any) -> None:
+            earlier = self._swap([None] * len(self._parameters))
+            self._step(*args, **kwargs)
+            self._made = self._swap(earlier)
+
+        def step(self, *args: Any, **kwargs: Any) -> None:
+            self.schedule.step(*args, **kwargs)
+            for p, made in zip(self._parameters, self._made, strict=True):
+                p.grad = made if p.grad is None else p.grad + made
+
+    spec = spec_of(IL)
+    build = spec.pipelining_fn
+    assert build is not None
+
+    def pipelining_fn(*args: Any, **kwargs: Any) -> Any:
+        schedule, parts, *rest = build(*args, **kwargs)
+        return Runtime(schedule, parts), parts, *rest
+
+    spec = guarded(replace(spec, pipelining_fn=pipelining_fn), manner="refuse")
+    own = Training(spec, walks=2)
+    own.train_step()
+    if not drops:
+        own.train_step()
+        assert 2 == guard_of(own).contract.epoch
+        guard_of(own).remove()
+        assert "step" not in vars(own.pp_schedule)
+        return
+    own.between = own.optimizers.zero_grad
+    with pytest.raises(Refused) as caught:
+        own.train_step()
+    assert "arena.overwrite" == caught.value.clause
 
 
 def _twice(own: Training) -> None:

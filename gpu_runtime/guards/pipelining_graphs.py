@@ -1,0 +1,75 @@
+"""
+Evidence that a stage's own graphs ran: what TorchTitan's GraphPP keeps of each action.
+
+GraphPP computes with graphs, not with autograd, and accumulates gradients in lists of its stages.
+It writes `.grad` only after the last action of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .works import Event
+
+__all__ = ["keeps_records", "recorded"]
+
+#: The attribute of GraphPP's stages with what each dI leaves for its dW, by microbatch.
+_DEFERRED = "saved_values_for_backward_weight_cache"
+#: The attribute of a stage's graphs that says whether they split a backward into dI and dW.
+_SPLITS = "supports_backward_input_weight_split"
+
+
+def keeps_records(stage: Any) -> bool:
+    """Whether a stage keeps the records of TorchTitan's `GraphPipelineStage`."""
+    state = getattr(stage, "state", None)
+    return hasattr(state, "unsharded_param_grads") and hasattr(stage, _DEFERRED)
+
+
+def recorded(stage: Any, event: Event) -> Callable[[], bool]:
+    """
+    Watch an action of a stage that keeps records.
+
+    Args:
+        stage: The stage.
+        event: The action: F, dI, dW, a full backward or the reduction of gradients.
+
+    Returns:
+        A function that tells whether the action has left its record: the outputs of F, the values
+        that dI leaves for dW, a written gradient of dW and of a full backward, and the list of
+        reduced gradients.
+    """
+    kind, _, microbatch = event
+    if kind == "F":
+        return _kept(lambda: getattr(stage, "fwd_cache", {}), microbatch)
+    if kind == "I":
+        left = _kept(lambda: getattr(stage, _DEFERRED), microbatch)
+        # GraphPP skips the dI of a stage whose backward cannot be split; dW runs all of it.
+        return lambda: left() or not getattr(stage.graphs, _SPLITS, True)
+    if kind == "REDUCE_GRAD":
+        reduced = stage.state.sharded_param_grads
+        return lambda: stage.state.sharded_param_grads is not reduced
+    before = _gradients(stage)
+    return lambda: _differ(before, now := _gradients(stage)) or not now
+
+
+def _kept(cache: Callable[[], Any], microbatch: int) -> Callable[[], bool]:
+    """Watch whether a cache gets another entry for a microbatch."""
+    before = cache().get(microbatch)
+
+    def seen() -> bool:
+        now = cache().get(microbatch)
+        return now is not None and now is not before
+
+    return seen
+
+
+def _gradients(stage: Any) -> list[tuple[Any, int]]:
+    """Return the accumulated gradients of a stage, with their versions."""
+    return [(each, getattr(each, "_version", -1)) for each in stage.state.unsharded_param_grads]
+
+
+def _differ(before: list[tuple[Any, int]], now: list[tuple[Any, int]]) -> bool:
+    return len(before) != len(now) or any(
+        one[0] is not two[0] or one[1] != two[1] for one, two in zip(before, now, strict=True)
+    )
