@@ -41,8 +41,9 @@ messages that arrived for their own key. When a tape is aborted, its transfers c
 have ended, the slot takes no new tape. The call that ends a transfer presents the same key and
 reference as the call that began it. `finish_receive` on a live tape states that the whole message
 has arrived. If a message can no longer arrive, the caller first drops (aborts) the tape, so that no
-action uses the tape. `finish_receive` then frees the slot. At most one read of a tape's output is
-under way at any time, and at most one read of its input gradient.
+action uses the tape. The caller then still calls `finish_receive`: on a dropped tape, this
+call states only that the receive has ended. At most one read of a tape's output is under way at any
+time, and at most one read of its input gradient.
 
 In some stages, a stream of the training loop copies the input into the slot. Such a stage declares
 `copies_input`. The caller then reserves the slot for the key, names a link in the reservation, and

@@ -72,7 +72,8 @@ def _speed() -> list[str]:
         "break-even step",
     )  # fmt: skip
     return [
-        f"One device, {'; '.join(machines)}. *Native* is the native column with the smallest "
+        f"One device, {'; '.join(machines)}. Each row is one *column*: one way to run a step. "
+        "*Native* is the native column with the smallest "
         "median; *TE's graphs* is the column with TE's own graphs that has the smallest median. "
         "A *paired* ratio of two columns is computed in each round; the table has the median "
         "over the rounds. This median differs from the ratio of the medians, and can rank two "
@@ -81,10 +82,11 @@ def _speed() -> list[str]:
         "*whole-step graph* is the library's whole step as one graph, with the same order of "
         "additions. After each ratio to the floor or to a whole-step graph, the table names the "
         "library's column with which the ratio was computed. `ours_copied` and "
-        "`ours_per_microbatch` have no such ratios, because no column of the library adds "
-        "gradients in the same order as these two columns. At the *break-even step* the "
-        "column's total time, with construction, warm-up and capture, falls below native's. A "
-        "dash marks native itself, or a column that never reaches this step.",
+        "`ours_per_microbatch` have a dash under *over whole-step graph* and *over floor*, because "
+        "no column of the library adds gradients in the same order as these two columns. At the "
+        "*break-even step* the column's total time, with construction, warm-up and capture, falls "
+        "below native's. There a dash marks native itself, or a column that never reaches this "
+        "step.",
         markdown(header, rows),
     ]
 
