@@ -363,8 +363,8 @@ class Weights:
 
     def rewritten(self) -> set[Any]:
         """Return the weights that were written since the versions were recorded."""
-        versions = zip(self.counters, self.expected, strict=True)
-        return {counter for counter, version in versions if counter._version != version}
+        versions = zip(self.counters, map(VERSION, self.counters), self.expected, strict=True)
+        return {counter for counter, now, before in versions if now != before}
 
     def _name(self, counter: Any) -> str:
         named = [*self._shards.items(), *self._module.named_parameters()]

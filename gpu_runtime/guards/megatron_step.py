@@ -483,8 +483,9 @@ class LoopStep:
         self._works.commit_update()
         self._works.end()
         self._watched.clear()
-        for weights in self._weights.values():
-            weights.renew()  # a later write is not the update's
+        for stage, gathers in self._gathers.items():
+            if gathers:
+                self._weights[stage].renew()  # a later write is not the update's
         self._keep_norms()
         self.updates += 1
 

@@ -92,6 +92,12 @@ class StageEvidence:
         """
         self._shards = {stage: shards.get(stage, {}) for stage in self.sharded()}
 
+    def stop_watching(self) -> None:
+        """Watch no unfinished action any longer."""
+        for seen in self._watched.values():
+            seen()
+        self._watched.clear()
+
     def begin_step(self, *, begins_epoch: bool = True) -> None:
         """
         Forget the last step. If an epoch (optimizer step) begins, also forget the weights'
@@ -100,9 +106,7 @@ class StageEvidence:
         self._passes.clear()
         if begins_epoch:
             self._weights.clear()
-        for seen in self._watched.values():
-            seen()
-        self._watched.clear()
+        self.stop_watching()
         self._returned.clear()
         self._wrote.clear()
         self._leaves.clear()

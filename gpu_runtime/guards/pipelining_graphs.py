@@ -16,6 +16,8 @@ __all__ = ["keeps_records", "recorded"]
 
 #: The attribute of GraphPP's stages with what each dI leaves for its dW, by microbatch.
 _DEFERRED = "saved_values_for_backward_weight_cache"
+#: The attribute of GraphPP's stages with the outputs of each F, by microbatch.
+_OUTPUTS = "fwd_cache"
 #: The attribute of a stage's graphs that says whether they split a backward into dI and dW.
 _SPLITS = "supports_backward_input_weight_split"
 
@@ -23,7 +25,8 @@ _SPLITS = "supports_backward_input_weight_split"
 def keeps_records(stage: Any) -> bool:
     """Whether a stage keeps the records of TorchTitan's `GraphPipelineStage`."""
     state = getattr(stage, "state", None)
-    return hasattr(state, "unsharded_param_grads") and hasattr(stage, _DEFERRED)
+    kept = hasattr(stage, _DEFERRED) and hasattr(stage, _OUTPUTS)
+    return kept and hasattr(state, "unsharded_param_grads")
 
 
 def recorded(stage: Any, event: Event) -> Callable[[], bool]:
@@ -41,7 +44,7 @@ def recorded(stage: Any, event: Event) -> Callable[[], bool]:
     """
     kind, _, microbatch = event
     if kind == "F":
-        return _kept(lambda: getattr(stage, "fwd_cache", {}), microbatch)
+        return _kept(lambda: getattr(stage, _OUTPUTS), microbatch)
     if kind == "I":
         left = _kept(lambda: getattr(stage, _DEFERRED), microbatch)
         # GraphPP skips the dI of a stage whose backward cannot be split; dW runs all of it.
@@ -50,7 +53,7 @@ def recorded(stage: Any, event: Event) -> Callable[[], bool]:
         reduced = stage.state.sharded_param_grads
         return lambda: stage.state.sharded_param_grads is not reduced
     before = _gradients(stage)
-    return lambda: _differ(before, now := _gradients(stage)) or not now
+    return lambda: (now := _gradients(stage)) != before or not now
 
 
 def _kept(cache: Callable[[], Any], microbatch: int) -> Callable[[], bool]:
@@ -64,12 +67,6 @@ def _kept(cache: Callable[[], Any], microbatch: int) -> Callable[[], bool]:
     return seen
 
 
-def _gradients(stage: Any) -> list[tuple[Any, int]]:
-    """Return the accumulated gradients of a stage, with their versions."""
-    return [(each, getattr(each, "_version", -1)) for each in stage.state.unsharded_param_grads]
-
-
-def _differ(before: list[tuple[Any, int]], now: list[tuple[Any, int]]) -> bool:
-    return len(before) != len(now) or any(
-        one[0] is not two[0] or one[1] != two[1] for one, two in zip(before, now, strict=True)
-    )
+def _gradients(stage: Any) -> list[tuple[int, int]]:
+    """Return the identity and the version of each accumulated gradient, but keep no gradient."""
+    return [(id(each), getattr(each, "_version", -1)) for each in stage.state.unsharded_param_grads]

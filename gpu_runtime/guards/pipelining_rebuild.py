@@ -22,6 +22,7 @@ UNFINISHED = (
     "bwd_cache",
     "backward_state",
     "dw_runner",
+    "saved_values_for_backward_weight_cache",  # of TorchTitan's GraphPP
 )
 
 

@@ -91,6 +91,7 @@ class ActionGuard:
         self.abort()
         self._checked.clear()
         self._posted.clear()
+        self.evidence.stop_watching()
 
     def abort(self) -> None:
         """Abort all unfinished actions."""
@@ -125,8 +126,8 @@ class ActionGuard:
         """
         Check that the order of actions is visible, whatever functions are registered.
 
-        A forward and a full backward that run in graphs of their stages do not depend on each
-        other, so their order does not matter. The contract takes them in the table's order.
+        A forward and a full backward of different stages or microbatches do not depend on each
+        other. If they run in graphs of their stages, the contract takes them in the table's order.
 
         Raises:
             ValueError: A function runs a forward and a backward at the same time, and not in graphs
@@ -136,18 +137,23 @@ class ActionGuard:
             return
         row = self._schedule.pipeline_order_with_comms[self._schedule.rank]
         overlaps = [action for action in row if event_of(action)[0] == _OVERLAP]
-        if not all(self._is_independent(action) for action in overlaps):
+        if not all(self._runs_in_graphs(action) for action in overlaps):
             raise ValueError(
                 "a registered function runs OVERLAP_F_B: a forward and a backward of one rank at "
                 "the same time, whose order the guard cannot see; register a function for each "
                 "part, or remove this function"
             )
 
-    def _is_independent(self, overlap: Any) -> bool:
-        """Whether an overlap is a forward and a full backward, in graphs of their stages."""
+    def _runs_in_graphs(self, overlap: Any) -> bool:
+        """
+        Whether the parts of an overlap run in graphs of their stages: a forward and a full backward
+        of another stage or microbatch.
+        """
         parts = _parts_of(overlap)
         kinds = sorted(kind for kind, _, _ in parts)
-        return kinds == ["B", "F"] and all(self.evidence.keeps_graphs(s) for _, s, _ in parts)
+        works = {(stage, microbatch) for _, stage, microbatch in parts}
+        graphs = all(self.evidence.keeps_graphs(stage) for stage, _ in works)
+        return kinds == ["B", "F"] and len(works) == 2 and graphs
 
     # The walk
 
@@ -191,10 +197,10 @@ class ActionGuard:
             parts = _parts_of(action)
             self._parts = set(parts)
             if kind in self._functions:
-                for part in parts:
-                    self.evidence.watch(part, registered=True)
                 self._check(parts[0])
                 self._checked.add(parts[0])
+                for part in parts:
+                    self.evidence.watch(part, registered=True)
         elif kind in _MESSAGES:
             self._post(event)
             self._posted.add(event)
@@ -270,7 +276,12 @@ class ActionGuard:
         return self.evidence.replaced(event) and not self._provided(event)
 
     def _reduces(self, index: int) -> bool:
-        """Whether the reduction of a stage's gradients changes them, and therefore has to run."""
+        """
+        Whether the reduction of a stage's gradients has to run: it changes them, or leaves a record
+        in any case.
+        """
+        if _REDUCE in self._functions and self.evidence.keeps_records(index):
+            return True
         if self._schedule.scale_grads and self._schedule._n_microbatches > 1:
             return True
         stage = next(stage for stage in self._stages if stage.stage_index == index)

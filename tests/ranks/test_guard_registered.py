@@ -305,6 +305,8 @@ class Recorded(Functions):
             stage = next(s for s in self.run.stages if s.stage_index == part.stage_index)
             if (kind, stage.stage_index) != self.left_out[:2] or m not in (None, self.left_out[2]):
                 self._record(kind, stage, m)
+            elif kind == "F":
+                stage.fwd_cache.pop(m, None)  # `Functions` has put an output there
 
     def _record(self, kind: str, stage: Any, m: int) -> None:
         if kind == "F":
@@ -334,7 +336,7 @@ class TestRecords:
         assert 2 == guarded.contract.epoch
         assert not any("in its own graphs" in claim for claim in guarded.on_trust())
 
-    @pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] != "F"])
+    @pytest.mark.parametrize(("name", "kind"), CASES)
     def test_a_function_that_leaves_no_record(self, name: str, kind: str) -> None:
         run = own_run(name)
         guard(run.schedule)
@@ -342,19 +344,37 @@ class TestRecords:
         with pytest.raises(Refused, match=f"{kind} of stage 1.*: its computation did not run"):
             run.step(0)
 
-    @pytest.mark.parametrize("fake", ["", "B"])
+    def test_a_reduction_that_leaves_no_record(self) -> None:
+        """TorchTitan's schedules do not scale gradients; GraphPP's reductions leave a record."""
+        run = own_run(IL)
+        run.schedule.scale_grads = False
+        guard(run.schedule)
+        Recorded(run, "REDUCE_GRAD").register(*KINDS)
+        with pytest.raises(Refused, match=r"REDUCE_GRAD of stage 1.*: its computation did not run"):
+            run.step(0)
+
+    def test_stages_that_keep_no_outputs(self) -> None:
+        """They may keep their outputs elsewhere, so their actions are trusted."""
+        run = own_run(IL)
+        guarded = guard(run.schedule)
+        Recorded(run).register(*KINDS)
+        for stage in run.stages:
+            del stage.fwd_cache
+        assert any("in its own graphs" in claim for claim in guarded.on_trust())
+
+    @pytest.mark.parametrize("fake", ["", "F", "B"])
     def test_an_overlap(self, fake: str) -> None:
         """Both parts of an overlapped action are judged; the table says in which order."""
         plain, run = (Run("ScheduleDualPipeV", ranks=1, microbatches=6) for _ in range(2))
         guarded = guard(run.schedule)
         parts = [p for a in run.schedule.pipeline_order_with_comms[0] for p in a.sub_actions or ()]
         overlapped = {str(part)[:2]: part.microbatch_index for part in parts}
-        functions = Recorded(run, fake, overlapped["1B"])
+        functions = Recorded(run, fake, overlapped[f"1{fake or 'B'}"])
         functions.register(*KINDS)
         overlap = bodies.torch_schedules._ComputationType.OVERLAP_F_B
         run.schedule.register_custom_function(overlap, functions.runs)
         if fake:
-            with pytest.raises(Refused, match=r"B of stage 1, microbatch \d+: its comp"):
+            with pytest.raises(Refused, match=rf"{fake} of stage 1, microbatch \d+: its comp"):
                 run.step(0)
             assert guarded.at.endswith("OVERLAP_F_B")
             return
