@@ -13,6 +13,7 @@ from pathlib import Path
 
 import attrs
 import torch
+from torch import distributed
 
 from qeffect.cli.command import Outcome
 from qeffect.launched import START
@@ -32,8 +33,12 @@ __all__ = [
     "process_count",
     "report_once",
     "speaker_of",
+    "stand_alone",
     "stopped_outcome",
 ]
+
+#: The store of a single rank that torchrun did not start.
+_STORES: list[object] = []
 
 #: Seconds that a failed rank waits before it ends, so that the speaking rank can print.
 _LAST_WORD_S = 5.0
@@ -74,6 +79,27 @@ def process_count() -> int | None:
         BackendError: The launcher's environment variables are malformed.
     """
     return launcher_ranks()[1]
+
+
+def stand_alone() -> None:
+    """
+    Make this process the only rank: set the environment variables that torchrun would set.
+
+    The store that the rank connects to is in this process until the process ends. A port that was
+    only looked up could be taken by another process before the rank connects.
+    """
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    _STORES.append(store)
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
 
 
 def report_once(run: Callable[[], Outcome]) -> Outcome:

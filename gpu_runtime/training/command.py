@@ -12,7 +12,6 @@ import gc
 import json
 import math
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,6 +38,7 @@ from ..ranks.processes import (
     process_count,
     report_once,
     speaker_of,
+    stand_alone,
     stopped_outcome,
 )
 from ..report import Report, environment
@@ -349,7 +349,7 @@ def require_processes(config: Config, job: LanguageJob, how: str) -> None:
             f"start them: torchrun --nproc-per-node {job.world} -m qeffect runtime {how}"
         )
     if started is None:
-        _alone()
+        stand_alone()
     elif started != job.world:
         raise UnusableError(
             f"{source}: [parallel] pp = {job.pp} and dp = {job.dp} take {job.world} processes, "
@@ -500,20 +500,6 @@ def _count(config: Config) -> int:
     if m.positions == "learned":
         rows += m.sequence
     return m.layers * layer.parameters + rows * m.hidden
-
-
-def _alone() -> None:
-    """Set the environment variables for a job of one process that was started without torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
 
 
 def _write(

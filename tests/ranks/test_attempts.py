@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from qeffect.gpu_runtime.ranks.attempt import agree_on_attempt
 from qeffect.gpu_runtime.ranks.bounded import bounded
 from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent, wait_for
+from qeffect.gpu_runtime.ranks.processes import stand_alone
 from qeffect.schedule.tables import read_fixture
 
 from . import bodies
@@ -215,3 +217,17 @@ def test_a_rank_that_does_not_connect_is_a_cause(tmp_path: Path) -> None:
     assert said.words[0].startswith(
         "rank 0: ranks [0, 1] did not connect within 1 s (wait timeout after 1000ms"
     )
+
+
+def test_a_single_rank_keeps_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other process can take the port before the rank connects."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "")
+    stand_alone()
+    port = int(os.environ["MASTER_PORT"])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    store, rank, world = next(dist.rendezvous("env://"))
+    store.set("key", "value")
+    assert (b"value", 0, 1) == (store.get("key"), rank, world)

@@ -262,7 +262,10 @@ class TestWords:
             told.append("\n".join(curves("curves.json", report, "a machine")))
         for said, where in (
             ("No loss differs by a bit", [True, True, True, False]),
-            ("rolls only the amax histories of the layers that ran", [True, True, False, False]),
+            (
+                "rolls (shifts) only the amax histories of the layers that ran",
+                [True, True, False, False],
+            ),
             ("entries, which are a whole number of steps", [True, False, False, False]),
             ("not a whole number of steps", [False, True, False, False]),
         ):

@@ -268,7 +268,7 @@ def test_the_readme_shows_relations_by_price_and_the_dearest_clauses() -> None:
     said = cost(sample())
 
     assert said.index("| arena | 0.500 µs (0.500 to 0.500), 1.25x") < said.index("| capture |")
-    assert "The 2 guards" in said
+    assert "the 2 guards of F, dI and dW were removed" in said
     assert "`arena.unbound` of dI 0.250 µs (0.250 to 0.250), 1.12x; `order.token`" in said
     assert "For 1 of the 2 guards the interval of the cost includes zero" in said
     assert "F 1.000 µs (1.000 to 1.000), 1.50x" in said

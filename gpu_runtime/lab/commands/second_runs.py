@@ -9,8 +9,6 @@ The outcome is a violation if a flipped bit reached an update.
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 from typing import Any, Final
 
 import attrs
@@ -22,7 +20,7 @@ from qeffect.text import counted
 
 from ...backends.layers import LayerConfig
 from ...ranks.job import Job
-from ...ranks.processes import join_ranks, process_count, report_once
+from ...ranks.processes import join_ranks, process_count, report_once, stand_alone
 from ...runtime import Mode
 from ..comparisons.second_runs import (
     INSIDE,
@@ -92,7 +90,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         raise UnusableError("--device cuda: expected a GPU for each rank, found none")
     where = environment(args.commit, args.out)
     if process_count() is None:
-        _alone()
+        stand_alone()
     member = join_ranks(args.device, LIMITS, deterministic=True)
     if member.rank:
         progress = Progress(enabled=False)
@@ -144,14 +142,4 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     derived = report.finish()["derived"]
     return Outcome(
         "refused" if derived["wrong"] else "accepted", {"derived": derived}, report.lines()
-    )
-
-
-def _alone() -> None:
-    """Set the environment variables of a single rank that torchrun did not start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
     )
