@@ -245,10 +245,11 @@ def _arguments(transition: str) -> Iterable[str]:
 
 def _raised_by(clause: str, keeping: Mapping[str, Any]) -> str:
     """Return text: the functions that raise a clause, and what depends on the clause."""
-    functions = _functions(keeping["clauses"][clause]["raised_by"], "qeffect/")
+    places = keeping["clauses"][clause]["raised_by"]
+    functions = _functions(places, "qeffect/")
     guards = [row for row in keeping["guards"] if row["clause"] == clause]
     if not guards:
-        several = "these functions" if functions.count("`") > 4 else "this function"
+        several = "these functions" if len(places) > 1 else "this function"
         return f"{functions}. The proofs do not cover {several}; no promise depends on this clause."
     own = clause.partition(".")[0] + "."
 

@@ -8,7 +8,7 @@ hooks, and every write to a tensor increases the tensor's version counter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
@@ -351,20 +351,17 @@ class Weights:
         Return the first weight that was written since the versions were recorded; None if no weight
         was written.
         """
-        found = [*map(VERSION, self.counters)]
-        if found == self.expected:
-            return None
-        counter, now, before = next(
-            three
-            for three in zip(self.counters, found, self.expected, strict=True)
-            if three[1] != three[2]
-        )
-        return Written(self._name(counter), now, before)
+        first = next(self._changed(), None)
+        return None if first is None else Written(self._name(first[0]), first[1], first[2])
 
     def rewritten(self) -> set[Any]:
         """Return the weights that were written since the versions were recorded."""
+        return {counter for counter, _, _ in self._changed()}
+
+    def _changed(self) -> Iterator[tuple[Any, int, int]]:
+        """Yield each weight that was written, with its version now and its recorded version."""
         versions = zip(self.counters, map(VERSION, self.counters), self.expected, strict=True)
-        return {counter for counter, now, before in versions if now != before}
+        return (three for three in versions if three[1] != three[2])
 
     def _name(self, counter: Any) -> str:
         named = [*self._shards.items(), *self._module.named_parameters()]

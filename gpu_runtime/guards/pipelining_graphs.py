@@ -44,9 +44,9 @@ def recorded(stage: Any, event: Event) -> Callable[[], bool]:
     """
     kind, _, microbatch = event
     if kind == "F":
-        return _kept(lambda: getattr(stage, _OUTPUTS), microbatch)
+        return _kept(stage, _OUTPUTS, microbatch)
     if kind == "I":
-        left = _kept(lambda: getattr(stage, _DEFERRED), microbatch)
+        left = _kept(stage, _DEFERRED, microbatch)
         # GraphPP skips the dI of a stage whose backward cannot be split; dW runs all of it.
         return lambda: left() or not getattr(stage.graphs, _SPLITS, True)
     if kind == "REDUCE_GRAD":
@@ -56,12 +56,12 @@ def recorded(stage: Any, event: Event) -> Callable[[], bool]:
     return lambda: (now := _gradients(stage)) != before or not now
 
 
-def _kept(cache: Callable[[], Any], microbatch: int) -> Callable[[], bool]:
-    """Watch whether a cache gets another entry for a microbatch."""
-    before = cache().get(microbatch)
+def _kept(stage: Any, name: str, microbatch: int) -> Callable[[], bool]:
+    """Watch whether a dictionary of a stage gets another entry for a microbatch."""
+    before = getattr(stage, name).get(microbatch)
 
     def seen() -> bool:
-        now = cache().get(microbatch)
+        now = getattr(stage, name).get(microbatch)
         return now is not None and now is not before
 
     return seen

@@ -105,9 +105,8 @@ class ActionGuard:
     def on_trust(self) -> list[str]:
         """Return sentences that say what the guard does not check about registered functions."""
         own = [stage.stage_index for stage in self._stages]
-        kept = [n for n in own if self.evidence.keeps_graphs(n)]
-        recorded = [n for n in kept if self.evidence.keeps_records(n)]
-        kept = [n for n in kept if n not in recorded]
+        recorded = [n for n in own if self.evidence.keeps_records(n)]
+        kept = [n for n in own if self.evidence.keeps_graphs(n) and n not in recorded]
         judged = {*METHODS} if len(kept) < len(own) else set()
         if recorded == own:
             judged.add(_OVERLAP)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -31,10 +32,12 @@ __all__ = [
     "join_ranks",
     "mute_unless_speaker",
     "process_count",
+    "rank_variables",
     "report_once",
     "speaker_of",
     "stand_alone",
     "stopped_outcome",
+    "store_here",
 ]
 
 #: The store of a single rank that torchrun did not start.
@@ -88,18 +91,35 @@ def stand_alone() -> None:
     The store that the rank connects to is in this process until the process ends. A port that was
     only looked up could be taken by another process before the rank connects.
     """
-    store = distributed.TCPStore(  # type: ignore[attr-defined]
+    store = store_here()
+    _STORES.append(store)
+    os.environ.update(rank_variables(0, 1, store.port))
+
+
+def store_here() -> Any:
+    """Return a store in this process, at a free port, through which ranks of this host connect."""
+    return distributed.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
-    _STORES.append(store)
-    os.environ.update(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(store.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
+
+
+def rank_variables(rank: int, world: int, port: int) -> dict[str, str]:
+    """
+    Return torchrun's environment variables for a rank of this host.
+
+    Args:
+        rank: The rank.
+        world: How many ranks there are.
+        port: Port of the ranks' store (`store_here`).
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def report_once(run: Callable[[], Outcome]) -> Outcome:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
-import torch.distributed as dist
+
+from ...ranks.processes import rank_variables, store_here
 
 __all__ = ["RankExits", "last_words", "run_ranks"]
 
@@ -104,10 +105,8 @@ def run_ranks(
     store = None
     places: dict[int, dict[str, str]] = {}
     if own is None:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
-        places = {rank: _place(rank, world, store.port) for rank in range(world)}
+        store = store_here()
+        places = {rank: rank_variables(rank, world, store.port) for rank in range(world)}
     else:
         places[own] = {}
     paths = [folder / f"{name}.{rank}.txt" for rank in places]
@@ -140,18 +139,6 @@ def run_ranks(
     told = paths[failed[0] if failed else 0].read_text(encoding="utf-8", errors="replace")
     seconds = time.monotonic() - began
     return RankExits(found, last_words(told), seconds, [process.pid for process in ranks])
-
-
-def _place(rank: int, world: int, port: int) -> dict[str, str]:
-    """torchrun's environment variables for a rank whose store is in this process."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
 
 
 def _ended(
